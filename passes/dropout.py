@@ -56,13 +56,11 @@ def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
     graph, stream = node.graph, (number, node.meta["placement"].is_sharded)
     if node.target is aten.dropout.default:
         return graph.call_function(stream_dropout, (node.args[0], node.args[1], random, *stream))
-    draw = stream_attention if node.target in ATTENTION else stream_random
     target: Any = node.target
-    called = target.__name__ if target in OWN_ATTENTION else target
+    is_own = target in OWN_ATTENTION
+    draw = stream_attention if is_own or target is aten.scaled_dot_product_attention.default else stream_random
+    called = target.__name__ if is_own else target
     return graph.call_function(draw, (called, random, *stream, node.args, dict(node.kwargs)))
-
-
-ATTENTION = {aten.scaled_dot_product_attention.default, *OWN_ATTENTION}
 
 
 def is_draw(node: fx.Node) -> bool:

@@ -72,7 +72,7 @@ def sum_in_place(stage: StageGraph, context: LowerContext) -> None:
     """A sum over ranks may overwrite a product that nothing else reads: its backward does not read it either."""
     for node in stage.graph.find_nodes(op="call_function", target=g):
         value: Any = node.args[0]
-        if value.target in OVERWRITTEN | {vocabulary_embedding} and len(value.users) == 1:
+        if (value.target in OVERWRITTEN or value.target is vocabulary_embedding) and len(value.users) == 1:
             node.args = (*node.args, True)
 
 

@@ -19,12 +19,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.data_dependence import shape_of_data
 from planner.graph.ops.aten import arguments, aten, draws, is_mutable
-from planner.graph.ops.groups import PERMUTES, RESHAPES, SAME, Ops
-
-PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
-         aten.tensor_split.sections}  # fmt: skip
-SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-VIEWS = RESHAPES | PERMUTES | SAME | Ops("detach_ slice select expand")
+from planner.graph.ops.groups import MOVED, PERMUTES, RESHAPES, SAME, SPLITS
 
 
 class UnknownWrite(Exception):
@@ -183,9 +178,10 @@ class _Rewriter:
         stops = target is aten.detach.default and whole.requires_grad
         if target is aten.detach_.default or (target in SAME and not stops):
             return part
-        if target not in SCATTERS:  # also a write behind autograd's back, into x.detach()
+        scatter = getattr(aten, f"{target._opname}_scatter", None)  # of a slice, of a selected position
+        if scatter is None:  # also a write behind autograd's back, into x.detach()
             raise UnknownWrite(str(target))
-        return self._emit(call, SCATTERS[target], (base, part, *fx.map_arg(tuple(args[1:]), self._read)), kwargs, whole)
+        return self._emit(call, scatter.default, (base, part, *fx.map_arg(tuple(args[1:]), self._read)), kwargs, whole)
 
     def _emit(self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=origin.name)
@@ -202,7 +198,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     is_piece = node.target is operator.getitem and isinstance(first, fx.Node) and first.args
     source = first.args[0] if is_piece else first  # pyright: ignore
     seen = source.meta.get("val") if isinstance(source, fx.Node) else None
-    if _as_one_call(node)[0] not in VIEWS or not isinstance(seen, Tensor):
+    op = _as_one_call(node)[0]
+    if (op not in MOVED and op is not aten.detach_.default) or not isinstance(seen, Tensor):
         return None
     return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
 
@@ -213,7 +210,8 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return node.target, tuple(node.args), dict(node.kwargs)
     source: Any = node.args[0]
     index: Any = node.args[1]
-    if not isinstance(source, fx.Node) or source.target not in PARTS:
+    splits = isinstance(source, fx.Node) and (source.target in SPLITS or source.target is aten.tensor_split.sections)
+    if not splits:
         return node.target, tuple(node.args), dict(node.kwargs)
     dim = int(arguments(source).get("dim", 0)) % source.args[0].meta["val"].dim()  # pyright: ignore
     if source.target is aten.unbind.int:

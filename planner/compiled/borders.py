@@ -18,14 +18,13 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of, domain_of
-from planner.graph.ops.aten import aten, is_mutable, is_random, tensors_of
-from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, Ops
+from planner.graph.ops.aten import aten, is_mutable, is_random, packet_of, tensors_of
+from planner.graph.ops.flops import has_flops
 from planner.graph.ops.host_stops import reads_on_host
 from planner.graph.ops.own_backward import OwnBackward
 from planner.placement.rules.forms import Form
 from planner.saved.fused import loses_logits
 
-KERNELS = CONVOLUTIONS | Ops("linear mm bmm matmul einsum addmm baddbmm embedding bilinear")
 _MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}
 
 PRODUCT = "a separate kernel"
@@ -50,7 +49,8 @@ class Borders:
             return "the number of rows per expert depends on the routing"
         if target is aten.cross_entropy_loss.default and loses_logits(node):
             return PRODUCT
-        if not isinstance(target, torch._ops.OpOverload) or target in KERNELS or target in ATTENTION:
+        is_kernel = has_flops(node) or packet_of(target) is aten.embedding
+        if not isinstance(target, torch._ops.OpOverload) or (is_kernel and target.namespace == "aten"):
             return "a random draw" if is_random(node) else PRODUCT
         return self._of_op(node, target)
 

@@ -26,7 +26,7 @@ from planner.graph.ops.groups import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from planner.graph.ops.over_data import over_data
 from planner.graph.places import Places
 from planner.placement.rules.forms import Form
-from planner.placement.rules.reduction import EXCHANGES, REDUCED
+from planner.placement.rules.reduction import EXCHANGES
 from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
@@ -153,7 +153,7 @@ def _statistics_rows(decisions: Decisions, node: fx.Node, stage: int, places: Pl
     """
     cut, x = decisions.placements.wanted(node, 0), node.all_input_nodes[0]
     dtype = node.meta["val"].dtype if node.target in SOFTMAXES | LOG_SOFTMAXES else x.meta["val"].dtype
-    counted = node if node.target in REDUCED else x
+    counted = node if node.meta["val"].shape != x.meta["val"].shape else x
     shape = in_domain(counted, tuple(counted.meta["val"].shape), decisions.mesh)
     width = 1 if counted is node else shape[cut.dim]
     rows = ceil(prod(shape) // width * share_of_rows(node, decisions.mesh))

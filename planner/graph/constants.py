@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import aten, is_random
+from planner.graph.ops.aten import is_random
+from planner.graph.ops.groups import FILLED
 from planner.graph.program import Program
 from planner.graph.walks import in_order, operands, walk
 
 MAX_ELEMENTS = 1 << 27
-SHAPE_READERS = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+SHAPE_READERS = FILLED  # of their operand the shape, or the dtype, alone
 
 
 def follows(node: fx.Node) -> bool:
@@ -45,7 +46,7 @@ class Constants:
 
     def __init__(self, program: Program, *, of_shapes: bool = False, max_elements: int = MAX_ELEMENTS) -> None:
         self.program, self.max_elements = program, max_elements
-        self.shape_readers = SHAPE_READERS if of_shapes else set()
+        self.shape_readers = SHAPE_READERS if of_shapes else ()
         self.nodes: set[fx.Node] = set()
         for node in program.graph.graph.nodes:
             if self._is_constant(node):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from planner.graph.ops.aten import is_random
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops
 from planner.graph.program import Program
 from planner.graph.walks import ancestors, neighbours, readers, walk
 
@@ -49,7 +49,7 @@ def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
     for operand in node.all_input_nodes:
         flag |= flags[operand]
     reads_both = flag & _PARAMETER and flag & _BATCH
-    is_costly = flag & _PARAMETER and node_flops(node)
+    is_costly = flag & _PARAMETER and has_flops(node)
     return flag | _SENT if reads_both or is_costly or is_random(node) else flag
 
 

@@ -7,8 +7,12 @@ bias       any other vector                               ""         any other m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import getitem
 
 from torch import fx
+
+from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.groups import LAID_OUT, PERMUTES, WITH_WEIGHT
 
 
 def parameter_roles(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
@@ -32,34 +36,17 @@ def _role(node: fx.Node) -> str:
     return "residual" if any(_writes_residual(user) for user, _ in uses) else ""
 
 
-_PASSED = (
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "dropout",
-    "native_dropout",
-    "getitem",
-    "add",
-    "transpose",
-    "t",
-    "to",
-    "_to_copy",
-)
-
-
 def _writes_residual(node: fx.Node) -> bool:
     """Whether the output of this linear reaches, through views, dropout and its bias, a sum of two activations."""
-    name = getattr(node.target, "_opname", "")
-    if name in ("t", "transpose"):
+    if node.target in PERMUTES:
         return any(_writes_residual(user) for user in node.users)
-    if name not in ("linear", "addmm", "matmul", "mm"):
+    if node.target not in WITH_WEIGHT and node.target is not aten.matmul.default:
         return False
     while len(node.users) == 1:
-        (user,) = node.users
-        name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
-        if name not in _PASSED:
-            return False
-        if name == "add" and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in user.args[:2]):
+        (node,) = node.users
+        packet = packet_of(node.target)
+        if packet is aten.add and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in node.args[:2]):
             return True
-        node = user
+        if packet not in LAID_OUT and packet not in (aten.add, aten.dropout, aten.native_dropout, getitem):
+            return False
     return False

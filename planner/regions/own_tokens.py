@@ -20,7 +20,6 @@ from planner.graph.ops.sequence import gather_sequence
 from planner.placement.rules.forms import Form
 from planner.sharding.shards import Shards
 
-READERS = {aten.matmul.default, aten.bmm.default}  # of equal batch dims these keep their operands as they are
 SAME_OP = {Form.WHOLE, Form.PARTS, Form.COLUMN, Form.ROW}
 
 
@@ -48,8 +47,11 @@ def _kept_apart(decisions: Decisions, exchange: Exchange, changed: set[str]) -> 
 
 
 def _reads_once(decisions: Decisions, reader: fx.Node, value: fx.Node) -> bool:
-    """Whether one product reads the value, as one operand, unchanged."""
-    if reader.target not in READERS or not reader.meta["grad"] or len(reader.all_input_nodes) < 2:
+    """Whether one product reads the value, as one operand, unchanged: with equal batch dims these two save their
+    operands as they are.
+    """
+    is_product = reader.target in (aten.matmul.default, aten.bmm.default)
+    if not is_product or not reader.meta["grad"] or len(reader.all_input_nodes) < 2:
         return False
     left, right = (shape_of(n)[:-2] for n in reader.all_input_nodes)
     is_kept = all(n.meta["grad"] for n in reader.all_input_nodes) and left == right != ()

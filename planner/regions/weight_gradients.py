@@ -19,8 +19,9 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.graph.ops.aten import packet_of, shares_memory
+from planner.graph.ops.groups import WITH_WEIGHT
 from planner.regions.regions import Region
-from planner.saved.fused import PRODUCTS, is_fused_bias
+from planner.saved.fused import is_fused_bias
 
 aten = torch.ops.aten
 CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"
@@ -89,6 +90,6 @@ def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.No
         weight = product.args[1]
         is_held = isinstance(weight, fx.Node) and bool(weight.meta.get("parameter"))
         return product if is_held else None
-    if reader.target not in PRODUCTS or reader.kwargs or reader.meta["val"].dtype.is_complex:
+    if reader.target not in WITH_WEIGHT or reader.kwargs or reader.meta["val"].dtype.is_complex:
         return None
     return reader if len(reader.args) == 2 and reader.args[1] is parameter else None

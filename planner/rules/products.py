@@ -54,5 +54,7 @@ linear = text("... i+, o i+ -> ... o", "... i^, o i^, o -> ... o", "... i+, i+ -
 matmul = text("... m k+, ... k+ n -> ... m n", "k+, k+ ->", "... m k+, k+ -> ... m", "k+, ... k+ n -> ... n")
 addmm = text("m n, m k^, k^ n -> m n", "n, m k^, k^ n -> m n")
 baddbmm = text("b m n, b m k^, b k^ n -> b m n", "m n, b m k^, b k^ n -> b m n", "n, b m k^, b k^ n -> b m n")
+addmv = text("m, m k^, k^ -> m", ", m k^, k^ -> m")
+addbmm = text("m n, b^ m k^, b^ k^ n -> m n", "n, b^ m k^, b^ k^ n -> m n")
 grouped = text("t^ i+, e^ i+ o, e^ -> t^ o")  # which matrix multiplies a row follows from its position
 embedding = text("v^ h, ... -> ... h")

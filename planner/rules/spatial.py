@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import fx
+
+from planner.graph.ops.aten import arguments
 from planner.rules.call import Call
 from planner.rules.factors import EACH, MIX, SUM, Factors
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
@@ -18,7 +21,7 @@ from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 def convolution(call: Call) -> OpRule:
     """conv1d, conv2d, conv3d; conv_transpose with a weight [i, o/groups, ..]."""
     given: dict[str, Any] = call.given
-    transposed = bool(given.get("transposed")) or "transpose" in str(call.node.target)
+    transposed = is_transposed(call.node)
     groups, channel = int(given["groups"]), len(call.result) - len(call.shapes[1]) + 1
     factors = Factors(call)
     if channel:
@@ -34,6 +37,10 @@ def convolution(call: Call) -> OpRule:
     factors.found.append(_factor(MIX if bias else SUM, into, Place(0, channel), Place(1, i_dim)))
     factors.found = [f for f in factors.found if f.size > 1 or groups == 1]
     return factors.done()
+
+
+def is_transposed(node: fx.Node) -> bool:
+    return bool(arguments(node).get("transposed")) or "transpose" in str(node.target)
 
 
 def _factor(role: Role, size: int, *places: Place | int | None) -> Factor:

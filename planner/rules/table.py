@@ -80,9 +80,12 @@ RULES: dict[Any, Builder] = (
     | packets("mm bmm matmul mv dot", products.matmul)
     | packets("addmm", products.addmm)
     | packets("baddbmm", products.baddbmm)
+    | packets("addmv", products.addmv)
+    | packets("addbmm", products.addbmm)
     | packets("einsum", products.einsum)
     | packets("_grouped_mm", products.grouped)
-    | packets("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d", spatial.convolution)
+    | packets("conv1d conv2d conv3d convolution", spatial.convolution)
+    | packets("conv_transpose1d conv_transpose2d conv_transpose3d", spatial.convolution)
     | packets("scaled_dot_product_attention", attention.attention)
     | {causal_attention: attention.attention}
     # over cp

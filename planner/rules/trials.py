@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import aten, named, packet_of
+from planner.graph.ops.aten import aten, named, packet_of, size_argument
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
-
-SIZED = {aten.view: 1, aten.reshape: 1, aten._unsafe_view: 1, aten.expand: 1, aten.new_zeros: 1}  # a size to make local
 
 TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 STATISTICS = ("running_mean", "running_var")  # they have no gradient
@@ -129,11 +127,10 @@ def _local_sizes(node: fx.Node, args: list[Any], factor: Factor, parts: int) -> 
     """Written sizes of a result, and numbers of groups, as of one part."""
     packet, place = packet_of(node.target), factor.at(RESULT)
     shape = [int(n) for n in node.meta["val"].shape] if isinstance(node.meta["val"], Tensor) else []
-    if packet in SIZED and place is not None:
-        args[SIZED[packet]] = [n // parts if d == place.dim else n for d, n in enumerate(shape)]
-    if packet is aten.unflatten and place is not None:
-        first = int(args[1])
-        args[2] = [n // parts if d == place.dim else n for d, n in enumerate(shape)][first : first + len(args[2])]
+    at = size_argument(node.target)
+    if at is not None and place is not None:
+        first = int(args[1]) if packet is aten.unflatten else 0
+        args[at] = [n // parts if d == place.dim else n for d, n in enumerate(shape)][first : first + len(args[at])]
     of_groups = {aten.conv1d: 6, aten.conv2d: 6, aten.convolution: 8, aten.group_norm: 1}.get(packet)
     if of_groups is not None and {0, 1, RESULT} <= {p.operand for p in factor.places}:
         args[of_groups] = factor.size // parts

@@ -14,15 +14,13 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.ops.groups import RESHAPES
+from planner.graph.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 from planner.placement.rules.forms import Form
 from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
 
-PRODUCTS = {aten.linear.default, aten.mm.default}
-OVERWRITTEN = {*PRODUCTS, aten.bmm.default}
-MAKERS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}  # of new memory, which their backward does not read
+OVERWRITTEN = WITH_WEIGHT | Ops("bmm")  # their backward does not read what they make
 
 
 def is_fused_bias(decisions: Decisions, node: fx.Node) -> bool:
@@ -30,7 +28,7 @@ def is_fused_bias(decisions: Decisions, node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     product, bias = node.args
-    if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in PRODUCTS:
+    if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or product.target not in WITH_WEIGHT:
         return False
     if len(product.users) != 1 or len(product.args) != 2 or not bias.meta.get("parameter"):
         return False
@@ -57,7 +55,7 @@ def is_overlapped(decisions: Decisions, change: TypeChange) -> bool:
             return False
         reader = program.node(name)
         args = reader.args
-        if reader.target not in PRODUCTS or reader.kwargs or len(args) < 2 or not isinstance(args[0], fx.Node):
+        if reader.target not in WITH_WEIGHT or reader.kwargs or len(args) < 2 or not isinstance(args[0], fx.Node):
             return False
         if args[0].name != change.value or not all(_is_parameter(decisions, reader, a) for a in args[1:]):
             return False
@@ -85,8 +83,9 @@ def loses_logits(node: fx.Node) -> bool:
         return False
     while logits.target in RESHAPES and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
         logits = logits.args[0]
-    is_own = logits.target in MAKERS or (logits.target is aten.to.dtype and _dtypes(logits) == 2)
-    return is_own and len(logits.users) == 1
+    is_cast = logits.target is aten.to.dtype and _dtypes(logits) == 2
+    makes = is_cast or logits.target in WITH_WEIGHT or logits.target is aten.add.Tensor
+    return makes and len(logits.users) == 1
 
 
 def _dtypes(cast: fx.Node) -> int:

@@ -19,9 +19,10 @@ from torch import fx
 
 from planner.decisions import Decisions
 from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
+from planner.graph.ops.groups import WITH_WEIGHT
 from planner.placement.types import Placement
 from planner.saved import stand_ins
-from planner.saved.fused import PRODUCTS, is_fused_bias, is_overlapped, is_summed_in_place
+from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
 from planner.saved.local_calls import ON_GPU, local_call
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
@@ -267,7 +268,7 @@ class _Tracer:
         """Whether the gradient of the second operand is added into its buffer by the product itself
         (passes.own_linears).
         """
-        if node.target not in PRODUCTS or len(operands) != 2 or node.kwargs:
+        if node.target not in WITH_WEIGHT or len(operands) != 2 or node.kwargs:
             return False
         x, weight = operands
         is_alike = weight.like.dtype not in (torch.bfloat16, torch.float16)  # the buffer's may be wider

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from planner.decisions import Decisions
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops
 from planner.graph.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
 from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
@@ -190,7 +190,7 @@ class Reasons:
 
     def _goals(self, reader: fx.Node, *, cut: bool) -> list[fx.Node]:
         """The products and losses that first read the result of ``reader``; ``cut``: along values that stay cut."""
-        return [n for n in self._walk(reader, cut=cut) if node_flops(n) or is_loss(n)]
+        return [n for n in self._walk(reader, cut=cut) if has_flops(n) or is_loss(n)]
 
     def _walk(self, reader: fx.Node, *, cut: bool) -> Iterator[fx.Node]:
         """Nodes that depend on ``reader``, up to the next products, within its block."""
@@ -199,7 +199,7 @@ class Reasons:
             node = stack.pop(0)
             if node is not reader:
                 yield node
-                if node_flops(node) or is_loss(node):
+                if has_flops(node) or is_loss(node):
                     continue
             if cut and not self.decisions.placements.of(node).is_sharded:
                 continue
@@ -221,7 +221,7 @@ class Reasons:
                 return
             node = active[0]
             yield node
-            if node_flops(node):
+            if has_flops(node):
                 return
 
     def _same_block(self, a: fx.Node, b: fx.Node) -> bool:

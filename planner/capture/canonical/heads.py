@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from planner.graph.ops.aten import aten, draws, is_pointwise, shape_of
+from planner.graph.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
 from planner.graph.ops.products import PRODUCTS, equation
+from planner.rules.rule import Role
+from planner.rules.table import rule_of
 
-ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
-REDUCED = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default}
 SDPA = aten.scaled_dot_product_attention.default
 
 
@@ -130,6 +130,15 @@ def _dim_of_pieces(node: fx.Node) -> int | None:
     source = node.args[0] if node.target is operator.getitem else None
     is_split = isinstance(source, fx.Node) and source.target is aten.split_with_sizes.default
     return int(source.args[2]) if is_split else None  # pyright: ignore
+
+
+def _is_along_named_dims(node: fx.Node) -> bool:
+    """Whether the second argument names the dims that a call mixes; each index of any other is by itself."""
+    rule, named_dims = rule_of(node), [a.name for a in node.target._schema.arguments][1:2]  # pyright: ignore
+    if rule is None or named_dims != ["dim"] or not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    others = {*range(len(shape_of(node.all_input_nodes[0])))} - reduced_dims(node)
+    return all((f := rule.sole(0, d)) is not None and f.role is Role.EACH for d in others)
 
 
 class _Writer:
@@ -245,21 +254,17 @@ class _Writer:
 
     def _along(self, node: fx.Node) -> fx.Node:
         """Ops with dims that move by one."""
-        x, args = node.all_input_nodes[0], list(node.args)
+        x, dims, *rest = *node.args, *[None] * (2 - len(node.args))
+        if not isinstance(x, fx.Node) or len(node.all_input_nodes) > 1 or node.kwargs:
+            raise _Unknown
         ndim = len(shape_of(x))
-        if len(node.all_input_nodes) > 1 or node.kwargs:
+        given: Any = dims if isinstance(dims, (list, tuple)) else [] if dims is None else [dims]
+        moved = [d % ndim + 1 for d in given]
+        if node.target is aten.permute.default:
+            return self._emit(node.target, self.new[x], [0, *moved])
+        if not moved or not _is_along_named_dims(node):
             raise _Unknown
-        if node.target in ALONG or node.target is aten.slice.Tensor:
-            args[1] = int(args[1]) % ndim + 1  # pyright: ignore[reportArgumentType]
-        elif node.target in REDUCED:
-            dims: Any = args[1]
-            args[1] = [d % ndim + 1 for d in (dims if isinstance(dims, list | tuple) else [dims])]
-        elif node.target is aten.permute.default:
-            order: Any = args[1]
-            args[1] = [0, *(d % ndim + 1 for d in order)]
-        else:
-            raise _Unknown
-        return self._emit(node.target, self.new[x], *args[1:])
+        return self._emit(node.target, self.new[x], moved if given is dims else moved[0], *rest)
 
     def _attention(self, node: fx.Node) -> fx.Node:
         """[heads, b, s, d] as [b, heads, s, d] and back; a mask that the heads share keeps its shape."""

@@ -17,12 +17,9 @@ from torch import Tensor, fx
 
 from planner.graph.constants import Constants
 from planner.graph.ops.aten import aten, packet_of, shape_of
+from planner.graph.ops.groups import ANDS, ORS, SAME, WITH_SIZES
 
 MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq"}
-COMPARISONS = {getattr(aten, name): name for name in MIRRORED}
-AND, OR = {aten.__and__, aten.bitwise_and, aten.logical_and}, {aten.__or__, aten.bitwise_or, aten.logical_or}
-FILLS = {aten.ones: True, aten.zeros: False}
-NOT, SAME = {aten.bitwise_not, aten.logical_not}, {aten.reshape, aten.expand, aten.clone, aten.to}
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,19 @@ class MaskRows:
         x, *rest = node.args
         rows, width = shape_of(node)[-2:]
         op = packet_of(node.target)
-        if op in SAME and isinstance(x, fx.Node):
+        if (op in SAME or op in WITH_SIZES) and isinstance(x, fx.Node):
             return self.of(x) if shape_of(x)[-2:] == (rows, width) else None
-        if op in NOT:
+        if op in (aten.bitwise_not, aten.logical_not):
             return _turned(self.of(x))
-        if op in AND | OR:
-            return _joined(self._operand(x, rows, width), self._operand(rest[0], rows, width), op in OR)
-        if op in COMPARISONS and rest:
-            return self._compared(COMPARISONS[op], x, rest[0], rows, width)
+        if op in ANDS or op in ORS:
+            return _joined(self._operand(x, rows, width), self._operand(rest[0], rows, width), op in ORS)
+        name = getattr(op, "__name__", "")
+        if name in MIRRORED and rest:
+            return self._compared(name, x, rest[0], rows, width)
         if op is aten.tril:
             return _joined(self.of(x), _triangle(rows, width, int(rest[0]) if rest else 0), False)  # pyright: ignore
-        if op in FILLS and node.meta["val"].dtype == torch.bool:
-            return _all(rows, width, FILLS[op])
+        if op in (aten.ones, aten.zeros) and node.meta["val"].dtype == torch.bool:
+            return _all(rows, width, op is aten.ones)
         if op is aten.full and isinstance(rest[0], bool):
             return _all(rows, width, rest[0])
         return None

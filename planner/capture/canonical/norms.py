@@ -20,13 +20,12 @@ import torch
 from torch import fx
 
 from planner.capture.canonical.form import KEPT_META, prune
-from planner.graph.ops.aten import aten
+from planner.graph.ops.aten import aten, packet_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)
-_ADD = (aten.add.Tensor, aten.add.Scalar)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _eps_of(v: fx.Node | None, root: fx.Node | None) -> float | None:
     if v is None or root is None or root.target is not aten.rsqrt.default or len(root.users) != 1:
         return None
     added: Any = root.args[0]
-    if added.target not in _ADD or len(added.args) != 2 or added.kwargs or not _is_inner(added, v):
+    if packet_of(added.target) is not aten.add or len(added.args) != 2 or added.kwargs or not _is_inner(added, v):
         return None
     mean, eps = added.args
     if not isinstance(mean, fx.Node) or isinstance(eps, bool) or not isinstance(eps, (int, float)):

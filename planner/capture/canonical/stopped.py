@@ -18,8 +18,6 @@ from torch import fx
 from planner.graph.ops.aten import aten, named
 from planner.graph.ops.own_backward import OwnBackward
 
-PICKS: dict[Any, Any] = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
-
 
 def stop_early(graph: fx.Graph) -> bool:
     """Move every detach up to the values that others read with a gradient; whether anything changed."""
@@ -38,7 +36,7 @@ def stop_early(graph: fx.Graph) -> bool:
         if node.all_input_nodes[0] in stopped:
             node.replace_all_uses_with(node.all_input_nodes[0])
     for node in stopped:
-        if node.target in PICKS:
+        if node.target in (aten.max.dim, aten.min.dim):
             _pick(graph, node)
     return bool(stopped)
 
@@ -76,9 +74,9 @@ def _pick(graph: fx.Graph, node: fx.Node) -> None:
     """The choice among equal elements matters to a gradient, and to readers of the index."""
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
         return
-    given = named(node)
+    given, extreme = named(node), aten.amax if node.target is aten.max.dim else aten.amin
     with graph.inserting_before(node):
-        new = graph.call_function(PICKS[node.target], (given["self"], [given["dim"]], given["keepdim"]))
+        new = graph.call_function(extreme.default, (given["self"], [given["dim"]], given["keepdim"]))
     new.meta = node.meta | {"val": node.meta["val"][0]}
     for user in list(node.users):
         user.replace_all_uses_with(new)

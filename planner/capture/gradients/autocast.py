@@ -35,7 +35,6 @@ from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps
-HIDES_CASTS = {aten._trilinear.default}  # of bilinear: casts within its kernel
 KEPT = ("stack_trace", "nn_module_stack")
 
 
@@ -149,7 +148,7 @@ class _Call:
             self._cast({id(v): self.region.dtype for v in self.values if v.dtype != self.region.dtype})
         elif self.target._can_decompose():
             seen = self._seen(True).calls
-            if any(op in HIDES_CASTS for op, *_ in seen):
+            if any(op is aten._trilinear.default for op, *_ in seen):
                 raise self._refused()
             if seen != self._seen(False).calls:
                 self._write_out()

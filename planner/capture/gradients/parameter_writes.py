@@ -19,7 +19,6 @@ from planner.graph.source_lines import where_of
 
 FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
 MAX_NORM_FIX = "remove max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"
-_PASSES_ON = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.detach_.default}
 
 
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
@@ -47,7 +46,7 @@ def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tu
             for argument, value in _arguments(node):
                 if argument.alias_info is None or value not in of:
                     continue
-                if argument.alias_info.is_write and node.target not in _PASSES_ON:
+                if argument.alias_info.is_write and node.target is not torch.ops.aten.detach_.default:
                     yield node, of[value]
                 of[node] = of[value]
 

@@ -14,13 +14,12 @@ from planner.graph.constants import follows
 from planner.graph.ops.aten import aten, is_mutable, packet_of
 from planner.graph.walks import in_order
 
-READS = (aten.item, aten._local_scalar_dense)
 MOST_ELEMENTS = 1 << 22  # of all values of one microbatch together
 
 
 def is_read(node: fx.Node | None) -> bool:
     """Whether a call reads a number out of a tensor."""
-    return node is not None and packet_of(node.target) in READS
+    return node is not None and packet_of(node.target) in (aten.item, aten._local_scalar_dense)
 
 
 def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:

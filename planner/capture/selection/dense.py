@@ -30,21 +30,10 @@ from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
 from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mask, root_of
 from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
 from planner.errors import Where
-from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import LAID_OUT, PLACING
+from planner.graph.ops.aten import aten, named, packet_of, returns_nothing, shape_of, size_argument
+from planner.graph.ops.groups import LAID_OUT, LOOKUPS, PLACING
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors
-
-CHECKS = {
-    aten._assert_scalar,
-    aten._assert_async,
-    aten._assert_tensor_metadata,
-    aten.sym_constrain_range,
-    aten.sym_constrain_range_for_size,
-}
-SELECTIONS = {aten.nonzero, aten.nonzero_numpy, aten.argwhere}
-SIZED = {aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unflatten, aten.zeros, aten.ones, aten.full,
-         aten.empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ class _Rewriter:
         if node.target is getitem and isinstance(given[0], tuple):
             index: Any = node.args[1]
             return given[0][index]
-        if packet_of(node.target) in CHECKS and not all(isinstance(v, fx.Node) for v in given):
+        if returns_nothing(node.target) and not all(isinstance(v, fx.Node) for v in given):
             return None
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._number(node, value)
@@ -137,7 +126,7 @@ class _Rewriter:
     def _select(self, node: fx.Node, given: list[Any]) -> Any:
         """The positions that a mask selects."""
         is_where = node.target is getattr(aten.where, "default", None)
-        if packet_of(node.target) not in SELECTIONS and not is_where:
+        if packet_of(node.target) not in (aten.nonzero, aten.nonzero_numpy, aten.argwhere) and not is_where:
             return None
         if not isinstance(given[0], fx.Node):
             raise refused(node, "rows are selected from selected rows")
@@ -176,7 +165,7 @@ class _Rewriter:
     def _place(self, node: fx.Node) -> Rows | None:
         """Rows read out of a value with all rows."""
         packet, given = packet_of(node.target), named(node)
-        if packet not in (aten.index, aten.index_select, aten.gather):
+        if packet not in LOOKUPS:
             return None
         x = self.env[given["self"]]
         at = given["indices"] if packet is aten.index else given["index"]
@@ -286,7 +275,7 @@ class _Rewriter:
         dims = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
         inputs = {n: d for n, d in dims.items() if d is not None}
         rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
-        counts = packet_of(node.target) in SIZED and all(self.env[n] is COUNT for n in rests)
+        counts = size_argument(node.target) is not None and all(self.env[n] is COUNT for n in rests)
         if any(self.env[n] is COUNT for n in rests) and not counts:
             raise refused(node, "the number of selected rows is used in a computation")
         if (rests and not counts) or not acts_on_each_row(node, inputs, row_dim(value)):
@@ -350,7 +339,7 @@ class _Rewriter:
         tensor = rows.meta["val"]
         is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
         origin = self.write.origin
-        began = origin is None or packet_of(origin.target) in (aten.index, aten.index_select, aten.gather, aten.to)
+        began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
         return only_selected(self.write, space, rows, dim) if is_half and began else rows
 
     def _sum(self, node: fx.Node, rows: Rows) -> Rows:

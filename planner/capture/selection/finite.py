@@ -13,10 +13,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.groups import DIVISIONS, LAID_OUT, Ops
-
-ROOTS, TOTALS = Ops("sqrt rsqrt"), Ops("mean sum amax amin")
-GROWING = {aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh}
+from planner.graph.ops.groups import DIVISIONS, LAID_OUT
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:
@@ -28,7 +25,8 @@ def endangered(call: fx.Node) -> list[fx.Node]:
     if packet is aten.pow:
         return [] if _is_power(call) else [n for n in call.all_input_nodes if not _is_positive(n)]
     first: Any = call.args[0]
-    return [] if packet not in GROWING and _is_positive(first) else [first]
+    overflows = packet in (aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh)
+    return [] if not overflows and _is_positive(first) else [first]
 
 
 def _is_power(call: fx.Node) -> bool:
@@ -38,8 +36,7 @@ def _is_power(call: fx.Node) -> bool:
 
 def _is_positive(node: Any) -> bool:
     """Whether a value is never zero or below: a sum of a non-negative value and a positive number."""
-    while isinstance(node, fx.Node) and node.target in LAID_OUT | ROOTS:
-        node = node.args[0]
+    node = _below(node, aten.sqrt, aten.rsqrt)
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float)) and node > 0
     if packet_of(node.target) is aten.add:
@@ -51,9 +48,15 @@ def _is_positive(node: Any) -> bool:
     return False
 
 
-def _not_negative(node: Any) -> bool:
-    while isinstance(node, fx.Node) and node.target in LAID_OUT | TOTALS:
+def _below(node: Any, *packets: Any) -> Any:
+    """The value from which one is made by these ops, casts and views alone."""
+    while isinstance(node, fx.Node) and (node.target in LAID_OUT or packet_of(node.target) in packets):
         node = node.args[0]
+    return node
+
+
+def _not_negative(node: Any) -> bool:
+    node = _below(node, aten.mean, aten.sum, aten.amax, aten.amin)
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float)) and node >= 0
     packet = packet_of(node.target)

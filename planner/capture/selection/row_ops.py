@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
 from planner.graph.ops.aten import aten, draws, is_pointwise, packet_of
+from planner.graph.ops.groups import Ops
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Role
 from planner.rules.table import rule_of
@@ -42,11 +42,7 @@ def _is_finite(call: fx.Node) -> bool:
     return known and (not draws(call.target) or packet is aten.dropout)
 
 
-def _packets(names: str) -> frozenset[Any]:
-    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
-
-
-TOTAL = _packets(
+TOTAL = Ops(
     "add sub rsub mul neg abs to _to_copy contiguous clone detach alias dropout masked_fill where relu gelu silu relu6 "
     "softplus sigmoid tanh hardtanh hardsigmoid hardswish leaky_relu elu selu celu mish log_sigmoid clamp clamp_min "
     "clamp_max clip minimum maximum max min eq ne lt le gt ge logical_and logical_or logical_not logical_xor "
@@ -55,6 +51,4 @@ TOTAL = _packets(
     "zero fill lift_fresh_copy"
 )
 # may give no number, or have no derivative, somewhere: a row that is not selected is kept away from there
-SINGULAR = _packets(
-    "div divide true_divide reciprocal log log2 log10 log1p sqrt rsqrt pow exp exp2 expm1 sinh cosh tan"
-)
+SINGULAR = Ops("div divide true_divide reciprocal log log2 log10 log1p sqrt rsqrt pow exp exp2 expm1 sinh cosh tan")

@@ -15,13 +15,9 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
-from planner.graph.ops.groups import LAID_OUT, PERMUTES, RESHAPES, SAME, Ops
+from planner.graph.ops.groups import ANDS, LAID_OUT, MOVED, PERMUTES, RESHAPES
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of
-
-MOVING = SAME | RESHAPES | PERMUTES | Ops("select slice")
-COUNTING = MOVING | Ops("sum")
-ABOVE_ZERO: dict[Any, int] = {aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.ge.Scalar: 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ def root_of(mask: fx.Node) -> fx.Node:
     mask = _of_stack(mask)
     while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
         packet = packet_of(mask.target)
-        above_zero = mask.target in ABOVE_ZERO and mask.args[1] == ABOVE_ZERO[mask.target] and is_count(mask.args[0])
+        above_zero = _is_above_zero(mask) and is_count(mask.args[0])
         counts = packet in (aten.sum, aten.count_nonzero) and is_count(mask.args[0])
         casts = packet in (aten.to, aten._to_copy) and not is_count(mask.args[0])
         if casts or not (above_zero or counts or packet in LAID_OUT or packet is aten.any):
@@ -132,10 +128,15 @@ def is_count(node: Any) -> bool:
         dtype = node.meta["val"].dtype
         if str(dtype) == "torch.bool" or packet_of(node.target) is aten.one_hot:
             return True
-        if node.target not in COUNTING:
+        if node.target not in MOVED and packet_of(node.target) is not aten.sum:
             return False
         node = node.args[0]
     return isinstance(node, fx.Node) and str(node.meta["val"].dtype) == "torch.bool"
+
+
+def _is_above_zero(node: fx.Node) -> bool:
+    """x ≠ 0, x > 0 or x ≥ 1: of counts the same."""
+    return (node.target, *node.args[1:]) in ((aten.ne.Scalar, 0), (aten.gt.Scalar, 0), (aten.ge.Scalar, 1))
 
 
 # ---- at most one
@@ -157,12 +158,12 @@ def _single(node: fx.Node, depth: int) -> frozenset[int]:
         return frozenset(d - (d > at) for d in _single(x.all_input_nodes[0], depth + 1) if d != at)
     if packet is aten.one_hot:
         return _distinct(x, 0)
-    if packet in (aten.logical_and, aten.__and__, aten.bitwise_and, aten.mul) and len(node.all_input_nodes) == 2:
+    if (packet in ANDS or packet is aten.mul) and len(node.all_input_nodes) == 2:
         same = [n for n in node.all_input_nodes if shape_of(n) == shape_of(node)]
         return frozenset().union(*(_single(n, depth + 1) for n in same))
-    if node.target in ABOVE_ZERO and node.args[1] == ABOVE_ZERO[node.target]:
+    if _is_above_zero(node):
         return _single(x, depth + 1)
-    return _moved(node, _single(x, depth + 1)) if packet in MOVING else frozenset()
+    return _moved(node, _single(x, depth + 1)) if packet in MOVED else frozenset()
 
 
 def _single_of_equals(eq: fx.Node) -> frozenset[int]:
@@ -189,7 +190,7 @@ def _distinct(ids: fx.Node, depth: int) -> frozenset[int]:
         )
     if packet_of(ids.target) is aten.argsort:
         return frozenset({int(named(ids).get("dim", -1)) % len(shape_of(ids))})
-    return _moved(ids, _distinct(x, depth + 1)) if ids.target in MOVING else frozenset()
+    return _moved(ids, _distinct(x, depth + 1)) if ids.target in MOVED else frozenset()
 
 
 def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:

@@ -81,7 +81,9 @@ def _is_index(node: fx.Node, size: int) -> bool:
     if source is None:
         return False
     if packet_of(node.target) is not aten.argmax:
-        if node.target is not getitem or node.args[1] != 1 or packet_of(source.target) not in _PLACES:
+        if node.target is not getitem or node.args[1] != 1:
+            return False
+        if packet_of(source.target) not in (aten.topk, aten.sort, aten.max, aten.min):
             return False
         node, source = source, source.all_input_nodes[0]
     dim = named(node).get("dim")
@@ -89,7 +91,6 @@ def _is_index(node: fx.Node, size: int) -> bool:
 
 
 _SELECTS = ("masked_select", "__getitem__")
-_PLACES = (aten.topk, aten.sort, aten.max, aten.min)
 _SPELLED: dict[str, Callable[..., Any]] = {
     "equal": _equal,
     "allclose": _allclose,

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from planner.graph.ops.aten import arguments, aten, packet_of
-from planner.graph.ops.flops import node_flops
-from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, WITH_WEIGHT, Ops
+from planner.graph.ops.flops import has_flops, node_flops
+from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from planner.graph.ops.sequence import causal_attention, gathered_attention
+from planner.rules.flops import multiplied
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
@@ -113,9 +114,8 @@ def touched(like: Like) -> int:
 
 def factors_of(call: Call, node: fx.Node) -> list[int]:
     """Numbers of the values that a product multiplies."""
-    after_bias = packet_of(node.target) in (aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm)
-    numbers = list(call.operands)
-    return numbers[1:3] if after_bias and len(numbers) > 2 else numbers[:2]
+    first, last = multiplied(node.target) or (0, 1)
+    return list(call.operands[first : last + 1])
 
 
 def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:
@@ -209,9 +209,10 @@ class OpsOf:
         if not made:
             return CallOps((), tuple(self._gradient_ops(call)))
         total, target = Size(), self.node_of(call.name).target
-        for number in made if packet_of(target) in PICKING else (*call.operands, *made):
+        picks = target in LOOKUPS or packet_of(target) is aten.embedding
+        for number in made if picks else (*call.operands, *made):
             total = total.plus(self._value(number))
-        if packet_of(target) in PICKING:
+        if picks:
             total = total.times(2)  # it reads as much as it makes
         return CallOps((Op(self._dtype(call), total),), tuple(self._gradient_ops(call)))
 
@@ -283,7 +284,7 @@ class OpsOf:
         return factors_of(call, self.node_of(call.name))
 
     def _product(self, call: Call, node: fx.Node) -> Op | None:
-        if not node_flops(node):
+        if not has_flops(node):
             return None
         factors = self._factors(call)
         if not call.results or not factors:
@@ -291,8 +292,10 @@ class OpsOf:
         likes = [self.trace.values[n].like for n in factors]
         out = self.trace.values[call.results[0]].like
         follows = [self.size_follows(n) for n in (*factors, call.results[0])]
-        if len(likes) == 2 and packet_of(node.target) in PLAIN:
-            sides, at = _plain_sides(packet_of(node.target), likes[0], likes[1], out, follows)
+        packet = packet_of(node.target)
+        is_plain = packet in WITH_WEIGHT or packet in (aten.bmm, aten.matmul, aten.baddbmm)
+        if len(likes) == 2 and is_plain:
+            sides, at = _plain_sides(packet, likes[0], likes[1], out, follows)
         else:
             sides, at = _other_sides(self._local_flops(node, likes, out), out, follows)
         if at >= 0:
@@ -305,7 +308,7 @@ class OpsOf:
 
     def _local_flops(self, node: fx.Node, likes: Sequence[Like], out: Like) -> float:
         """Of one rank. Each dim of an einsum or a convolution is in two of its three tensors, as a rule."""
-        if node.target not in CONVOLUTIONS | Ops("einsum") and likes[0].shape:
+        if node.target not in CONVOLUTIONS and packet_of(node.target) is not aten.einsum and likes[0].shape:
             return 2.0 * prod(out.shape) * likes[0].shape[-1]
         whole, local = 1.0, 1.0
         nodes = [n for n in node.all_input_nodes if hasattr(n.meta.get("val"), "shape")][: len(likes)]
@@ -346,10 +349,6 @@ class OpsOf:
         floats = [values[n].like.dtype for n in (*call.results, *call.operands)]
         found = next((d for d in floats if d.is_floating_point), floats[0] if floats else None)
         return str(found).removeprefix("torch.")
-
-
-PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}
-PLAIN = {aten.linear, aten.mm, aten.bmm, aten.matmul, aten.addmm, aten.baddbmm}
 
 
 def _plain_sides(packet: Any, a: Like, b: Like, out: Like, follows: list[bool]) -> tuple[Sides, int]:

@@ -23,7 +23,6 @@ from planner.graph.blocks.periods import Flow, Run, find_runs, live_bytes
 from planner.graph.blocks.structure import Group, Structure
 from planner.graph.live_sets import anchors, live_values, recomputed_nodes
 from planner.graph.ops.aten import value_bytes
-from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 
 # Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.
@@ -122,7 +121,7 @@ def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node
     tokens = np.unique([structure.signature[n] for n in nodes], return_inverse=True)[1]
     flow = Flow(
         tokens,
-        np.array([node_flops(n) for n in nodes]),
+        np.array([structure.flops[n] for n in nodes]),
         edge_array,
         live_bytes(edge_array, np.array(num_bytes, dtype=np.int64)),
     )
@@ -150,7 +149,7 @@ def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recompu
     groups = [Group("") for _ in starts]
     for node in structure.nodes:
         if node in home:
-            groups[home[node]].add(node, node_flops(node))
+            groups[home[node]].add(node, structure.flops[node])
     return groups
 
 
@@ -179,7 +178,7 @@ class _Choice:
         if work < CONTAINER_SHARE * sum(group.flops for group in self.touching):
             return False  # it is a part of the calls
         shared = [node for group in self.touching for node in group.nodes if node in self.inside]
-        if sum(map(node_flops, shared)) < _CALLS_SHARE * work:
+        if sum(self.structure.flops[node] for node in shared) < _CALLS_SHARE * work:
             return True
         after = self._crossing(self.repetition, self.replaced)
         if len(shared) < _CALLS_SHARE * len(self.inside) or self._are_coarse:

@@ -15,14 +15,13 @@ themselves. Experts, towers, or q, k and v stand side by side, not one after the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from planner.graph.blocks.structure import Group, Structure
-from planner.graph.ops.flops import node_flops
 
 # A block with inner blocks that do at least this share of its work is only their container (a stage of stages of
 # layers).
@@ -32,7 +31,7 @@ CONTAINER_SHARE = 0.9
 def module_blocks(structure: Structure) -> list[Group]:
     """The blocks that are module calls: of two products or more (linears, attention), else of one."""
     search = _Search(structure)
-    root = _call_tree(structure.nodes)
+    root = _call_tree(structure.flops)
     return search.below(root, 2) or search.below(root, 1)
 
 
@@ -93,13 +92,12 @@ class _Search:
         return _follow(calls, reach) if len(calls) > 1 else not self.below(calls[0], least)
 
 
-def _call_tree(nodes: Iterable[fx.Node]) -> Group:
-    """The calls that ``nodes`` were traced in, below one root; a module called again is another call."""
+def _call_tree(flops_of: Mapping[fx.Node, int]) -> Group:
+    """The calls that nodes were traced in, below one root; a module called again is another call."""
     root = Group("")
-    for node in nodes:
+    for node, flops in flops_of.items():
         if node.op != "call_function":
             continue
-        flops = node_flops(node)
         call = root
         call.add(node, flops)
         for key, value in (node.meta.get("nn_module_stack") or {}).items():

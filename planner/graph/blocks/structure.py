@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import tensors_of
+from planner.graph.ops.flops import node_flops
 from planner.graph.program import Program
 
 
@@ -40,13 +41,14 @@ class Group:
 
 
 class Structure:
-    """Owns the facts that are computed once: the signature and operands of each node, and the kind of each group."""
+    """Owns facts that are computed once: the signature, operands and FLOPs of each node, the kind of each group."""
 
     def __init__(self, program: Program) -> None:
         self.roles = {name: role for role in ("parameters", "buffers", "constants") for name in getattr(program, role)}
         self.nodes = list(program.graph.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.operands: dict[fx.Node, list[fx.Node]] = {}
+        self.flops = {node: node_flops(node) for node in self.nodes}
         self.signature = {node: self._signature(node) for node in self.nodes}
         self._kinds: dict[Group, Any] = {}
 

@@ -46,6 +46,19 @@ def position_of(target: Any, name: str) -> int:
     return [a.name for a in target._schema.arguments].index(name)
 
 
+def size_argument(target: Any) -> int | None:
+    """The position of the argument of an op that gives the size of its result."""
+    schema = getattr(target, "_schema", None)
+    given = [(a.name, str(a.type)) for a in schema.arguments] if schema is not None else []
+    return next((i for i, (n, kind) in enumerate(given) if n in ("size", "sizes", "shape") and "List" in kind), None)
+
+
+def returns_nothing(target: Any) -> bool:
+    """Whether an op only checks something, as an assertion does."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.returns
+
+
 def reduced_dims(node: fx.Node) -> frozenset[int]:
     """The dims of its first operand that an op reduces or runs along; all if it names none."""
     ndim = next(tensors_of(node.all_input_nodes[0])).dim()

@@ -41,6 +41,9 @@ SPLITS = Ops("split split_with_sizes chunk unbind")
 ADDING = Ops("scatter_add scatter_reduce index_add")  # to what is there
 PLACING = ADDING | Ops("scatter index_copy index_put")
 FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+LOOKUPS = Ops("index index_select gather")  # at positions that an operand names
+PADS = Ops("pad constant_pad_nd")
+MOVED = LAID_OUT | CUTS  # the same elements, or some of them
 
 # ---- arithmetic
 
@@ -54,4 +57,6 @@ EXTREMES = Ops("amax amin")
 SORTS = Ops("sort argsort")
 BEST = Ops("topk max argmax")  # along a dim, with their indices
 BINS = Ops("one_hot histc bincount")  # made of numbers, a place for each
+ANDS = Ops("__and__ bitwise_and logical_and")
+ORS = Ops("__or__ bitwise_or logical_or")
 DIVISIONS = Ops("div divide true_divide")

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
+from planner.graph.ops.aten import aten, packet_of
 from planner.graph.ops.ctc import CTC_LOSSES
 
-aten = torch.ops.aten
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_PUTS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _LENGTHS = {CTC_LOSSES}  # loops on the host over a number of frames that depends on data
 _MASKS = {torch.bool, torch.uint8}
 
 
 def reads_on_host(target: Any, args: Sequence[Any], value_of: Callable[[Any], Any] = lambda value: value) -> bool:
     """Whether a call waits for the device. ``value_of`` an argument: the tensor that it is, or one like it."""
-    if target is aten.index.Tensor or target in _PUTS:
+    puts = packet_of(target) in (aten.index_put, aten.index_put_, aten._index_put_impl_)
+    if target is aten.index.Tensor or puts:
         by_mask = any(index is not None and value_of(index).dtype in _MASKS for index in args[1])
-        fills = target in _PUTS and value_of(args[2]).numel() == 1 and args[3:4] != (True,)
+        fills = puts and value_of(args[2]).numel() == 1 and args[3:4] != (True,)
         return by_mask and not fills
     if target is aten.one_hot.default:
         return (*args[1:], -1)[0] == -1

@@ -10,27 +10,20 @@ elements, such as a clamp that turns an ignored label into a real one, leave pla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from operator import getitem
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.graph.ops.aten import aten, is_pointwise, ops_named, position_of, shape_of
+from planner.graph.ops.aten import aten, is_pointwise, packet_of, position_of, shape_of
+from planner.graph.ops.groups import JOINS, MOVED, PADS, SPLITS, Ops
 from planner.graph.ops.sequence import local_rows
 from planner.graph.source_lines import where_of
 
 NOWHERE = -1
-PADS = set(ops_named("pad constant_pad_nd"))
-JOINS = set(ops_named("cat stack slice_scatter select_scatter"))
-MOVES = PADS | JOINS | {local_rows} | set(
-    ops_named(
-        "reshape view permute transpose.int t unsqueeze squeeze squeeze.dim expand repeat contiguous clone alias "
-        "detach slice.Tensor select.int narrow roll flip flatten.using_ints split_with_sizes split.Tensor chunk "
-        "unbind.int"
-    )
-)  # fmt: skip
-CHOICES = {aten.where.self}
+MOVES = MOVED | SPLITS | PADS | JOINS | Ops("stack slice_scatter select_scatter repeat roll flip", [local_rows])
 
 
 class Emit(Protocol):
@@ -47,7 +40,7 @@ class PlaceWriter:
     """
 
     def __init__(self, source: Callable[[fx.Node], Any], emit: Emit, moves: Collection[Any] = ()) -> None:
-        self.source, self.emit, self.moves = source, emit, MOVES | set(moves)
+        self.source, self.emit, self.moves = source, emit, MOVES | Ops("", moves)
         self.sources: dict[fx.Node, None] = {}
         self._written: dict[fx.Node, Any] = {}
 
@@ -71,13 +64,11 @@ class PlaceWriter:
         held = {n: found for n, found in given.items() if found is not None}
         if not held:
             return None
-        if node.target in self.moves or getattr(node.target, "__name__", "") == "getitem":
-            return self._moved(node, held)
         if is_pointwise(node.target) and len(held) == 1 and _is_integer(node):
             (value,) = held
             if shape_of(value) == shape_of(node):
                 return held[value]
-        if node.target in CHOICES:
+        if node.target in self.moves or node.target in (aten.where.self, getitem):
             return self._moved(node, held)
         raise PlanError(
             "the label of each target cannot be traced through this call",
@@ -94,8 +85,11 @@ class PlaceWriter:
         """The places of an operand that holds none of the batch: NOWHERE if it is joined with others; else the operand
         itself.
         """
-        is_joined = node.target in JOINS | CHOICES and _is_integer(operand)
-        return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {}) if is_joined else operand
+        others = (aten.stack, aten.slice_scatter, aten.select_scatter, aten.where)
+        is_joined = node.target in JOINS or packet_of(node.target) in others
+        if not is_joined or not _is_integer(operand):
+            return operand
+        return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {})
 
     def _filled_with_nowhere(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if node.target not in PADS:

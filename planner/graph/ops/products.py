@@ -14,9 +14,10 @@ from typing import Any
 from torch import fx
 
 from planner.graph.ops.aten import aten, ops_named
+from planner.graph.ops.groups import CASTS, COPIES, PERMUTES, RESHAPES
 
 PRODUCTS = frozenset(ops_named("linear mm bmm matmul einsum"))
-SEE_THROUGH = {aten.reshape.default, aten.permute.default, aten.to.dtype, aten.contiguous.default}
+SEE_THROUGH = RESHAPES | PERMUTES | CASTS | COPIES
 
 
 def holds_weight(node: fx.Node) -> bool:
@@ -28,7 +29,9 @@ def holds_weight(node: fx.Node) -> bool:
 
 def is_made_of_weights(node: fx.Node) -> bool:
     """Whether the value is a weight so seen, or several of them stacked, or a part of such a stack."""
-    if node.op == "call_function" and node.target in {*SEE_THROUGH, aten.cat.default, aten.slice.Tensor}:
+    if node.op == "call_function" and (
+        node.target in SEE_THROUGH or node.target in (aten.cat.default, aten.slice.Tensor)
+    ):
         return all(is_made_of_weights(n) for n in node.all_input_nodes)
     return holds_weight(node)
 

@@ -13,31 +13,23 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from planner.graph.ops.flops import node_flops
-from planner.graph.ops.groups import ATTENTION
-from planner.graph.ops.products import is_made_of_weights
+from planner.graph.ops.flops import has_flops
+from planner.graph.ops.groups import ATTENTION, SOFTMAXES, WITH_WEIGHT
+from planner.graph.ops.products import PRODUCTS, is_made_of_weights
 from planner.graph.walks import Step, operands, readers, walk
 
-aten = torch.ops.aten
-BATCHED = {aten.matmul.default, aten.bmm.default, aten.einsum.default}
-SOFTMAXES = {
-    aten.softmax.int,
-    aten._softmax.default,
-    getattr(aten, "_safe_softmax", aten._softmax).default,
-    aten.exp.default,
-}  # exp: a softmax written by hand
 _MAX_WALK = 400
 
 
 def is_product_of_activations(node: fx.Node) -> bool:
     """A product of operands that all carry a gradient and are no weights."""
-    read = node.all_input_nodes
-    return node.op == "call_function" and node.target in BATCHED and len(read) > 1 and all(map(_is_made, read))
+    return _multiplies_activations(node) and all(map(_is_made, node.all_input_nodes))
 
 
 def _multiplies_activations(node: fx.Node) -> bool:
     """The same, with weights allowed between them: scores or values times a projection in one einsum."""
-    return node.op == "call_function" and node.target in BATCHED and sum(map(_is_made, node.all_input_nodes)) > 1
+    is_product = node.target in PRODUCTS and node.target not in WITH_WEIGHT
+    return is_product and sum(map(_is_made, node.all_input_nodes)) > 1
 
 
 def _is_made(node: fx.Node) -> bool:
@@ -65,7 +57,9 @@ def mixes_values(node: fx.Node) -> bool:
 
 
 def _softmaxes(product: fx.Node, step: Step) -> list[fx.Node]:
-    return [n for n in _up_to_products(product, step) if n.target in SOFTMAXES]
+    """Also one that is written by hand, with exp."""
+    found = _up_to_products(product, step)
+    return [n for n in found if n.target in SOFTMAXES or n.target is torch.ops.aten.exp.default]
 
 
 def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) -> bool:
@@ -74,7 +68,7 @@ def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) 
 
 def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:
     """Nodes from ``start`` by ``step``, up to the next products, those included."""
-    return walk(step(start), step, into=_is_activation, stop=lambda n: bool(node_flops(n)), most=_MAX_WALK)
+    return walk(step(start), step, into=_is_activation, stop=has_flops, most=_MAX_WALK)
 
 
 def _is_activation(node: fx.Node) -> bool:

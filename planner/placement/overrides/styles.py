@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlanError
-from planner.graph.ops.flops import node_flops
+from planner.graph.ops.flops import has_flops
 from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.program import Program
 from planner.graph.walks import readers, walk
@@ -153,5 +153,5 @@ def _is_alone(option: Option, position: int) -> bool:
 
 def _meets_a_loss(product: fx.Node) -> bool:
     """Whether the result of ``product`` are the logits of a loss: read by it before any other product."""
-    after = walk([product], readers, stop=lambda n: n is not product and bool(node_flops(n)), most=_MAX_WALK)
+    after = walk([product], readers, stop=lambda n: n is not product and has_flops(n), most=_MAX_WALK)
     return any(n.target in CROSS_ENTROPIES for n in after)

@@ -14,13 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from planner.graph.ops.aten import aten, named, reduced_dims
-from planner.graph.ops.groups import EXTREMES, Ops
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement
 
-REDUCED = EXTREMES | Ops("linalg_vector_norm")
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),
     aten.softmax.int: (2, 1),

@@ -52,6 +52,8 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.dot.default: [(real(6), real(6))],
     aten.addmm.default: [(real(4, 2), real(4, 6), real(6, 2)), (real(2), real(4, 6), real(6, 2))],
     aten.baddbmm.default: [(real(2, 4, 1), real(2, 4, 6), real(2, 6, 3))],
+    aten.addmv.default: [(real(4), real(4, 6), real(6)), (real(), real(4, 6), real(6))],
+    aten.addbmm.default: [(real(4, 2), real(3, 4, 6), real(3, 6, 2)), (real(2), real(3, 4, 6), real(3, 6, 2))],
     aten.einsum.default: [
         ("bsi,oi->bso", [real(2, 3, 4), real(6, 4)]),
         ("...ij,jk", [real(2, 3, 4), real(4, 6)]),
@@ -69,6 +71,7 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     ],
     aten.conv3d.default: [(real(2, 4, 3, 3, 3), real(6, 4, 2, 2, 2))],
     aten.conv_transpose1d.default: [(real(2, 4, 9), real(4, 6, 3))],
+    aten.conv_transpose3d.input: [(real(2, 4, 3, 3, 3), real(4, 6, 2, 2, 2))],
     aten.conv_transpose2d.input: [(real(2, 4, 5, 5), real(4, 6, 3, 3), real(6))],
     aten.scaled_dot_product_attention.default: [
         (real(2, 4, 5, 6), real(2, 4, 7, 6), real(2, 4, 7, 2)),

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph.ops.aten import is_random, is_view
-from planner.graph.ops.flops import node_bytes, node_cost, node_flops
+from planner.graph.ops.flops import has_flops, node_bytes, node_cost, node_flops
 from tests.models.small import hugging_face
 
 aten = torch.ops.aten
@@ -50,6 +50,7 @@ def two_ways(size: int, gates: int) -> list[torch.Tensor]:
         (lambda: call(aten.addmm.default, meta(7), meta(3, 5), meta(5, 7)), 2 * 3 * 5 * 7),
         (lambda: call(aten.bmm.default, meta(4, 3, 5), meta(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         (lambda: call(aten.baddbmm.default, meta(4, 3, 7), meta(4, 3, 5), meta(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
+        (lambda: call(aten.addbmm.default, meta(3, 7), meta(4, 3, 5), meta(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         (lambda: call(aten.matmul.default, meta(2, 4, 3, 5), meta(4, 5, 7)), 2 * 2 * 4 * 3 * 5 * 7),
         (lambda: call(aten.matmul.default, meta(3, 5), meta(5)), 2 * 3 * 5),
         (
@@ -77,6 +78,11 @@ def two_ways(size: int, gates: int) -> list[torch.Tensor]:
             lambda: call(aten.einsum.default, "bshd,bthd->bhst", [meta(2, 3, 4, 5), meta(2, 6, 4, 5)]),
             2 * 2 * 3 * 6 * 4 * 5,
         ),
+        (
+            lambda: call(aten.conv2d.default, meta(2, 4, 9, 9), meta(8, 1, 3, 3), None, [2, 2], [1, 1], [1, 1], 4),
+            2 * 16 * 25 * 9,
+        ),
+        (lambda: call(aten.einsum.default, "ij->i", [meta(2, 3)]), 0),
         (lambda: call(aten.einsum.default, "...i,oi->...o", [meta(2, 3, 5), meta(7, 5)]), 2 * 2 * 3 * 5 * 7),
         (lambda: call(aten.einsum.default, "ij,jk,kl->il", [meta(2, 3), meta(3, 5), meta(5, 7)]), 2 * 30 + 2 * 70),
         (lambda: call(aten.embedding.default, meta(50, 8), meta(2, 3, dtype=torch.long)), 0),
@@ -85,6 +91,7 @@ def two_ways(size: int, gates: int) -> list[torch.Tensor]:
 )
 def test_operations_of_a_product(node: Callable[[], fx.Node], flops: int) -> None:
     assert node_flops(node()) == flops
+    assert has_flops(node()) == (flops > 0)
 
 
 def test_an_elementwise_op_moves_its_operands_and_its_result() -> None:
