@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.capture.loss.loss_ops import CASTS
 from planner.graph.ops.aten import is_pointwise
 from planner.graph.program import Program
 from planner.rules.call import operands_of
@@ -85,7 +84,7 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
 
 
 def is_by_element(target: Any) -> bool:
-    return is_pointwise(target) or torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
+    return is_pointwise(target) or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
