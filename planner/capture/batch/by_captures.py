@@ -49,8 +49,8 @@ from planner.capture.loss.loss_ops import (
     dim_kept,
     is_mean,
     linear_in,
+    reduces_rows,
     reduction_of,
-    unreduced,
 )
 from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
@@ -273,7 +273,7 @@ class Typing(Joins):
             return None
         dims = {n: k.dim for n, k in moving.items()}
         if reduction_of(node):
-            is_sum = set(dims.values()) == {first.dim} and first.dim < len(unreduced(node)[2])
+            is_sum = set(dims.values()) == {first.dim} and reduces_rows(node, first.dim)
         else:
             is_sum = adds_rows(node, dims)
         return self._added(node, first) if is_sum else None

@@ -17,7 +17,7 @@ from planner.capture.batch.mixing import computed_along, may_mix, may_run_along,
 from planner.capture.batch.order import may_repeat_batch
 from planner.capture.loss.counts import input_only
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
-from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduction_of, share, unreduced
+from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
 from planner.capture.loss.scaling import numeric_places
 from planner.graph.ops.aten import aten, packet_of, tensors_of
 from planner.graph.ops.groups import CROSS_ENTROPIES, PLACING, Ops
@@ -71,17 +71,15 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     if SHARE in names:
         is_linear = names <= {SHARE, WHOLE} and linear_in(node, [n for n in node.all_input_nodes if kinds[n] != whole])
         return share if is_linear and is_scalar else unknown
-    if names <= {ROWS, WHOLE} and (_is_total_loss(node) or (is_scalar and _is_total(node))):
+    if names <= {ROWS, WHOLE} and is_scalar and _is_total(node):
         return share
     return unknown if names - {ROWS, WHOLE} or not _keeps_rows(node) else Kind(ROWS)
 
 
-def _is_total_loss(node: fx.Node) -> bool:
-    return bool(reduction_of(node)) and (node.target in CROSS_ENTROPIES or len(unreduced(node)[2]) > 0)
-
-
 def _is_total(node: fx.Node) -> bool:
-    """The sum or mean of all elements of one operand."""
+    """A loss, or the sum or mean of all elements of one operand."""
+    if reduction_of(node):
+        return node.target in CROSS_ENTROPIES or reduces_rows(node)
     rule = rule_of(node) if len(operands_of(node)) == 1 else None
     return rule is not None and (is_mean(node) or {f.role for f in rule.factors} == {Role.SUM})
 
