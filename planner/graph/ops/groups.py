@@ -37,6 +37,7 @@ WITH_SIZES = Ops("reshape expand")  # of these, the ones that take sizes as argu
 
 JOINS = Ops("cat concat concatenate")
 PLACING = Ops("scatter scatter_add scatter_reduce index_add index_copy index_put")
+MOVES = LAID_OUT | JOINS | Ops("slice slice_scatter split_with_sizes pad constant_pad_nd roll flip")  # in a capture
 FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 # ---- arithmetic
