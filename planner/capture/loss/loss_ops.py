@@ -39,7 +39,7 @@ def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
 def reduces_rows(node: fx.Node, dim: int = 0) -> bool:
     """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands.
 
-    Of margin losses PyTorch tells a wrong shape if they have no rows.
+    Of margin losses PyTorch gives a wrong shape if they have no rows.
     """
     of_margins = packet_of(node.target) in (aten.multi_margin_loss, aten.multilabel_margin_loss)
     return bool(reduction_of(node)) and not of_margins and dim < len(unreduced(node)[2])
