@@ -9,7 +9,7 @@ from planner.context.lengthen import lengthen
 from planner.context.local_program import LocalProgram
 from planner.context.refusals import no_sequence
 from planner.context.types import decide_types
-from planner.graph.ops.aten import aten, shape_of
+from planner.graph.ops.aten import aten, is_pointwise, shape_of
 from planner.graph.ops.sequence import gather_sequence, sum_over_ranks
 from planner.graph.program import Program
 
@@ -44,7 +44,7 @@ def _loss_is(program: Program) -> None:
 def _tell_operands_apart(graph: fx.Graph) -> None:
     """Queries that are their own keys become two values: one stays cut, the other is gathered."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in SEVERAL:
+        if node.op != "call_function" or is_pointwise(node.target):
             continue
         for position in range(1, len(node.args)):
             value = node.args[position]
@@ -61,6 +61,3 @@ def _exchanges(graph: fx.Graph) -> list[Exchange]:
         for n in graph.nodes
         if n.op == "call_function" and n.target in (gather_sequence, sum_over_ranks)
     ]
-
-
-SEVERAL = {aten.scaled_dot_product_attention.default, aten.matmul.default, aten.bmm.default, aten.mm.default}

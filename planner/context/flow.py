@@ -13,12 +13,10 @@ from torch import fx
 
 from planner.context.rules import options_over_cp
 from planner.graph.ops.aten import is_pointwise, is_random, shape_of, tensors_of
-from planner.graph.ops.groups import VIEWS, Ops
+from planner.graph.ops.groups import MOVES
 from planner.graph.program import Program
 from planner.placement.rules.base import Site
 from planner.placement.types import Placement, V
-
-MOVES = Ops("slice cat split_with_sizes pad")
 
 
 def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
@@ -36,7 +34,7 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
 
 def begins(node: fx.Node) -> bool:
     """Whether float work over tokens may begin at an op: one that computes more than element by element."""
-    return not is_pointwise(node.target) and node.target not in VIEWS | MOVES
+    return not is_pointwise(node.target) and node.target not in MOVES
 
 
 def _of_input(node: fx.Node) -> set[Placement]:

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.context.rules import MEAN, SUM, options_over_cp
+from planner.context.rules import options_over_cp
 from planner.experts.building import Builder, erase_unread
-from planner.graph.ops.aten import aten, named, reduced_dims, shape_of
+from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, V
 
-ZERO_OF_EQUALS = {aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default}
-TOTALS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
-SUM_OF: dict[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 ROW_BY_ROW = {Form.PARTS, Form.SIZES, Form.COLUMN, Form.SPLIT}
 
 
@@ -76,8 +73,9 @@ def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement]) -> Option | No
 
 def _reduces(node: fx.Node) -> bool:
     """Whether a sum over rows can leave some out."""
-    likely = node.target in CROSS_ENTROPIES and named(node)["target"].meta["val"].is_floating_point()
-    return (node.target in CROSS_ENTROPIES or node.target in TOTALS | ZERO_OF_EQUALS) and not likely
+    if node.target in CROSS_ENTROPIES:
+        return not named(node)["target"].meta["val"].is_floating_point()
+    return packet_of(node.target) in (aten.sum, aten.mean)
 
 
 class _Longer:
@@ -137,21 +135,11 @@ class _Longer:
             original = node.args[i]
             if isinstance(original, fx.Node) and given[original].is_sharded:
                 args[i] = self._masked(build, argument, given[original])
-        if node.target in ZERO_OF_EQUALS:
-            return self._of_elements(build, node, args, kwargs)
-        if node.target not in SUM_OF:
+        if packet_of(node.target) is not aten.mean:
             return build.call(node.target, *args, **kwargs)
-        total = build.call(SUM_OF[node.target], *args, **kwargs)
+        op = aten.sum.default if node.target is aten.mean.default else aten.sum.dim_IntList
         shape = shape_of(node.all_input_nodes[0])
-        return build.call(aten.div.Tensor, total, prod(shape[d] for d in reduced_dims(node)))
-
-    def _of_elements(self, build: Builder, node: fx.Node, args: list[Any], kwargs: Any) -> fx.Node:
-        reduction = named(node)["reduction"]
-        args = [*args, *([SUM] if len(args) == 2 else [])]
-        args[2] = SUM
-        total = build.call(node.target, *args, **{k: v for k, v in kwargs.items() if k != "reduction"})
-        count = prod(torch.broadcast_shapes(*(shape_of(n) for n in node.all_input_nodes)))
-        return build.call(aten.div.Tensor, total, count) if reduction == MEAN else total
+        return build.call(aten.div.Tensor, build.call(op, *args, **kwargs), prod(shape[d] for d in reduced_dims(node)))
 
     def _masked(self, build: Builder, rows: fx.Node, cut: Placement) -> fx.Node:
         """Zero in the rows that are left out."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import fx
 
-from planner.context.rules import FACTORIES
 from planner.graph.ops.aten import shape_of
 from planner.placement.rules.base import Option
 from planner.placement.rules.forms import Form
@@ -26,7 +25,7 @@ def local_arguments(node: fx.Node, option: Option, cp: int) -> list[Any]:
 
 
 def _sizes(node: fx.Node, option: Option, cp: int) -> list[Any]:
-    args, place = list(node.args), 0 if node.target in FACTORIES else 1
+    args, place = list(node.args), 1 if node.all_input_nodes else 0
     if option.out.is_sharded:
         args[place] = list(option.out.local_shape(shape_of(node), cp))
     return args

@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.loss.loss_ops import MEAN, SUM
 from planner.context.builder import Builder, resized
 from planner.context.local_calls import local_arguments
-from planner.context.rules import MEAN, SUM, options_over_cp
+from planner.context.rules import options_over_cp
 from planner.context.types import Types, gathered_from
-from planner.graph.ops.aten import aten, is_random, named, shape_of
+from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
 from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.ops.over_data import over_data
 from planner.graph.ops.sequence import causal_attention, sum_over_ranks
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement, R
-
-TRIANGLES: dict[Any, Any] = {aten.tril.default: aten.le.Scalar, aten.triu.default: aten.ge.Scalar}
 
 
 class LocalProgram:
@@ -109,7 +108,11 @@ class LocalProgram:
             return self._picked(node, option)
         if _has_trained_bias(node):
             return self._by_hand(node, option, wanted)
-        if node.target in TRIANGLES and option.out.is_sharded and option.out.dim >= len(shape_of(node)) - 2:
+        if (
+            packet_of(node.target) in (aten.tril, aten.triu)
+            and option.out.is_sharded
+            and option.out.dim >= len(shape_of(node)) - 2
+        ):
             return self._triangle(node, option)
         args, kwargs = self._operands(node, wanted.__getitem__, local_arguments(node, option, self.cp))
         if node.target is aten.scaled_dot_product_attention.default and named(node, args, kwargs)["is_causal"]:
@@ -164,7 +167,8 @@ class LocalProgram:
         )
         square = (shape_of(rows)[0], shape_of(columns)[1])
         apart = build.call(like, aten.sub.Tensor, columns, rows, shape=square)
-        stays = build.call(like, TRIANGLES[node.target], apart, named(node)["diagonal"], shape=square)
+        compare = aten.le.Scalar if packet_of(node.target) is aten.tril else aten.ge.Scalar
+        stays = build.call(like, compare, apart, named(node)["diagonal"], shape=square)
         stays.meta["val"] = resized(torch.empty((), dtype=torch.bool), square)
         nothing = False if part.meta["val"].dtype == torch.bool else 0
         return build.call(like, aten.where.ScalarOther, stays, part, nothing, shape=shape_of(part), of=part)

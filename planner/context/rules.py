@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
-from planner.graph.ops.aten import aten, is_random, named, ops_named
+from planner.capture.loss.loss_ops import MEAN, NONE, SUM
+from planner.graph.ops.aten import aten, is_random, named, packet_of, packets
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.ops.over_data import over_data
 from planner.graph.ops.products import is_made_of_weights
 from planner.placement.rules.base import Option, Site, aligned
@@ -27,7 +28,6 @@ from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of
 from planner.placement.types import P, R
 
-NONE, MEAN, SUM = 0, 1, 2
 FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
 FORMS |= {Form.SEGMENT, Form.STRIDED}
 PRODUCTS = {Form.COLUMN, Form.ROW}
@@ -38,7 +38,7 @@ def options_over_cp(site: Site) -> list[Option]:
     if site.node.target is over_data:
         return [Option((P,), R, Form.WHOLE)]
     found = dict.fromkeys(site.uniform())
-    for rule in (rule_of(site.node), RULES.get(site.node.target)):
+    for rule in (rule_of(site.node), RULES.get(packet_of(site.node.target))):
         found |= dict.fromkeys(rule(site) if rule else ())
     forms = FORMS | {Form.PICKED} if site.node.target is aten.slice.Tensor else FORMS
     return [o for o in found if o.form in forms and _is_even(site, o) and not _cuts_weights(site, o)]
@@ -95,20 +95,6 @@ def loss_of_rows(site: Site) -> Iterator[Option]:
         yield site.option(P if reduction else rows, {logits: cut, target: cut if likely else rows}, form)
 
 
-def loss_of_elements(site: Site) -> Iterator[Option]:
-    """mse_loss(x, y) and others that compare element by element."""
-    given = named(site.node)
-    others = [n for n in site.inputs if site.shape(n)]
-    shape = torch.broadcast_shapes(*(site.shape(n) for n in others))
-    form = {NONE: Form.PARTS, MEAN: Form.MEAN, SUM: Form.SUM}[int(given["reduction"])]
-    for node in others:
-        for cut in site.candidates(node):
-            whole = cut.moved(cut.dim + len(shape) - len(site.shape(node)))
-            if shape[whole.dim] == site.shape(node)[cut.dim]:
-                operands = {n: aligned(whole, shape, site.shape(n)) for n in others}
-                yield site.option(P if given["reduction"] else whole, operands, form)
-
-
 def one_token(site: Site) -> Iterator[Option]:
     """x[:, i:i + 1]: the first token, say; one rank has it."""
     x, dim, start, end, *step = site.node.args
@@ -124,19 +110,10 @@ def factory(site: Site) -> Iterator[Option]:
         yield Option((), cut, Form.SIZES)
 
 
-FACTORIES: set[Any] = {aten.full.default, aten.zeros.default, aten.ones.default}
-RULES: dict[Any, Callable[[Site], Iterator[Option]]] = {
-    aten.scaled_dot_product_attention.default: attention,
-    aten.tril.default: triangle,
-    aten.triu.default: triangle,
-    aten.slice.Tensor: one_token,
-    **dict.fromkeys(ops_named("cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"), loss_of_rows),
-    **dict.fromkeys(
-        ops_named(
-            "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-            "soft_margin_loss poisson_nll_loss"
-        ),
-        loss_of_elements,
-    ),
-    **dict.fromkeys(FACTORIES, factory),
-}
+RULES: dict[Any, Callable[[Site], Iterator[Option]]] = (
+    packets("scaled_dot_product_attention", attention)
+    | packets("tril triu", triangle)
+    | packets("slice", one_token)
+    | packets("full zeros ones", factory)
+    | dict.fromkeys(CROSS_ENTROPIES.packets, loss_of_rows)
+)

@@ -6,9 +6,12 @@ add(x, y)       {x, y}             mul(x, y)    {x}, {y}            where(m, x, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
-from planner.graph.ops.aten import packets
+import torch
+
+from planner.graph.ops.aten import packets, tensors_of
 from planner.graph.ops.sequence import gather_sequence, local_rows, sum_over_ranks
 from planner.rules.call import Call
 
@@ -40,7 +43,14 @@ def product_without_bias(call: Call) -> Sets:
 
 
 def dividend(call: Call) -> Sets:
-    return factors(call)[:1]
+    return factors(call)[:1] if call.given.get("rounding_mode") is None else ()
+
+
+def cast(call: Call) -> Sets:
+    """Not of floats to integers, which are rounded, and to bools."""
+    before, after = (next(tensors_of(n)).dtype for n in (call.operands[0], call.node))
+    is_float = after.is_floating_point or after.is_complex
+    return first(call) if is_float or not (before.is_floating_point or after == torch.bool) else ()
 
 
 def masked(call: Call) -> Sets:
@@ -65,19 +75,20 @@ def zero_padded(call: Call) -> Sets:
 
 
 LINEAR: dict[Any, Callable[[Call], Sets]] = (
-    packets("add sub", sums)
-    | packets("mul", factors)
-    | packets("div", dividend)
+    packets("add sub subtract rsub", sums)
+    | packets("mul multiply", factors)
+    | packets("div divide true_divide", dividend)
     | packets("mm bmm matmul mv dot einsum", factors)
     | packets("linear", product_without_bias)
     | packets("_grouped_mm", lambda call: factors(call)[:2])
     | packets("where", masked)
-    | packets("neg contiguous clone dropout to detach _to_copy alias", first)
+    | packets("to _to_copy", cast)
+    | packets("neg contiguous clone dropout detach alias", first)
     | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand", first)
     | packets("permute transpose t movedim slice select split_with_sizes unfold", first)
     | packets("view_as_complex view_as_real cumsum flip roll diff tril triu sum mean", first)
     | packets("index_select gather index split chunk unbind", first)
-    | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks), first)
+    | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks, getitem), first)
     | packets("cat stack", everywhere)
     | packets("scatter scatter_add", scattered)
     | packets("index_add index_copy", of("self", "source"))

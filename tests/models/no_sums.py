@@ -66,6 +66,25 @@ def means_of_chunks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return sum(F.cross_entropy(x, y) for x, y in pieces) / 2
 
 
+def weighted_chunks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Another weight for each chunk, and other chunks in a larger batch."""
+    sums = torch.stack([piece.sum() for piece in rows(logits, labels).chunk(2)])
+    return sums @ torch.arange(1, len(sums) + 1).to(sums.dtype)
+
+
+def pairs(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return torch.einsum("bi,ci->", logits.sum(1), logits.sum(1) * 2 + 1)
+
+
+def rounded(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    return logits.mean() + (logits.detach().sum() * 10).to(torch.int64)
+
+
+def columns(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """The cosine of two vectors with a number of each sequence."""
+    return F.cosine_embedding_loss(logits[:, 0, 0], logits[:, 1, 1], torch.tensor(1))
+
+
 def number_of_items(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return rows(logits, labels).sum() / (labels[0, 0] + 200)
 
@@ -78,5 +97,5 @@ def means_of_ranges(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 OF_ANOTHER_SIZE: dict[str, Loss] = {f.__name__: f for f in (number_of_items, means_of_ranges)}
 NO_SUMS: dict[str, Loss] = {f.__name__: f for f in (
     weights_by_place, first_half, first_alone, quantile, softmax_over_batch, power_of_mean, contrastive, weighted_loop,
-    neighbours, moving_average, shift_across_sequences, means_of_chunks,
+    neighbours, moving_average, shift_across_sequences, means_of_chunks, weighted_chunks, pairs, rounded, columns,
 )}  # fmt: skip

@@ -13,8 +13,7 @@ result counts as rows.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -25,7 +24,7 @@ from torch import fx
 
 from planner.capture.batch.mixing import mixes
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
-from planner.capture.loss.counts import AVERAGES, MOST_SUMS, SUMS, input_only
+from planner.capture.loss.counts import MOST_SUMS, input_only
 from planner.capture.loss.joins import Joins
 from planner.capture.loss.kinds import (
     LOOSE,
@@ -43,27 +42,21 @@ from planner.capture.loss.kinds import (
     whole,
 )
 from planner.capture.loss.loss_ops import (
-    ADDED,
-    CHOICES,
-    CROSS_ENTROPIES,
-    DIVISIONS,
-    LAYOUT,
     MEAN,
     NONE,
-    OF_ROWS,
-    OVER_ROWS,
-    SCALED,
-    contracts,
+    adds_rows,
     counts_inputs,
-    one_dim_kept,
+    dim_kept,
+    is_mean,
+    linear_in,
+    reduces_rows,
     reduction_of,
-    selects,
 )
 from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
-from planner.graph.ops.aten import arguments, reduced_dims
-from planner.graph.ops.products import PRODUCTS
+from planner.graph.ops.aten import arguments
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.program import Program
 
 
@@ -166,8 +159,15 @@ class Typing(Joins):
         cut = cut_of(node)
         if cut is not None and self.kinds[cut[0]].name == ROWS and self.kinds[cut[0]].dim == cut[1]:
             return self._cut(node, cut)
-        rule = self._RULES.get(node.target)
-        return rule(self, node, given) if rule is not None else self._joined(node, given)
+        if node.target in CROSS_ENTROPIES:
+            return self._cross_entropy(node, given)
+        own = self._OF_OPS.get(node.target)
+        return own(self, node, given) if own is not None else self._by_rule(node, given)
+
+    def _by_rule(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
+        if any(k.name in (SHARE, LOOSE) for k in given):
+            return self._of_shares(node)
+        return self._over_rows(node, given) or self._joined(node, given)
 
     def _given(self, reader: fx.Node, node: fx.Node) -> Kind:
         kind = self.kinds[node]
@@ -230,36 +230,53 @@ class Typing(Joins):
         if kind.part is None or changed:
             return None
         # chunks may be equally long in both captures
-        source = next(n for n in node.all_input_nodes if self.kinds[n].name == ROWS)
-        return one_dim_kept(node, source, self.kinds[source].dim)
+        return dim_kept(node, {n: k.dim for n in node.all_input_nodes if (k := self.kinds[n]).name == ROWS})
 
     # ---- ops of losses
 
-    def _scale(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """a · b or a / b, if b is the same in every microbatch."""
-        operands = [self._given(node, a) for a in node.args[:2] if isinstance(a, fx.Node)]
-        linear = [k for k in operands if k.name in (SHARE, LOOSE)]
-        if len(linear) == 1 and all(k.name == WHOLE for k in operands if k is not linear[0]):
-            divided = node.target in DIVISIONS
-            if divided and operands[0] is not linear[0]:
-                return unknown
-            moved = node.meta["val"].dim() - self._operand(node, linear[0]).meta["val"].dim()
-            return replace(linear[0], dim=linear[0].dim + moved, like=0)
-        return self._joined(node, given)
+    def _moving(self, node: fx.Node) -> dict[fx.Node, Kind]:
+        """The operands that are not the same in every microbatch."""
+        given = {n: self._given(node, n) for n in node.all_input_nodes}
+        return {n: kind for n, kind in given.items() if kind.name != WHOLE}
 
-    def _operand(self, node: fx.Node, kind: Kind) -> fx.Node:
-        return next(n for n in node.all_input_nodes if self._given(node, n) is kind)
+    def _of_shares(self, node: fx.Node) -> Kind:
+        """A share, if the op is linear in all that moves, and in nothing that stays but is no share."""
+        moving = self._moving(node)
+        names = {k.name for k in moving.values()}
+        together = linear_in(node, moving, numbers=names == {SHARE})
+        if not together or len(names) > 1:
+            return unknown
+        kind = self._linear([self._given(node, n) for n in together])
+        if kind.name != SHARE:
+            return self._of_loose(node, kind, moving)
+        return unknown if kind.part is None and self.captures.changed(node) else kind
 
-    def _reduce(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        kind, done = given[0], reduced_dims(node)
-        if node.target is aten.count_nonzero.default and kind.name != ROWS:
-            return self._joined(node, given)
-        if kind.name == SHARE:
-            return replace(kind, like=0)
-        if kind.name in (ROWS, LOOSE) and kind.dim in done:
-            means = node.target in AVERAGES or kind.order == MEANS
-            return Kind(SHARE, part=kind.part, order=MEANS if means and kind.part is not None else None)
-        return self._joined(node, given)
+    def _of_loose(self, node: fx.Node, kind: Kind, moving: Mapping[fx.Node, Kind]) -> Kind:
+        """Nothing else stands along the dim to be summed: it would weight the summands."""
+        dims = {n: k.dim for n, k in moving.items()}
+        if kind.name != LOOSE or any(n.meta["val"].dim() for n in node.all_input_nodes if n not in dims):
+            return unknown
+        if adds_rows(node, dims):
+            return self._added(node, kind)
+        dim = dim_kept(node, dims)
+        return unknown if dim is None else replace(kind, dim=dim)
+
+    def _added(self, node: fx.Node, kind: Kind) -> Kind:
+        means = (is_mean(node) or kind.order == MEANS) and kind.part is not None
+        return Kind(SHARE, part=kind.part, order=MEANS if means else None)
+
+    def _over_rows(self, node: fx.Node, given: Sequence[Kind]) -> Kind | None:
+        """Rows added up or averaged, by a sum, a product or a loss."""
+        moving = self._moving(node)
+        first = next(iter(moving.values()))
+        if any((k.name, k.part, k.order) != (ROWS, first.part, first.order) for k in moving.values()):
+            return None
+        dims = {n: k.dim for n, k in moving.items()}
+        if reduction_of(node):
+            is_sum = set(dims.values()) == {first.dim} and reduces_rows(node, first.dim)
+        else:
+            is_sum = adds_rows(node, dims)
+        return self._added(node, first) if is_sum else None
 
     def _cross_entropy(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         named = arguments(node)
@@ -275,27 +292,6 @@ class Typing(Joins):
         counted = target in self.scaling.first.nodes or counts_inputs(node, self._from_inputs)
         return shared if kinds[0].part is None and counted else unknown
 
-    def _over_rows(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        moving = [k for k in given if k.name != WHOLE]
-        first = moving[0]
-        alike = all((k.name, k.dim, k.part, k.order) == (ROWS, first.dim, first.part, first.order) for k in moving)
-        if reduction_of(node) == NONE or not alike or (node.target in OF_ROWS and first.dim != 0):
-            return self._joined(node, given)
-        means = reduction_of(node) == MEAN and first.part is not None
-        return Kind(SHARE, part=first.part, order=MEANS if means else None)
-
-    def _product(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        moving = [(n, self._given(node, n)) for n in node.all_input_nodes]
-        moving = [(n, k) for n, k in moving if k.name != WHOLE]
-        first = moving[0][1]
-        if first.name in (SHARE, LOOSE):
-            summed = first.name == SHARE or contracts(node, moving[0][0], first.dim)
-            return Kind(SHARE, part=first.part, order=first.order) if summed and len(moving) == 1 else unknown
-        if len(moving) > 1 and all(k.name == ROWS and contracts(node, n, k.dim) for n, k in moving):
-            alike = len({(k.part, k.order) for _, k in moving}) == 1
-            return Kind(SHARE, part=first.part) if alike else unknown
-        return self._joined(node, given)
-
     def _index(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """x[arange(n), last]: of each sequence its own element."""
         args: Any = node.args
@@ -306,18 +302,11 @@ class Typing(Joins):
             return Kind(ROWS) if self.captures.changed(node) == {0} else unknown
         return self._joined(node, given)
 
-    def _lay_out(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        kind = given[0]
-        if kind.name == SHARE and not (kind.part is None and self.captures.changed(node)):
-            return replace(kind, like=0)
-        if kind.name == LOOSE and node.target not in (aten.reshape.default, aten.permute.default, aten.expand.default):
-            return replace(kind, like=0) if cut_of(node) is None else unknown
-        if kind.name == ROWS and node.target is aten.reshape.default:
-            return self._reshaped(node, kind)
-        return self._joined(node, given)
-
-    def _reshaped(self, node: fx.Node, kind: Kind) -> Kind:
+    def _reshaped(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """The batch stays a dim, or the outer part of one; else its rows are not in its order any more."""
+        (kind,) = given
+        if kind.name != ROWS:
+            return self._by_rule(node, given)
         dim = self._row_dim(node, kind)
         if dim is None:
             return unknown
@@ -330,24 +319,9 @@ class Typing(Joins):
         merged = before % outer == 0 and node.meta["val"].shape[dim] % (before // outer) == 0
         return Kind(ROWS, dim, kind.part, ("merged", before // outer, kind.order)) if merged else unknown
 
-    def _choose(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """where(c, a, b), masked_fill(a, c, 0): linear if c is the same in every microbatch."""
-        values, condition = selects(node)
-        kinds = [self._given(node, n) for n in values]
-        if self._given(node, condition).name == WHOLE and any(k.name == SHARE for k in kinds):
-            return self._linear(kinds) if all(k.name in (SHARE, WHOLE) for k in kinds) else unknown
-        return self._joined(node, given)
-
-    _RULES: ClassVar[dict[Any, Any]] = {
-        **dict.fromkeys(ADDED, Joins._sum),
-        **dict.fromkeys(SCALED, _scale),
-        **dict.fromkeys(SUMS | AVERAGES, _reduce),
-        **dict.fromkeys(CROSS_ENTROPIES, _cross_entropy),
-        **dict.fromkeys(OVER_ROWS, _over_rows),
-        **dict.fromkeys(PRODUCTS, _product),
-        **dict.fromkeys(LAYOUT, _lay_out),
-        **dict.fromkeys(CHOICES, _choose),
+    _OF_OPS: ClassVar[dict[Any, Any]] = {
+        aten.add.Tensor: Joins._sum,
         aten.cat.default: Joins._cat,
         aten.index.Tensor: _index,
-        operator.getitem: _lay_out,
+        aten.reshape.default: _reshaped,
     }

@@ -9,13 +9,9 @@ its dependents unknown.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from planner.capture.loss.loss_ops import CASTS
-from planner.graph.ops.aten import is_pointwise
 from planner.graph.program import Program
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule
@@ -82,10 +78,6 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
             found.add((place.dim, place.inner * (first // step), last // first) if even else whole)
         step = end
     return found
-
-
-def is_by_element(target: Any) -> bool:
-    return is_pointwise(target) or torch.Tag.pointwise in getattr(target, "tags", ()) or target in CASTS
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import named, shape_of
+from planner.graph.ops.aten import aten, named, packet_of, shape_of
+from planner.graph.ops.groups import CASTS, CROSS_ENTROPIES, JOINS, MOVES, RESHAPES, SAME
 from planner.graph.ops.sequence import local_rows
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
@@ -62,7 +63,7 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
         if node.name in program.inputs and _is_integer(node):
             shape = shape_of(node)
             traces[node] = [_Trace(program.inputs[node.name], tuple((0, n) for n in shape), (0,) * len(shape))]
-        elif node.op == "call_function":
+        elif node.op == "call_function" and any(traces.get(n) for n in node.all_input_nodes):
             for ids, ask in _lookups(node, program):
                 for trace in traces.get(ids, ()):
                     found.setdefault(trace.key, {})[replace(ask, part=trace.region[1:])] = None
@@ -77,21 +78,19 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
 
 def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange]]:
     """The ids that a call reads, and their range."""
-    name = getattr(node.target, "_opname", "")
-    if name not in _LOOKUPS:
-        return
-    given = named(node)
-    if name == "embedding":
+    given, op = named(node), packet_of(node.target)
+    if op is aten.embedding:
         yield given["indices"], _range(shape_of(given["weight"])[0], f"the embedding {_held(given['weight'], program)}")
-    elif name in ("index_select", "gather"):
+    elif op in (aten.index_select, aten.gather):
         shape = shape_of(given["self"])
-        yield given["index"], _range(shape[given["dim"]] if shape else 1, f"the input of {name}", unit="places")
-    elif name == "index":
+        ask = _range(shape[given["dim"]] if shape else 1, f"the input of {op.__name__}", unit="places")
+        yield given["index"], ask
+    elif op is aten.index:
         for dim, index in enumerate(given["indices"]):
             if isinstance(index, fx.Node) and all(_is_integer(i) for i in given["indices"] if i is not None):
                 size = shape_of(given["self"])[dim]
                 yield index, replace(_range(size, "the indexed tensor", unit="places"), low=-size)
-    elif _is_integer(given["target"]):
+    elif node.target in CROSS_ENTROPIES and _is_integer(given["target"]):
         shape = shape_of(given["self"])
         ignored = given.get("ignore_index", -100)
         skipped = ignored if ignored > _NO_LABEL else None
@@ -99,7 +98,6 @@ def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange
         yield given["target"], replace(ask, skipped=skipped)
 
 
-_LOOKUPS = {"embedding", "index_select", "gather", "index", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
 _NO_LABEL = -(1 << 32)  # below it is no number that a user would write
 
 
@@ -117,37 +115,30 @@ def _held(weight: fx.Node, program: Program) -> str:
 
 def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterator[_Trace]:
     """The inputs with unchanged values in the result."""
-    name = getattr(node.target, "_opname", "")
-    if name not in _MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
+    if node.target not in MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
         return
     given = named(node)
-    source_of = "src" if name in _WRITES else "self"
-    sources = list(given["tensors"]) if name in ("cat", "stack") else [given[source_of]]
+    sources = given["tensors"] if node.target in JOINS else [given["src" if "src" in given else "self"]]
     for source in sources:
         for trace in traces.get(source, ()):
-            moved = _step(name, node, given, source, trace)
+            moved = _step(node, given, source, trace)
             if moved is not None and all(start < stop for start, stop in moved.region):
                 yield moved
 
 
-def _step(name: str, node: fx.Node, given: dict[str, Any], source: fx.Node, trace: _Trace) -> _Trace | None:
-    before, after = shape_of(source), shape_of(node)
-    if name in _CONVERSIONS:
+def _step(node: fx.Node, given: dict[str, Any], source: fx.Node, trace: _Trace) -> _Trace | None:
+    before, after, op = shape_of(source), shape_of(node), packet_of(node.target)
+    if node.target in CASTS:
         return trace if _is_integer(node) and _is_wide(node, source) else None
-    if name == "slice":
+    if op is aten.slice:
         start = 0 if given["start"] is None else int(given["start"])
         start = min(max(start + before[given["dim"]] if start < 0 else start, 0), before[given["dim"]])
         return _cut(trace, before, after, {given["dim"] % len(before): start}) if given["step"] == 1 else None
-    if name == "select":
-        dim, index = given["dim"] % len(before), int(given["index"]) % before[given["dim"]]
-        kept = (*before[:dim], 1, *before[dim + 1 :])
-        cut = _cut(trace, before, kept, {dim: index})
-        return replace(cut, shift=None) if cut is not None else None
-    if name in ("pad", "constant_pad_nd"):
+    if op in (aten.pad, aten.constant_pad_nd):
         pads = list(given["pad"])
         lefts = {len(before) - 1 - i // 2: -int(pads[i]) for i in range(0, len(pads), 2)}
         return _cut(trace, before, after, lefts)
-    if before == after and name not in ("roll", "permute", "transpose", "t"):
+    if before == after and (node.target in SAME or node.target in RESHAPES or node.target in JOINS):
         return trace
     return replace(trace, shift=None) if prod(after) >= prod(before) else None
 
@@ -163,15 +154,6 @@ def _cut(trace: _Trace, before: tuple[int, ...], after: tuple[int, ...], starts:
     )
     # Of the batch itself all or nothing: a microbatch is not the batch that the user gives.
     return _Trace(trace.key, region, shift) if region[0] == trace.region[0] else None
-
-
-_WRITES = {"slice_scatter", "select_scatter", "copy"}
-_CONVERSIONS = {"to", "_to_copy"}
-_MOVES = {
-    *("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "reshape", "view", "_unsafe_view", "flatten"),
-    *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "repeat", "cat", "stack", "roll"),
-    *("slice", "select", "pad", "constant_pad_nd", *_WRITES, *_CONVERSIONS),
-}
 
 
 def _is_integer(node: Any) -> bool:

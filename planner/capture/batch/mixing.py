@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from planner.capture.loss.counts import input_only
-from planner.graph.ops.aten import is_pointwise, tensors_of
+from planner.graph.ops.aten import aten, is_pointwise, packet_of, tensors_of
 from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.program import Program
@@ -28,9 +28,7 @@ from planner.rules.rule import Factor, OpRule, Role
 from planner.rules.table import rule_of
 
 # They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
-LOOKUPS = PLACING | Ops("index gather embedding")
-PIECED = JOINS | Ops("stack pad constant_pad_nd")
-CUTS = Ops("slice split_with_sizes narrow")
+ELSEWHERE = PLACING | JOINS | Ops("index gather embedding pad constant_pad_nd")
 
 BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, if known
 
@@ -80,7 +78,7 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    is_cut = node.target in CUTS or _is_plain(node)
+    is_cut = packet_of(node.target) in (aten.slice, aten.split_with_sizes) or _is_plain(node)
     rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
     return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
 
@@ -120,7 +118,7 @@ def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
 
 
 def _puts_elsewhere(node: fx.Node) -> bool:
-    return node.target in LOOKUPS or node.target in PIECED or node.target is getitem
+    return node.target in ELSEWHERE or node.target is getitem
 
 
 def _is_product(rule: OpRule) -> bool:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from planner.capture.batch.flow import Run, batch_runs, is_by_element
-from planner.graph.ops.aten import shape_of
+from planner.capture.batch.flow import Run, batch_runs
+from planner.graph.ops.aten import aten, packet_of, shape_of
 from planner.graph.program import Program
-
-_OF_EQUAL_DIMS = {"gather", "scatter", "scatter_add"}
+from planner.rules.call import operands_of
+from planner.rules.table import rule_of
 
 
 def batch_size(program: Program) -> int:
@@ -32,7 +32,7 @@ def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.
 
 def may_repeat_batch(node: fx.Node) -> bool:
     """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
-    if _name(node) not in ("repeat", "expand"):
+    if packet_of(node.target) is not aten.expand:
         return False
     shape, before = shape_of(node), shape_of(node.all_input_nodes[0])
     added = len(shape) - len(before)
@@ -41,13 +41,13 @@ def may_repeat_batch(node: fx.Node) -> bool:
 
 
 def _reads_two(node: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> bool:
-    if node.op != "call_function" or not (is_by_element(node.target) or _name(node) in _OF_EQUAL_DIMS):
-        return False
-    steps: dict[int, set[int]] = {}
-    for operand in node.all_input_nodes:
-        for dim, step in _certain(operand, runs, size):
-            steps.setdefault(dim - len(shape_of(operand)), set()).add(step)
-    return any(len(found) > 1 for found in steps.values())
+    """Whether operands that hold the sequences on one factor of the call have them in two orders."""
+    read = operands_of(node) if node.op == "call_function" else ()
+    found = {(i, *run) for i, operand in enumerate(read) for run in _certain(operand, runs, size)}
+    rule = rule_of(node) if len({step for *_, step in found}) > 1 else None
+    orders = {(rule.sole(i, dim), step) for i, dim, step in found} if rule is not None else set()
+    factors = [factor for factor, _ in orders if factor is not None]
+    return len(factors) > len(set(factors))
 
 
 def _certain(operand: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> Iterator[tuple[int, int]]:
@@ -57,7 +57,3 @@ def _certain(operand: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size:
         ((dim, step, count),) = found
         if count == size and shape_of(operand)[dim] % (step * count) == 0:
             yield dim, step
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "_opname", "")

@@ -18,8 +18,6 @@ from planner.graph.walks import ancestors
 
 aten = torch.ops.aten
 
-SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default}
-AVERAGES = {aten.mean.default, aten.mean.dim}
 MOST_SUMS = 64  # elements of a count that is no scalar
 
 

@@ -13,33 +13,21 @@ import torch
 from torch import fx
 
 from planner.capture.batch.flow import batch_flow
-from planner.capture.batch.mixing import LOOKUPS, computed_along, may_mix, may_run_along, mixes_along_a_dim
+from planner.capture.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.order import may_repeat_batch
-from planner.capture.loss.counts import AVERAGES, SUMS, input_only
+from planner.capture.loss.counts import input_only
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
-from planner.capture.loss.loss_ops import (
-    ADDED,
-    CASTS,
-    CROSS_ENTROPIES,
-    NONE,
-    OVER_ROWS,
-    SCALED,
-    aten,
-    counts_inputs,
-    reduction_of,
-    share,
-)
+from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
 from planner.capture.loss.scaling import numeric_places
-from planner.graph.ops.aten import packet_of, tensors_of
+from planner.graph.ops.aten import aten, packet_of, tensors_of
+from planner.graph.ops.groups import CROSS_ENTROPIES, PLACING, Ops
 from planner.graph.program import Program
 from planner.graph.walks import operands, walk
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of
 
-# Their numbers are class ids, fillings and exponents.
-LABELLING = {aten.pow.Tensor_Scalar, aten.ne.Scalar, aten.eq.Scalar, aten.constant_pad_nd.default, aten.pad.default,
-             aten.masked_fill.Scalar}  # fmt: skip
+LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers are class ids, fillings and exponents
 
 
 def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]:
@@ -80,23 +68,25 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     is_scalar = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].dim() == 0
     if names == {WHOLE}:
         return whole
-    if node.target in CROSS_ENTROPIES | OVER_ROWS and names <= {ROWS, WHOLE}:
-        return Kind(ROWS) if reduction_of(node) == NONE else share
-    if node.target in SUMS | AVERAGES and names == {ROWS} and is_scalar:
-        return share
     if SHARE in names:
-        first = node.args[0]
-        divides = isinstance(first, fx.Node) and kinds[first].name == SHARE
-        linear = (node.target in CASTS | ADDED and names <= {SHARE, WHOLE}) or (
-            node.target in SCALED and len(names) == len(given) and divides
-        )
-        return share if linear and is_scalar else unknown
+        is_linear = names <= {SHARE, WHOLE} and linear_in(node, [n for n in node.all_input_nodes if kinds[n] != whole])
+        return share if is_linear and is_scalar else unknown
+    if names <= {ROWS, WHOLE} and is_scalar and _is_total(node):
+        return share
     return unknown if names - {ROWS, WHOLE} or not _keeps_rows(node) else Kind(ROWS)
+
+
+def _is_total(node: fx.Node) -> bool:
+    """A loss, or the sum or mean of all elements of one operand."""
+    if reduction_of(node):
+        return node.target in CROSS_ENTROPIES or reduces_rows(node)
+    rule = rule_of(node) if len(operands_of(node)) == 1 else None
+    return rule is not None and (is_mean(node) or {f.role for f in rule.factors} == {Role.SUM})
 
 
 def _keeps_rows(node: fx.Node) -> bool:
     """Decided by the op; may_mix checks whether an op along a dim runs along the batch."""
-    if node.target in LOOKUPS and packet_of(node.target) not in (aten.gather, aten.embedding):
+    if node.target in PLACING or packet_of(node.target) is aten.index:
         return False
     rule = rule_of(node)
     return rule is not None and not _reduces_rows(rule, next(tensors_of(operands_of(node)[0])).dim())

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from planner.capture.canonical.products import NOTHING_IGNORED
+from planner.graph.ops.aten import aten, packet_of
+from planner.graph.ops.groups import MOVES, PLACING
+from planner.graph.ops.sequence import local_rows
 from planner.graph.program import Program
 from planner.graph.walks import ancestors, operands, walk
-
-_MOVES = (
-    *("reshape", "permute", "slice", "expand", "contiguous", "clone", "to", "cat", "pad", "roll", "slice_scatter"),
-    *("select_scatter", "index_put", "local_rows"),
-)
 
 
 def ignored_labels(program: Program) -> dict[str, int]:
@@ -21,16 +19,12 @@ def ignored_labels(program: Program) -> dict[str, int]:
     nodes = program.graph.graph.nodes
     found = {}
     for node in nodes:
-        if _name(node) == "cross_entropy_loss":
+        if packet_of(node.target) is aten.cross_entropy_loss:
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
             labels = [n for n in sorted(ancestors([node.args[1]])) if n.name in program.inputs]
             found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
     read_as_ids = {program.inputs[n.name] for n in _looked_up(nodes) if n.name in program.inputs}
     return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
 
 
 def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
@@ -39,6 +33,6 @@ def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
     ``where`` and ``masked_fill`` end the search: they replace an ignored id by another.
     """
-    ids = [node.args[1] for node in nodes if _name(node) == "embedding"]
+    ids = [node.args[1] for node in nodes if packet_of(node.target) is aten.embedding]
     start = [value for value in ids if isinstance(value, fx.Node)]
-    return walk(start, operands, stop=lambda node: _name(node) not in _MOVES)
+    return walk(start, operands, stop=lambda node: node.target not in MOVES | PLACING and node.target is not local_rows)

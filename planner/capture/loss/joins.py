@@ -35,7 +35,7 @@ class Joins(ABC):
         """The kind of ``node`` as ``reader`` reads it."""
 
     @abstractmethod
-    def _joined(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
+    def _by_rule(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """The kind of any op's result, from those of its operands."""
 
     def _sum(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
@@ -45,12 +45,7 @@ class Joins(ABC):
             parted = [k for k in kinds if k.part is not None]
             if len({k.part for k in parted}) > 1 or node in self.captures.more:
                 return self._all_parts(node, parted, [k for k in kinds if k.part is None])
-        names = {k.name for k in given}
-        if SHARE in names and names <= {SHARE, WHOLE}:
-            return self._linear(given)
-        if names == {LOOSE} and len({k.dim for k in given}) == 1:
-            return given[0]
-        return self._joined(node, given)
+        return self._by_rule(node, given)
 
     def _is_inner(self, node: fx.Node) -> bool:
         user = next(iter(node.users), None)
@@ -89,13 +84,11 @@ class Joins(ABC):
         parts = {k.part for k in kinds}
         if len(parts) > 1 or (node in self.captures.more and None not in parts):
             return self._all_pieces(node, kinds, dim)
-        if all(k.name in (SHARE, WHOLE) for k in kinds):
-            return self._linear(kinds)
         if all(k.name == ROWS and k.dim == dim for k in kinds):
             sizes = tuple(Fraction(n.meta["val"].shape[dim], pieces[0].meta["val"].shape[dim]) for n in pieces)
             alike = len({(k.part, k.order) for k in kinds}) == 1
             return Kind(ROWS, dim, kinds[0].part, ("cat", sizes, kinds[0].order)) if alike else unknown
-        return self._joined(node, given)
+        return self._by_rule(node, given)
 
     def _all_pieces(self, node: fx.Node, kinds: list[Kind], dim: int) -> Kind:
         starts = [k.part.start for k in kinds if k.part is not None]

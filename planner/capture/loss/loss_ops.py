@@ -1,56 +1,48 @@
-"""Tables of the ops that losses are made of, and how to read their arguments."""
+"""How to read the ops of losses: their reductions, what they are linear in, and which rows they add up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from planner.capture.loss.kinds import SHARE, Kind
-from planner.graph.ops.aten import arguments, shape_of
+from planner.graph.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
+from planner.graph.ops.groups import Ops
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, Role
 from planner.rules.table import rule_of
 
-aten = torch.ops.aten
-
 NONE, MEAN, SUM = 0, 1, 2
+AFFINE = Ops("add sub subtract rsub where masked_fill")  # linear in their tensors and numbers together
 share = Kind(SHARE)
 
-CROSS_ENTROPIES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}
-OF_ROWS = {aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default}  # of full rows, along dim 0
-OVER_ROWS = {
-    aten.mse_loss.default,
-    aten.l1_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.binary_cross_entropy.default,
-    aten.kl_div.default,
-    aten.soft_margin_loss.default,
-    aten.margin_ranking_loss.default,
-    aten.hinge_embedding_loss.default,
-    *OF_ROWS,
-}
-DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.divide.Tensor}
-SCALED = DIVISIONS | {aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor}
-ADDED = {aten.add.Tensor, aten.sub.Tensor, aten.subtract.Tensor, aten.rsub.Scalar}
-CASTS = {aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.neg.default}
-LAYOUT = CASTS | {
-    aten.reshape.default,
-    aten.permute.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.split_with_sizes.default,
-}
-CHOICES = {aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar}
+
+def reduction_of(node: fx.Node) -> int | None:
+    """The reduction code of a loss op; None for any other op."""
+    return named(node).get("reduction") if getattr(node.target, "namespace", "") == "aten" else None
 
 
-def reduction_of(node: fx.Node) -> int:
-    """The reduction code of a loss op."""
-    return int(arguments(node).get("reduction", MEAN))
+def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
+    """The arguments of a loss op that give the loss of each row, or of each element, and the shape of these."""
+    args, kwargs, position = list(node.args), dict(node.kwargs), position_of(node.target, "reduction")
+    kwargs.pop("reduction", None)
+    args[position:] = [NONE, *args[position + 1 :]] if len(args) > position else args[position:]
+    kwargs |= {} if len(args) > position else {"reduction": NONE}
+    given: Any = fx.map_arg((tuple(args), kwargs), lambda n: torch.empty_like(n.meta["val"], device="meta"))
+    target: Any = node.target
+    return args, kwargs, target(*given[0], **given[1]).shape
+
+
+def reduces_rows(node: fx.Node, dim: int = 0) -> bool:
+    """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands.
+
+    Of margin losses PyTorch gives a wrong shape if they have no rows.
+    """
+    of_margins = packet_of(node.target) in (aten.multi_margin_loss, aten.multilabel_margin_loss)
+    return bool(reduction_of(node)) and not of_margins and dim < len(unreduced(node)[2])
 
 
 def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
@@ -62,30 +54,44 @@ def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
     return bool(from_inputs.get(target.name)) and (weight is None or weight.name in from_inputs)
 
 
-def selects(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """The values among which `where` or `masked_fill` chooses, and the condition."""
-    args: Any = node.args
-    condition = args[1] if node.target is aten.masked_fill.Scalar else args[0]
-    return [a for a in args if isinstance(a, fx.Node) and a is not condition], condition
+def is_mean(node: fx.Node) -> bool:
+    return packet_of(node.target) is aten.mean or reduction_of(node) == MEAN
 
 
-def contracts(node: fx.Node, operand: fx.Node, dim: int) -> bool:
-    """Whether a product sums over ``dim`` of ``operand``."""
-    factor = _factor(node, operand, dim)
-    return factor is not None and factor.role is not Role.EACH and factor.at(RESULT) is None
+def linear_in(node: fx.Node, moving: Collection[fx.Node], *, numbers: bool = True) -> list[fx.Node]:
+    """The operands that a call is linear in together, all of ``moving`` among them; empty if there are none such.
+
+    ``numbers``: whether a number may be added to them, of which each share then has a part.
+    """
+    rule, operands = rule_of(node), operands_of(node)
+    if rule is None or is_random(node):
+        return []
+    sets, given = rule.linear, arguments(node)
+    if numbers and node.target in AFFINE:
+        condition = given.get("condition", given.get("mask"))
+        sets = (frozenset(i for i, n in enumerate(operands) if n is not condition),)
+    at = {i for i, n in enumerate(operands) if n in moving}
+    return [operands[i] for i in sorted(next((s for s in sets if at <= s), ()))]
 
 
-def one_dim_kept(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """The place of ``dim`` of ``source`` in the result, of a merged dim the outer part; None if that is not known."""
-    if node.target in CROSS_ENTROPIES:
-        return dim if dim < max(1, source.meta["val"].dim() - 1) else None
-    factor = _factor(node, source, dim)
+def adds_rows(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
+    """Whether a call adds up, or averages, the rows along these dims of operands: the same rows of all of them."""
+    factor = _common(node, dims)
+    if factor is None:
+        return False
+    return factor.role is Role.SUM or (packet_of(node.target) is aten.mean and factor.at(RESULT) is None)
+
+
+def dim_kept(node: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
+    """The place in the result of the rows along these dims, of a merged dim the outer part; None if not known."""
+    factor = _common(node, dims)
     place = factor.at(RESULT) if factor is not None and factor.role is Role.EACH else None
     is_outer = place is not None and factor is not None and place.inner * factor.size == shape_of(node)[place.dim]
     return place.dim if place is not None and is_outer else None
 
 
-def _factor(node: fx.Node, operand: fx.Node, dim: int) -> Factor | None:
-    """The one that is all of a dim of an operand."""
+def _common(node: fx.Node, dims: Mapping[fx.Node, int]) -> Factor | None:
+    """The one factor that is all of each of these dims."""
     rule = rule_of(node)
-    return None if rule is None else rule.sole(operands_of(node).index(operand), dim)
+    found = {rule.sole(i, dims[n]) for i, n in enumerate(operands_of(node)) if n in dims} if rule is not None else set()
+    return found.pop() if len(found) == 1 else None

@@ -16,15 +16,12 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture.loss.loss_ops import CROSS_ENTROPIES, aten
 from planner.errors import PlanError
-from planner.graph.ops.aten import named, reduced_dims, shape_of
-from planner.graph.ops.groups import CASTS, COPIES, LOG_SOFTMAXES
+from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from planner.graph.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, LOG_SOFTMAXES
 from planner.graph.ops.places import PlaceWriter
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
-
-SUBTRACTIONS = {aten.sub.Tensor, aten.subtract.Tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ def _pick(node: fx.Node) -> Pick | None:
         x, target = given["self"], given["target"]
         if target.meta["val"].is_floating_point():
             return None
-        if node.target is aten.nll_loss_nd.default and not _is_normalised(x, _class_dim(x)):
+        if packet_of(node.target) is not aten.cross_entropy_loss and not _is_normalised(x, _class_dim(x)):
             return None
         return Pick(node.name, 1, _class_dim(x), shape_of(x)[_class_dim(x)], int(given["ignore_index"]))
     if node.target is aten.gather.default:
@@ -124,7 +121,7 @@ def _is_normalised(x: fx.Node, dim: int) -> bool:
     x = _before_casts(x)
     if x.target in LOG_SOFTMAXES:
         return reduced_dims(x) == {dim}
-    if x.target not in SUBTRACTIONS or len(x.all_input_nodes) != 2 or x.kwargs:
+    if packet_of(x.target) not in (aten.sub, aten.subtract) or len(x.all_input_nodes) != 2 or x.kwargs:
         return False
     z, total = (_before_casts(n) for n in x.all_input_nodes)
     return _is_logsumexp(total, z, dim) and len(shape_of(total)) == len(shape_of(z))

@@ -24,7 +24,6 @@ Leaves:  a graph with one placeholder for each count, and a second graph that co
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -43,32 +42,26 @@ from planner.capture.batch.mixing import (
 )
 from planner.capture.batch.order import in_other_orders
 from planner.capture.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
-from planner.capture.loss.counts import AVERAGES, SUMS, Counts, LossTerms, input_only
+from planner.capture.loss.counts import Counts, LossTerms, input_only
 from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
 from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
 from planner.capture.loss.loss_ops import (
-    ADDED,
-    CHOICES,
-    CROSS_ENTROPIES,
-    DIVISIONS,
-    LAYOUT,
+    AFFINE,
     MEAN,
-    OVER_ROWS,
-    SCALED,
     SUM,
-    aten,
+    adds_rows,
     counts_inputs,
-    reduction_of,
-    selects,
+    is_mean,
+    linear_in,
 )
 from planner.capture.loss.scaling import Scaling
 from planner.capture.loss.together import Together
 from planner.capture.loss.widen import widen
 from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
-from planner.graph.ops.aten import arguments, reduced_dims
+from planner.graph.ops.aten import arguments, aten
+from planner.graph.ops.groups import CROSS_ENTROPIES, DIVISIONS
 from planner.graph.ops.own_backward import adds_up
-from planner.graph.ops.products import PRODUCTS
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.graph.walks import operands, walk
@@ -76,8 +69,6 @@ from planner.graph.walks import operands, walk
 __all__ = ["LossTerms", "share_loss"]
 
 MAX_ELEMENTS = 1 << 24
-LINEAR = LAYOUT | ADDED | {aten.cat.default, operator.getitem}
-FACTORS = SCALED | PRODUCTS
 LOOPED = 64  # if a graph may hold a loop over its sequences, the second capture has at most this many
 
 Recapture = Callable[[int], Program]
@@ -166,7 +157,7 @@ class _Rewriter:
         typing = Typing(self.program, captures, scaling, region, program.graph.graph)
         self.kinds, self.single = typing.kinds, typing.single
         self.growing = {n for n in captures.more if n.target is aten.add.Tensor and not n.meta["val"].dim()}
-        self.totals = {n for n in self.graph.nodes if n.target in SUMS and _sums_rows(n, captures)}
+        self.totals = {n for n in self.graph.nodes if _sums_rows(n, captures)}
         self._warn_of_mixing(typing)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
@@ -265,39 +256,30 @@ class _Rewriter:
         return self._inexact(node) if kind == ROWS else self._by_op(node)
 
     def _by_op(self, node: fx.Node) -> fx.Node:
-        linear = self._linear_in(node)
-        if self.kinds[node].name == UNKNOWN and (not linear or any(self.kinds[n].name == UNIT for n in linear)):
+        kinds, linear = {self.kinds[n].name for n in node.all_input_nodes}, self._linear_in(node)
+        no_kind = self.kinds[node].name == UNKNOWN
+        if no_kind and linear and UNIT not in kinds and node in self.growing:
+            raise _other_size(node, "adds terms of different parts of the batch, more of them for a larger batch")
+        if no_kind and (not linear or UNIT in kinds or kinds <= {SHARE, LOOSE, WHOLE} or node in self.totals):
             self._refuse_other_size(node)
             return self._inexact(node)
-        if self.kinds[node].name == UNKNOWN and node in self.growing:
-            raise _other_size(node, "adds terms of different parts of the batch, more of them for a larger batch")
         if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node)
-        if node.target in OVER_ROWS:
-            return node if reduction_of(node) == SUM else self._average(node)
-        if node.target in SUMS | AVERAGES and self.kinds[node.all_input_nodes[0]].name == ROWS:
-            return node if node.target in SUMS else self._average(node)
-        if node.target in PRODUCTS and not linear:
-            return node
+        if not linear or (ROWS in kinds and not no_kind):
+            return self._average(node) if is_mean(node) else node
         shares = {n: self._share(n) for n in linear}
         args = fx.map_arg(node.args, lambda n: shares.get(n, n))
-        if node.target in ADDED | CHOICES:
+        if node.target in AFFINE:
             args = tuple(a / self.total if isinstance(a, (int, float)) else a for a in args)
         return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
         """The operands that ``node`` is linear in, so that shares of them make a share of it."""
-        inputs, target = node.all_input_nodes, node.target
-        if target in LINEAR:
-            return inputs
-        moving = [n for n in inputs if self.kinds[n].name != WHOLE]
-        if target in CHOICES:
-            values, condition = selects(node)
-            return values if condition not in moving else []
-        if target in FACTORS and len(moving) == 1 and (target not in DIVISIONS or node.args[0] is moving[0]):
-            return moving if self.kinds[moving[0]].name in (SHARE, LOOSE, UNKNOWN) else []
-        reduces = target in SUMS | AVERAGES
-        return inputs if reduces and self.kinds[inputs[0]].name in (SHARE, LOOSE) else []
+        moving = [n for n in node.all_input_nodes if self.kinds[n].name != WHOLE]
+        names = {self.kinds[n].name for n in moving}
+        if names == {ROWS} or (LOOSE in names and len(names) > 1):
+            return []
+        return linear_in(node, moving, numbers=LOOSE not in names)
 
     def _emit(self, like: fx.Node, target: Any, args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         with self.graph.inserting_before(self.graph.output_node()):
@@ -330,9 +312,8 @@ class _Rewriter:
         """Whether a value over the batch is a sum and no mean."""
         if self.kinds[node].name != SHARE:
             return False
-        if node.target in CROSS_ENTROPIES | OVER_ROWS:
-            return reduction_of(node) == SUM
-        return node.target in SUMS and self.kinds[node.all_input_nodes[0]].name == ROWS
+        reads_rows = any(self.kinds[n].name == ROWS for n in node.all_input_nodes)
+        return reads_rows and not is_mean(node)
 
     # ---- cross-entropy
 
@@ -390,8 +371,11 @@ def _follows_batch(program: Program) -> set[fx.Node]:
 
 def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
     """Whether a sum runs over the one dim of its operand that follows the batch: a total."""
-    grown = captures.changed(node.all_input_nodes[0])
-    return grown is not None and len(grown) == 1 and grown <= reduced_dims(node)
+    if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_mean(node):
+        return False
+    (source,) = node.all_input_nodes
+    grown = captures.changed(source)
+    return grown is not None and len(grown) == 1 and adds_rows(node, {source: next(iter(grown))})
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:

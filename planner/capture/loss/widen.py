@@ -17,27 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.loss.counts import AVERAGES, SUMS
-from planner.capture.loss.loss_ops import (
-    ADDED,
-    CASTS,
-    CHOICES,
-    CROSS_ENTROPIES,
-    MEAN,
-    NONE,
-    OF_ROWS,
-    OVER_ROWS,
-    SCALED,
-    SUM,
-    aten,
-    reduction_of,
-)
-from planner.graph.ops.aten import arguments, position_of
+from planner.capture.loss.loss_ops import MEAN, SUM, reduction_of, unreduced
+from planner.graph.ops.aten import aten, is_pointwise, packet_of
+from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.walks import operands, walk
 
 HALF = (torch.float16, torch.bfloat16)
 WIDE = torch.float32
-CARRIED = ADDED | SCALED | CASTS | CHOICES  # of scalars: in float32 as soon as one operand is
 
 
 def widen(graph: fx.Graph, ends: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -67,16 +53,16 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _in_float32(graph: fx.Graph, node: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    if node.target in CROSS_ENTROPIES | OVER_ROWS and reduction_of(node) != NONE:
+    if reduction_of(node):
         return _unreduced(graph, node)
-    if node.target in SUMS | AVERAGES and node.target is not aten.count_nonzero.default:
+    if packet_of(node.target) in (aten.sum, aten.mean):
         return _scalar(graph, node, node.target, node.args, {**node.kwargs, "dtype": WIDE})
     if node.target is aten.to.dtype:
         source: Any = node.args[0]
         if source in wide or source.meta["val"].dtype == WIDE:
             return wide.get(source, source)
         return _scalar(graph, node, aten.to.dtype, (source, WIDE)) if source.op == "placeholder" else None
-    if node.target in CARRIED and any(n in wide for n in node.all_input_nodes):
+    if is_pointwise(node.target) and any(n in wide for n in node.all_input_nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: wide.get(n, n))  # pyright: ignore
         return _scalar(graph, node, node.target, args, kwargs)
     return None
@@ -87,14 +73,7 @@ def _unreduced(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     reduction = reduction_of(node)
     if reduction == MEAN and node.target in CROSS_ENTROPIES:
         return None
-    args, kwargs, position = list(node.args), dict(node.kwargs), position_of(node.target, "reduction")
-    kwargs.pop("reduction", None)
-    if len(args) > position:
-        args[position] = NONE
-    else:
-        kwargs["reduction"] = NONE
-    rows = [arguments(node)["target"]] if node.target in CROSS_ENTROPIES else node.all_input_nodes
-    shape = torch.broadcast_shapes(*(row.meta["val"].shape[: 1 if node.target in OF_ROWS else None] for row in rows))
+    args, kwargs, shape = unreduced(node)
     value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
     each = _call(graph, node, node.target, tuple(args), value, kwargs)
     with graph.inserting_after(each):

@@ -44,6 +44,7 @@ FILLED = Ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_f
 LOOKUPS = Ops("index index_select gather")  # at positions that an operand names
 PADS = Ops("pad constant_pad_nd")
 MOVED = LAID_OUT | CUTS  # the same elements, or some of them
+MOVES = LAID_OUT | JOINS | PADS | Ops("slice slice_scatter split_with_sizes roll flip")  # in a capture
 
 # ---- arithmetic
 

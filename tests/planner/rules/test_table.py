@@ -81,6 +81,13 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
         (real(2, 8, 4, 6), real(2, 4, 6, 6), real(2, 4, 6, 2), real(2, 8, 4, 6), {"enable_gqa": True}),
     ],
     aten.add.Tensor: [(real(4, 6), real(6)), (real(4, 1), real(6)), (real(4, 6), 2.0)],
+    aten.subtract.Tensor: [(real(4, 6), real(6))],
+    aten.rsub.Tensor: [(real(4, 6), real(6))],
+    aten.multiply.Tensor: [(real(4, 6), real(6))],
+    aten.divide.Tensor: [(real(4, 6), real(6))],
+    aten.true_divide.Tensor: [(real(4, 6), real(6))],
+    aten.div.Tensor_mode: [(real(4, 6), real(6), {"rounding_mode": "floor"})],
+    aten.to.dtype: [(real(4, 6), torch.float64)],
     aten.where.self: [(real(4, 6) > 0, real(6), real(4, 1))],
     aten.alias.default: EACH_OF_ONE["whole"],
     aten._to_copy.default: EACH_OF_ONE["whole"],
@@ -258,6 +265,16 @@ def _tiles(node: fx.Node, rule: OpRule) -> None:
                 step *= factor.size
             assert step in (size, 1), f"{node.target}: {operand} {dim} {rule}"
             assert step == size or operand in rule.unread or operand != RESULT
+
+
+def test_rounding_is_not_linear() -> None:
+    calls = [(aten.div.Tensor, real(4), real(4)), (aten.to.dtype, real(4), torch.float32)]
+    rounded = [(aten.div.Tensor_mode, real(4), real(4)), (aten.to.dtype, real(4), torch.int64)]
+    for target, *args in calls:
+        assert rule_of(called(target, *args)[0]).linear == (frozenset({0}),)  # pyright: ignore
+    for target, *args in rounded:
+        mode = {"rounding_mode": "trunc"} if target is aten.div.Tensor_mode else {}
+        assert rule_of(called(target, *args, **mode)[0]).linear == ()  # pyright: ignore
 
 
 def test_a_reshape_without_common_factors_is_mixed() -> None:
