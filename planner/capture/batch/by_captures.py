@@ -182,7 +182,7 @@ class Typing(Joins):
             return whole if known else unknown
         if not changed:
             return whole
-        alike = node.target in (aten.expand.default, aten.repeat.default)
+        alike = node.target is aten.expand.default
         return Kind(ROWS, next(iter(changed))) if alike and len(changed) == 1 else unknown
 
     def _cut(self, node: fx.Node, cut: tuple[fx.Node, int, int, int]) -> Kind:
