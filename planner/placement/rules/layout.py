@@ -17,20 +17,26 @@ from torch import fx
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors, each, linear
 from planner.placement.rules.forms import Form
-from planner.placement.rules.reshape import reshape_cut
+from planner.placement.rules.projection import projected
 from planner.placement.types import Placement, R, Segment
+from planner.rules.rule import RESULT
 
 aten = torch.ops.aten
 
 
 def reshape(site: Site) -> Iterator[Option]:
     (x,) = site.inputs
-    before, after = site.shape(x), site.shape()
-    pairs = {(c, reshape_cut(c, before, after, site.tp)) for c in site.candidates(x)}
-    pairs |= {(reshape_cut(c, after, before, site.tp), c) for c in site.candidates()}
-    for cut, out in sorted(((a, b) for a, b in pairs if a and b), key=str):
-        if reshape_cut(cut, before, after, site.tp) == out:
-            yield site.option(out, {x: cut}, Form.SIZES)
+
+    def out_of(cut: Placement) -> Placement | None:
+        return projected(cut, site.rule, (0, RESULT), site.shape(), site.tp)
+
+    found = {cut: out for cut in site.candidates(x) if (out := out_of(cut)) is not None}
+    for wanted in site.candidates():
+        cut = projected(wanted, site.rule, (RESULT, 0), site.shape(x), site.tp)
+        if cut is not None and out_of(cut) == wanted:
+            found[cut] = wanted
+    for cut, out in sorted(found.items(), key=str):
+        yield site.option(out, {x: cut}, Form.SIZES)
     yield site.partial([x])
 
 
