@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from passes.base import StageGraph, kind_of, text_of
+from passes.errors import PlanError
 from passes.extract import extract
 from passes.lower import PASSES, context_of, run_passes
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 
 

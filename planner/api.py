@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.errors import PlanError
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
@@ -24,7 +25,6 @@ from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
 from planner.draws.places import check_draws
-from planner.errors import PlanError
 from planner.experts.find import find_experts
 from planner.experts.open import open_experts
 from planner.frozen_plan import Plan

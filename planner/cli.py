@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from planner.errors import PlanError, RunError
+from passes.errors import PlanError, RunError
 from planner.files.atomic import write_for_user
 from planner.files.text import printable, reason, shorten
 from planner.pipeline.schedule import KINDS

@@ -8,9 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from passes.errors import PlanError
 from planner.compiled.pieces import Compiled, CompiledPiece
 from planner.decisions import Decisions
-from planner.errors import PlanError
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from passes.errors import PlanError, require
 from planner import fold as folds
-from planner.errors import PlanError, require
 from planner.fold import LOOP, Fold
 from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenerator, check_order
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import Model, NoCache, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
-from planner.errors import PlanError
 from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, fuzz, prepare, report, train
 
 CHECK_FAILED = 1

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.stage_module import RankProgram
-from planner.errors import PlanError
 from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec

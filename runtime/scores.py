@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.lower import lower_scoring
 from passes.ops.scores import COUNT, IS_TOP, LOG_PROBABILITY
 from passes.stage_module import RankProgram
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups

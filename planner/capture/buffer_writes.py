@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 from planner.graph.walks import ancestors

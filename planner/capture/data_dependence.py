@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.source_lines import where_of
 
 FIX = (

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export.graph_signature import InputKind, OutputKind
 
+from passes.errors import PlanError, Where, first_line, message_of
 from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.canonical.decompose import HasRule
@@ -60,7 +61,6 @@ from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
-from planner.errors import PlanError, Where, first_line, message_of
 from planner.graph.assumptions import Assumption
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of

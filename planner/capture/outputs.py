@@ -16,7 +16,7 @@ import torch
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.graph.program import Program
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from passes.errors import PlanError, Where
 from planner.capture.model.exchange import registry_kept
 from planner.capture.outputs import plain_structure
 from planner.capture.python.state import PythonState
-from planner.errors import PlanError, Where
 from planner.graph.program import Program
 
 CHEAP = 10**8  # elements of weights times elements of inputs

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from passes.errors import PlanError
 from planner.capture.functional import UnknownWrite, functional_graph
-from planner.errors import PlanError
 from planner.graph.constants import computed, follows
 from planner.graph.source_lines import where_of
 

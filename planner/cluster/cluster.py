@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
+from passes.errors import SpecError, Where
 from planner.cluster.plausible import Bandwidth, Bytes, Devices, Flops, Seconds
-from planner.errors import SpecError, Where
 from planner.spec.fields import Count, Name, Section, key, number, required
 from planner.spec.lines import locate
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from planner.errors import SpecError
+from passes.errors import SpecError
 from planner.spec.fields import number, whole
 
 

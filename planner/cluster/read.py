@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from passes.errors import SpecError, Where
 from planner.cluster.cluster import Cluster
-from planner.errors import SpecError, Where
 from planner.spec.cluster import cluster_path, no_cluster
 from planner.spec.lines import read_yaml
 from planner.spec.messages import spec_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.ops.aten import shape_of
 from planner.graph.source_lines import where_of
 

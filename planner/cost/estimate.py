@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from passes.errors import require
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, neighbours, send_seconds
 from planner.cost.cut.units import CutWork
@@ -29,7 +30,6 @@ from planner.cost.seconds.shared import run_on_cores
 from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
 from planner.cost.seconds.waiting import run_waiting
 from planner.cost.step_time import CostPlan
-from planner.errors import require
 from planner.pipeline.schedule import KINDS, build_schedule
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
 
+from passes.errors import require
 from planner.cost.cut.ops import multiplies_weight
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.cost.peak import Peak, peak_of
 from planner.decisions import Decisions
-from planner.errors import require
 from planner.graph.ops.aten import value_bytes
 from planner.mesh import Mesh
 from planner.pipeline.links import received_by

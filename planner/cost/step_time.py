@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from planner.errors import require
+from passes.errors import require
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.errors import PlanError
 from planner.capture.batch.flow import Run, batch_runs
 from planner.draws.attention import spell_out_attention
-from planner.errors import PlanError
 from planner.experts.domain import domain_of
 from planner.graph.ops.aten import aten, is_random, ops_named, shape_of
 from planner.graph.program import Program

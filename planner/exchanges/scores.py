@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from passes.errors import PlanError
 from planner.capture.loss.scored import Pick
 from planner.decisions import Decisions
-from planner.errors import PlanError
 from planner.graph.places import Places
 from planner.graph.source_lines import where_of
 from planner.placement.conversions import ALL_REDUCE

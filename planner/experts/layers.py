@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.errors import Where
+from passes.errors import Where
 
 
 class Dispatch(StrEnum):

@@ -5,7 +5,7 @@ A layer that cannot be distributed is refused here, before any decision: none is
 
 from __future__ import annotations
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts
 from planner.experts.opening import open_stacks
 from planner.experts.opening_branches import open_branches

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain

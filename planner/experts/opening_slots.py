@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.domain import Domain
 from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer

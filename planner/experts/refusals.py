@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.layers import ExpertLayer
 from planner.graph.ops.aten import is_random
 from planner.graph.source_lines import where_of

@@ -11,7 +11,7 @@ import re
 from os import PathLike
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import MIB, read_text, shorten
 
 LARGEST = 2**63 - 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 
 KIB, MIB = 1 << 10, 1 << 20
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from planner.errors import Where
+from passes.errors import Where
 
 
 @dataclass(frozen=True, slots=True)

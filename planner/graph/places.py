@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from planner.errors import Where
+from passes.errors import Where
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.source_lines import module_of, where_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from planner.errors import Where
+from passes.errors import Where
 from planner.graph.assumptions import Assumption
 
 # The keys of ``node.meta`` of a captured graph. Capture writes them; so do draws, experts and sharding over cp when

@@ -12,7 +12,7 @@ from types import CodeType
 import torch
 from torch import fx
 
-from planner.errors import Where
+from passes.errors import Where
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(

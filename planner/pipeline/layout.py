@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 KEY = "pipeline.split"
 WORDS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # the same letters, written out

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import LOOP, Fold, rank_of, stage_of
 from planner.pipeline.actions import Action, Order, format_order, without_weights
 from planner.pipeline.schedule import Schedule

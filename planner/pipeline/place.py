@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import LOOP, Fold
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, Action, Order, Schedule
 from planner.pipeline.simulate import format_grid, simulate

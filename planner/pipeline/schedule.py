@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.errors import PlanError, require
+from passes.errors import PlanError, require
 from planner.fold import LOOP, Fold, V
 from planner.pipeline.actions import Action, Order, format_order, too_early
 from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import cast
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import Fold
 from planner.pipeline.actions import Action, Order, format_order, without_weights
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, KINDS, Schedule, build_schedule, fold_of, unknown_kind

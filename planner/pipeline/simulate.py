@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import chunk_of, rank_of, stage_of
 from planner.pipeline.actions import Action, Order, needs
 from planner.pipeline.links import check_links

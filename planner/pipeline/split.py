@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import LOOP, Fold, chunk_of, rank_of
 from planner.pipeline.layout import KEY, Layout, complaint, layout_of_sizes, read_layout
 

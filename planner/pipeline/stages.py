@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.fold import LOOP, Fold
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.live_sets import (

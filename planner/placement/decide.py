@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.domain import axis_of
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.ops.aten import value_bytes

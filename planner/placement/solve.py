@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.placement.candidates import Candidates
 from planner.placement.conversions import conversion
 from planner.placement.rules.forms import Form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 from planner.placement.attention.sites import AttentionSite

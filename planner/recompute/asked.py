@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from passes.errors import require
 from planner.decisions import Decisions
-from planner.errors import require
 from planner.graph.places import Places
 from planner.recompute.asked import FULL, SELECTIVE
 from planner.recompute.pieces import AgainCall, Piece

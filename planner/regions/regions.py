@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from torch import fx
 
+from passes.errors import PlanError
 from planner.decisions import Decisions
-from planner.errors import PlanError
 from planner.experts.domain import domain_of
 from planner.graph.blocks.blocks import Block
 from planner.graph.ops.addends import num_addends

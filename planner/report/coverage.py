@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.errors import PlanError
 from planner.capture.export import capture
 from planner.capture.model.reference import load_model
-from planner.errors import PlanError
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of
 from planner.placement.rules.table import has_rule

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.graph.ops.aten import packet_of
 from planner.graph.ops.flops import OF_OWN_OPS
 from planner.rules.call import Call, call_of

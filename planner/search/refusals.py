@@ -7,8 +7,8 @@ from itertools import count, takewhile
 from math import prod
 from operator import attrgetter
 
+from passes.errors import PlanError
 from planner.cluster.cluster import Cluster
-from planner.errors import PlanError
 from planner.mesh import MOST_RANKS, SIZES
 from planner.search.best_first import BestFirst, Candidate, Found
 from planner.search.choice import Cut, Point

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from passes.errors import PlanError
 from planner.captured import Prepared
 from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import at_least, estimate, rank_holdings
-from planner.errors import PlanError
 from planner.mesh import MOST_RANKS
 from planner.search.best_first import BestFirst, Candidate, Estimated, Found
 from planner.search.choice import Cut, Point

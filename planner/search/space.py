@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+from passes.errors import PlanError
 from planner.cost.layout import Layout
-from planner.errors import PlanError
 from planner.mesh import Mesh
 from planner.pipeline.schedule import check_sizes, fold_of
 from planner.pipeline.split import layout_of

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import lcm
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 ALIGNMENTS = ("nccl", "none")
 _START_MULTIPLE = 64

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.errors import require
+from passes.errors import require
 from planner.mesh import Mesh
 from planner.sharding import buckets
 from planner.sharding.buffers import Buffer

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.errors import require
 from planner.decisions import Decisions
-from planner.errors import require
 from planner.experts.parts import ExpertPart
 from planner.placement.types import I, Placement, Segment
 from planner.sharding.parts import Part

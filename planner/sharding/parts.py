@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-from planner.errors import require
+from passes.errors import require
 from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 from planner.placement.types import Placement

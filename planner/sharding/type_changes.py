@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.domain import axis_of, domain_of, is_here
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from planner.errors import SpecError, Where
+from passes.errors import SpecError, Where
 from planner.files.text import shorten
 from planner.spec.lines import read_yaml
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from planner.errors import PlanError, SpecError
+from passes.errors import PlanError, SpecError
 from planner.files.json_text import LARGEST
 from planner.spec.yaml_nodes import EXPONENT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.errors import PlanError, SpecError
+from passes.errors import PlanError, SpecError
 from planner.spec.sections import InputSpec
 
 

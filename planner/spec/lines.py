@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from planner.errors import PlanError, SpecError, Where
+from passes.errors import PlanError, SpecError, Where
 from planner.files.text import KIB, read_text, shorten
 from planner.spec.yaml_nodes import COLLECTIONS, MERGE, Nodes, scalar
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from planner.errors import PlanError, SpecError, Where
+from passes.errors import PlanError, SpecError, Where
 from planner.files.text import shorten
 from planner.spec.lines import join, locate
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from planner.errors import PlanError, SpecError
+from passes.errors import PlanError, SpecError
 from planner.fold import LOOP, Fold
 from planner.mesh import SIZES, Mesh
 from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from planner.errors import PlanError, SpecError, Where
+from passes.errors import PlanError, SpecError, Where
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
 from planner.spec.audit import AuditSpec

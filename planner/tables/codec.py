@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 
 def encode(value: Any) -> Any:

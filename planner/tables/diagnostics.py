@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.errors import Where
 from planner.capture.canonical.norms import spelled_norms
 from planner.decisions import Decisions
-from planner.errors import Where
 from planner.exchanges.collectives import scalars_of_loss
 from planner.graph.ops.aten import is_random, named, packet_of
 from planner.graph.ops.flops import node_cost, node_flops

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.errors import require
+from passes.errors import require
 from planner.sharding.boundaries import BoundaryPlan
 
 LEVELS = ("info", "warning", "error")

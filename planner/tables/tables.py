@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from passes.errors import require
 from planner.compiled.rows import CompiledRow
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
-from planner.errors import require
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.rows import RecomputeRow

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.errors import PlanError, RunError
 from planner.decisions import Decisions
-from planner.errors import PlanError, RunError
 from planner.frozen_plan import Plan
 from planner.graph.ops.aten import aten, is_random, packet_of
 from planner.graph.ops.sequence import causal_attention

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner.capture.export import caches_off
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.audit.no_dropout import NoDropout
 from runtime.audit.tolerance import lowest_precision

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from passes.errors import PlanError, RunError
 from planner.cluster.cluster import Cluster
-from planner.errors import PlanError, RunError
 from planner.files.atomic import write_for_user
 from planner.spec.messages import spec_error
 from planner.spec.schema import json_schema

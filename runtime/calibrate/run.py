@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.computing import attention, moved, products, small

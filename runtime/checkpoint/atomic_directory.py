@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import MOST_LETTERS, PARTIAL, name_beside
 
 _AT_FDCWD = -100

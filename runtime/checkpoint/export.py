@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.sharding.boxes import Box
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader

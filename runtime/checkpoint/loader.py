@@ -12,7 +12,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, check_files
 from runtime.checkpoint.saves import read_step, resolve

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.lines import NO_LINE, Line, Place

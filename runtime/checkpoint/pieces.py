@@ -17,7 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.sharding.boxes import Box
 from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
 from runtime.checkpoint.pretrained_save import Entry, header_of

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.stage_module import StageModule
 from planner.capture.model.hub_format import HubFormat
-from planner.errors import PlanError
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.frozen_plan import Plan

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import open_new, write_new
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 _CHUNK = 4 << 20
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.json_text import read_json
 from planner.files.text import is_directory, open_regular, reason, shorten
 from planner.sharding.parts import Ranges, pieces

@@ -23,7 +23,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from pydantic import JsonValue
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.lines import NO_LINE, Line
 from runtime.checkpoint.manifest import (

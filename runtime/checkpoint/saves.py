@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import PARTIAL, name_beside, try_new_file, write_whole
 from planner.files.lock_file import open_lock_file
 from runtime.checkpoint.lines import Line

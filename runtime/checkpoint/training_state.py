@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.stage_module import RankProgram
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box, Piece, pieces_of_run
 from planner.sharding.buckets import Range

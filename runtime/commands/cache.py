@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import CACHE, Format, Output, write_text
-from planner.errors import PlanError
 
 EPILOG = "Examples: meshwright cache · meshwright cache --clear"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import show_table, write_text
-from planner.errors import PlanError
 
 if TYPE_CHECKING:
     from runtime.checkpoint.manifest import Manifest

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import Format, NoCache, Output, write_text
-from planner.errors import PlanError
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, read_text, shorten
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import Format, Model, NoCache, Output, SpecFile, show_table, write_text
-from planner.errors import PlanError
 
 EPILOG = (
     "Examples: meshwright evaluate examples/gpt.py:build examples/gpt.yaml --data book.txt --load checkpoints "

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import CACHE, MODEL_HELP, show_table
-from planner.errors import PlanError
 
 if TYPE_CHECKING:
     from runtime.fuzz.campaign import Campaign

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import write_text
-from planner.errors import PlanError
 from runtime.data.text.documents import Split
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.spec import Spec
 
 _AT = "compile"

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.spec import Spec
 
 EXTRA = "meshwright[gpu]"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.schedule import Order, format_order
 from runtime.cuda_graphs.te_arguments import GraphArguments
 

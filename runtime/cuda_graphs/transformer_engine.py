@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.ops.region import RegionCall, run_eagerly
 from passes.stage_module import RankProgram
-from planner.errors import PlanError
 from planner.pipeline.schedule import Action, Order
 from planner.pipeline.slots import order_by_microbatch
 from runtime.cuda_graphs.calls import axes_of, calls_of, uncounted

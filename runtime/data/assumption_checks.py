@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.assumptions import Assumption
 
 

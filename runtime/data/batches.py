@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner.capture.batch.id_ranges import IdRange
-from planner.errors import PlanError
 from planner.graph.assumptions import Assumption
 from runtime.data.assumption_checks import check_assumptions
 from runtime.data.id_checks import check_ids

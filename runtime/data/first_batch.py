@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
 
 NO_BATCH = "rank 0 has no valid batch"

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner.capture.batch.id_ranges import IdRange
-from planner.errors import PlanError
 
 
 def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:

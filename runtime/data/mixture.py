@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.permutation import Permutation
 from runtime.data.token_batches import TokenBatches
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import shorten
 from runtime.data.text.documents import Split, parts
 from runtime.data.text.pieces import Encoder

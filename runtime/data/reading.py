@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.text.byte_tokens import ByteEncoder
 from runtime.data.text.documents import Split, parts
 from runtime.data.text.pieces import Encoder, Piece, with_end

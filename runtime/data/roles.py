@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.data import ROLES
 from planner.spec.sections import InputSpec
 

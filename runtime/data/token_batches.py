@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.data.objectives.protocol import Objective

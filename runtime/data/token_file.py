@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.tokens import Tokenization, Tokens

@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import numpy as np
 import xxhash
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import Replacement
 from planner.files.text import MIB, is_directory, reason, shorten
 from runtime.data.text.pieces import Piece, id_dtype, with_end

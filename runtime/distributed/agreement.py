@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import until_rank_0_is_done

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.faults.board import Board
 from runtime.distributed.loopback import hosted_store, is_loopback
 from runtime.distributed.signatures import Signer

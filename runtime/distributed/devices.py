@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 # torchrun's names first: whoever sets them means them, whatever started the process. Slurm's are those of the step, set
 # by srun alone: inside a batch script SLURM_NTASKS is there too, though one process runs.

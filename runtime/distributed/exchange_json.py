@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.errors import PlanError, RunError
+from passes.errors import PlanError, RunError
 from runtime.distributed.groups import Groups
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
-from planner.errors import RunError
+from passes.errors import RunError
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.forwarding import Forwarding
 from runtime.distributed.local_ranks import LocalRanks

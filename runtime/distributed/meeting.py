@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.devices import ON_THE_CPU
 from runtime.distributed.signatures import SECRET, Signer
 

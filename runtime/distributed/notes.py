@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.collectives import NOTES_OF_A_RANK
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.default_group import default_backends, faults_board, next_store, open_world
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched

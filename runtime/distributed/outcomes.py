@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import Any
 
-from planner.errors import PlanError, message_of
+from passes.errors import PlanError, message_of
 from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
 from runtime.distributed.unnamed_memory import unnamed_memory
 

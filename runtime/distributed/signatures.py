@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Mapping
 from pathlib import Path
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.files.text import read_text
 
 SECRET = "MESHWRIGHT_SECRET"

@@ -10,7 +10,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.tokens import Tokens
 from runtime.engine import Engine
 from runtime.evaluation.measures import Cloze, Perplexity

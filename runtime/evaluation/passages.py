@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.tokens import WORD, Tokens
 from runtime.evaluation.windows import Row
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner.capture.loss.scored import Scored
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.data.roles import length_of, roles_of
 from runtime.evaluation.windows import Row

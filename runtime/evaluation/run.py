@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained

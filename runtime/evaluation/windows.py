@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 STRIDE = 32  # of the paper
 

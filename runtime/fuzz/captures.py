@@ -5,8 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from passes.errors import PlanError
 from planner import Captured, capture
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.fuzz.case import Case
 from runtime.fuzz.specs import OF_CAPTURES

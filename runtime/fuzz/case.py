@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import shorten

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model
-from planner.errors import PlanError
 from planner.spec.fields import AUTO
 from planner.spec.lines import read_yaml
 from planner.spec.spec import Spec

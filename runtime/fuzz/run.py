@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.errors import PlanError, Where
 from passes.lower import check_stages
 from planner import Captured, plan
-from planner.errors import PlanError, Where
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.fuzz import memory

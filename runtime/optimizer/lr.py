@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 KINDS = ("constant", "cosine", "linear")
 

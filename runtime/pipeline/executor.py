@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from passes.errors import PlanError
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import abandon
 from passes.ops.weight_gradients import WeightGradients
 from passes.stage_module import StageModule
-from planner.errors import PlanError
 from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.place import grid_around
 from planner.pipeline.schedule import Action

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.files.atomic import write_for_user
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh

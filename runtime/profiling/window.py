@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.files.atomic import replaced_file
 from runtime.report.step_row import StepRow
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.files.atomic import replaced_file
 from runtime.report.step_row import StepRow
 

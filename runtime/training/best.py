@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.saves import prune
 from runtime.engine import Engine
 from runtime.training.job import Job

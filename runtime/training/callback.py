@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError, Where, first_line
+from passes.errors import PlanError, Where, first_line
 from runtime.report.step_row import StepRow
 
 FIX = "write FILE.py:FUNCTION, a function with one argument: the row of a step (loss, validation_loss, step …)"

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout

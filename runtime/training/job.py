@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import check_writable, saves_in
 from runtime.report.step_row import StepRow

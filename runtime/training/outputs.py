@@ -6,7 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.files.atomic import try_new_file
 from runtime.profiling.window import Window
 from runtime.report.curve import SUFFIXES

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.lines import Line, line_of_run
 from runtime.checkpoint.saves import by_newest, on_line, owned, prune, saves_in, without_manifest
 from runtime.distributed.agreement import agreed

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes.errors import PlanError
 from passes.lower import lower
 from passes.ops import collectives, context, meeting, slots
 from passes.ops.axis import AxisHandle
@@ -27,7 +28,6 @@ from passes.ops.recompute import BlockCall
 from passes.ops.slots import placed, share_of
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.placement.types import Placement
 from planner.sharding.shards import decide_shards

@@ -17,8 +17,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner.capture.export import caches_off
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from passes.lower import check_stages
 from passes.stage_module import RankProgram
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.stage_module import RankProgram, StageModule
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import part_of

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.errors import PlanError, Where
 from planner.capture.model.meta_init import initialisers
-from planner.errors import PlanError, Where
 
 _OF_MODULE = ("reset_parameters", "_reset_parameters")
 _FOR_MODULES = "_init_weights"

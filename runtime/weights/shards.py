@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from passes.stage_module import StageModule
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.sharding.parameters import LocalParameter, ParameterPlan

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.model.recorded import RecordedValues, recorded_values
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.weights.fresh import normal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models import dropping
 from tests.models.families import build
 from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL

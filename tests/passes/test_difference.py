@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes.difference import passes_text
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models.tiny import planned
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import LOOP, Fold, V, chunk_of, rank_of, stage_of, stages_of
 from planner.mesh import Mesh
 from planner.tables.codec import decode, encode

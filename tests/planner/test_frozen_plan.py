@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
+from passes.errors import PlanError
 from planner.cost.memory import MemoryRow
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.types import I, Placement, Segment

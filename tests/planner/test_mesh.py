@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh, all_groups
 from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS
 from planner.tables.codec import decode, encode

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.ranks import RankGenerator, masked_groups
 from tests.tools.paths import ORACLES
 

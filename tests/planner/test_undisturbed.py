@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner import capture, plan
-from planner.errors import PlanError
 from planner.undisturbed import is_planning, undisturbed
 from runtime.distributed.faults.activity import Activity
 

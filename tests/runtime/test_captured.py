@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from examples.gpt import GPT
+from passes.errors import PlanError
 from planner import plan
-from planner.errors import PlanError
 from runtime import Engine
 from runtime.distributed.launch import launch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from runtime.distributed.launch import launch
 from runtime.engine import Engine

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 import passes.lower
 from examples.gpt import GPT
+from passes.errors import PlanError
 from planner import Plan, plan
-from planner.errors import PlanError
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from tests.tools.paths import ROOT

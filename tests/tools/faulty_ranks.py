@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint import saver
 from runtime.distributed.stopping import Stopping
 from runtime.engine import Engine

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.fuzz.forks import Child, ForkError, StoreHost, in_fork
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 TOKENS = (
     "[", "]", "{", "}", ": ", "- ", "? ", "| ", "> ", "&a ", "*a", "<<: *a", "<<: &a {<<: *a}", "!!int ", "!!float x",

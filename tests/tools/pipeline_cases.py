@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from passes.ops.random_state import RandomState
-from planner.errors import PlanError
 from planner.mesh import Mesh
 from planner.pipeline.links import Message
 from planner.pipeline.schedule import KINDS, Action, Order, Schedule, build_schedule

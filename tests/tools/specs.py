@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import SpecError
+from passes.errors import SpecError
 from planner.spec.spec import Spec
 
 MINIMAL = {"mesh": {"tp": 2}, "batch": {"global": 8, "micro": 2}}

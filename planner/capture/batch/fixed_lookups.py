@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from passes.errors import PlanError
 from planner.capture.known_values import value_of
-from planner.errors import PlanError
 from planner.graph.ops.aten import named, shape_of
 from planner.graph.program import Program
 from planner.graph.source_lines import where_of

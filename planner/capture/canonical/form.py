@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.errors import PlanError
 from planner.capture.canonical.branches import join_branches
 from planner.capture.canonical.cells import CELLS
 from planner.capture.canonical.decompose import HasRule, written_out
@@ -30,7 +31,6 @@ from planner.capture.canonical.layout import LAYOUT
 from planner.capture.canonical.products import PRODUCTS
 from planner.capture.canonical.stopped import stop_early
 from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
-from planner.errors import PlanError
 from planner.graph.ops.aten import aten
 from planner.graph.ops.own_backward import OwnBackward
 from planner.graph.source_lines import where_of

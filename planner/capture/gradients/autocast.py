@@ -27,8 +27,8 @@ from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.errors import PlanError, Where
 from planner.capture.gradients.call_sites import called_by_user
-from planner.errors import PlanError, Where
 from planner.graph.ops.aten import is_mutable
 from planner.graph.ops.own_backward import Autocast
 from planner.graph.source_lines import where_of

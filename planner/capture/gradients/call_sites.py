@@ -12,7 +12,7 @@ from types import FrameType
 
 from torch import nn
 
-from planner.errors import Where
+from passes.errors import Where
 from planner.graph.source_lines import is_foreign_frame
 
 

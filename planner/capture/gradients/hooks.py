@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 
 HOOK_FIX = (
     "remove the hook, and scale the gradient in the forward: `c * x + ((1 - c) * x).detach()` multiplies the "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.source_lines import where_of
 
 FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from passes.errors import Where
 from planner.capture.kept.uncertain import Uncertain
-from planner.errors import Where
 from planner.graph.program import Program
 
 _META = ("val", "grad", "stopped", "parameter", "nn_module_stack", "stack_trace")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from planner.graph.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, LOG_SOFTMAXES
 from planner.graph.ops.places import PlaceWriter

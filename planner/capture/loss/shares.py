@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.errors import PlanError
 from planner.capture.batch.by_captures import Typing
 from planner.capture.batch.mixing import (
     computed_along,
@@ -57,7 +58,6 @@ from planner.capture.loss.loss_ops import (
 from planner.capture.loss.scaling import Scaling
 from planner.capture.loss.together import Together
 from planner.capture.loss.widen import widen
-from planner.errors import PlanError
 from planner.graph.constants import SHAPE_READERS, Constants
 from planner.graph.ops.aten import arguments, aten
 from planner.graph.ops.groups import CROSS_ENTROPIES, DIVISIONS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 
 _CONTAINERS = (list, tuple, dict)
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from passes.errors import PlanError, Where
 from planner.capture.gradients.call_sites import CallSites
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.draws import Draw
-from planner.errors import PlanError, Where
 from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten

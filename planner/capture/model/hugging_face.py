@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from passes.errors import PlanError, Where, first_line
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
-from planner.errors import PlanError, Where, first_line
 from planner.files.json_text import read_json
 from planner.files.text import is_directory, is_file
 

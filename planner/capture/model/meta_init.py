@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.freed import give_back_freed
 
 HUGE = 1 << 31  # bytes

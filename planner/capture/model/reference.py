@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from passes.errors import PlanError, Where, first_line
 from planner.capture.kept.sources import files_read, note_origin
 from planner.capture.model.hugging_face import hugging_face_model
-from planner.errors import PlanError, Where, first_line
 from planner.files.text import is_directory, is_file, shorten
 from planner.shadow import OUR_PACKAGES
 

@@ -19,7 +19,7 @@ from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.errors import Where
+from passes.errors import Where
 
 COARSE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 TOO_MANY_ELEMENTS = 10**8

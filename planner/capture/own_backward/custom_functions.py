@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.errors import PlanError
 from planner.capture.gradients.autocast import autocast_now
 from planner.capture.gradients.functions import is_derived
 from planner.capture.own_backward.applications import (
@@ -36,7 +37,6 @@ from planner.capture.own_backward.applications import (
     tensors_in,
 )
 from planner.capture.own_backward.trials import RandomBackward, facts_of
-from planner.errors import PlanError
 from planner.graph.ops.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 
 WRITTEN_FIX = "compute a new tensor in the forward (`x * 2` instead of `x.mul_(2)`)"

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from passes.errors import Where
 from planner.capture.canonical.certain_draws import ASKS
 from planner.capture.model.exchange import storage_of
-from planner.errors import Where
 from planner.graph.source_lines import is_foreign_frame, where_of_frame
 
 _MOST_VALUES = 1 << 20

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from planner.errors import Where
+from passes.errors import Where
 from planner.graph.source_lines import is_foreign_frame, where_of_frame
 
 

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from passes.errors import PlanError, Where
 from planner.capture.canonical.certain_draws import certain_answer
 from planner.capture.gradients.call_sites import CallSites, called_by_user
 from planner.capture.python.modules import names_replaced, own_modules
 from planner.capture.python.seeds import TorchSeeds
-from planner.errors import PlanError, Where
 
 FIX = "use torch.rand(()) or F.dropout, which draw new numbers in each step; or draw outside the forward"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep

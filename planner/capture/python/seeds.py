@@ -19,8 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
+from passes.errors import PlanError
 from planner.capture.gradients.call_sites import CallSites, called_by_user
-from planner.errors import PlanError
 
 SEED_FIX = (
     "use F.dropout or torch.randn_like without a seed, which draw new numbers in each step; create noise that must "

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from passes.errors import Where
 from planner.capture.python.modules import users_modules
-from planner.errors import Where
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
 MORE = 10  # further calls for a list that grows

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from passes.errors import PlanError, Where
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.known_values import node_of, value_of
 from planner.capture.model.exchange import Exchange, fake
@@ -28,7 +29,6 @@ from planner.capture.python.draws import FIX as DRAW_FIX
 from planner.capture.python.draws import PythonDraws
 from planner.capture.python.state import FAR, MORE, NEAR, Change, PythonState, is_doubtful, move_on
 from planner.capture.same_forward import first_difference
-from planner.errors import PlanError, Where
 from planner.graph.constants import is_made_of
 from planner.graph.source_lines import where_of
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from passes.errors import PlanError, Where
 from planner.capture.data_dependence import FIX
-from planner.errors import PlanError, Where
 from planner.graph.assumptions import Assumption, Condition
 from planner.graph.source_lines import is_foreign_frame
 

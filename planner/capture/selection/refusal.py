@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.source_lines import where_of
 
 SELECTION_FIX = (

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from passes.errors import PlanError, Where
 from planner.capture.selection.dense import AllRows, is_dynamic, with_all_rows
 from planner.capture.selection.questions import Questions
 from planner.capture.selection.space import Keys
-from planner.errors import PlanError, Where
 
 TOLD = "selected rows are computed densely: all rows, with a mask on the result"
 EMPTY_FIX = (

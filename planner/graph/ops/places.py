@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.ops.aten import aten, is_pointwise, packet_of, position_of, shape_of
 from planner.graph.ops.groups import JOINS, MOVED, PADS, SPLITS, Ops
 from planner.graph.ops.sequence import local_rows

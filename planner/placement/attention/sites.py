@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.ops.groups import ATTENTION
 from planner.graph.ops.products import PRODUCTS, equation, holds_weight

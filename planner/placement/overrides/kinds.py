@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import Blocks
 from planner.graph.program import Program
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.ops.flops import has_flops
 from planner.graph.ops.groups import CROSS_ENTROPIES
 from planner.graph.program import Program

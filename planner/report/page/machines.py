@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from passes.errors import PlanError
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import EXPERT_AXES, group, level_between
 from planner.cluster.read import read_cluster
-from planner.errors import PlanError
 from planner.tables.tables import Tables
 
 NODE = 8  # devices of a node if no file gives the number

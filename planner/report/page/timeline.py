@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.schedule import CUSTOM, KINDS, Schedule
 from planner.pipeline.simulate import Simulation, simulate
 from planner.report.timeline import schedule_svg

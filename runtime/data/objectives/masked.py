@@ -18,7 +18,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.random import Generator
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.protocol import NOTHING, Objective
 from runtime.data.objectives.windows import PlainWindows, SentenceWindows, Windows, inner_sentences

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.protocol import NOTHING, Objective
 from runtime.data.tokens import Tokens

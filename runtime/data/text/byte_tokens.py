@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.text.pieces import Part, Piece
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
 

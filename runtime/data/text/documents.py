@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.text.pieces import Part
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import is_directory, is_file, shorten
 
 STDLIB = "stdlib"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import MIB, read_text, shorten
 from runtime.data.text.pieces import Part, Piece, id_dtype
 from runtime.data.tokens import SENTENCE, WORD, Tokenization

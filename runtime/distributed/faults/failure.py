@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from planner.errors import PlanError, RunError, message_of
+from passes.errors import PlanError, RunError, message_of
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
 _WORDS_OF_TIME = ("timed out", "timeout")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from planner.errors import PlanError, RunError, message_of
+from passes.errors import PlanError, RunError, message_of
 from runtime.distributed.faults.activity import START, Activity
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import (

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import Failure

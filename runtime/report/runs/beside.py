@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import MIB, is_file, read_text, shorten
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
 

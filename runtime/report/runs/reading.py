@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import MIB, lines_of, shorten
 from runtime.report.memory_rows import MemoryReport
 from runtime.report.runs.beside import LOG, memory_beside, trace_beside

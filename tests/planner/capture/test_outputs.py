@@ -13,7 +13,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models.one_body import OneBody, batch
 from tests.tools.captured import capture
 

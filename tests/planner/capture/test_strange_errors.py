@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 
 SPEC = {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.files.text import KIB, is_directory, is_file, printable, read_text, shorten
 from tests.tools.mutations import at_most
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.layout import PATTERN, WORDS, layout_of_sizes, parse_layout, read_layout, spelled
 from planner.pipeline.split import by_stage, even_split, layout_of
 from planner.spec.spec import Spec

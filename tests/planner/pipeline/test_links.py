@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.links import Link, check_links, links, receives, sends
 from planner.pipeline.schedule import build_schedule, format_order
 from planner.pipeline.schedule_text import parse_schedule

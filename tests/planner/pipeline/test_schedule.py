@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import stage_of
 from planner.pipeline.actions import format_order
 from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.program import Program
 from planner.pipeline.stages import StageAssignment, assign_stages

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.actions import Action, too_early, without_weights
 from planner.pipeline.links import receives, sends
 from planner.pipeline.schedule import MOST_ACTIONS, Schedule, SchedulePlan, build_schedule

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.fold import V, rank_of
 from planner.pipeline.actions import Action, too_early
 from planner.pipeline.links import links, received_by

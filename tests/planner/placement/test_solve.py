@@ -15,7 +15,7 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _costs, _edges

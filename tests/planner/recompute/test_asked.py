@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor, nn
 
 from examples.gpt import build
+from passes.errors import SpecError
 from planner import PlanError, plan
-from planner.errors import SpecError
 from planner.spec.spec import Spec
 
 INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "targets": {"like": "input_ids"}}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from passes.errors import PlanError
 from planner.cluster.cluster import Cluster
 from planner.cost.estimate import at_least, estimate, rank_holdings
-from planner.errors import PlanError
 from planner.search.best_first import BestFirst, Candidate
 from planner.search.choice import Cut, Point
 from planner.search.cuts import Cuts

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.blocks.blocks import find_blocks
 from planner.graph.copied import copied
 from planner.search import cuts

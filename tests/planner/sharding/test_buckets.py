@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.sharding.buckets import default_bucket_size, end_multiple, lay_out, padded, start_multiple
 from tests.tools.paths import ORACLES
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 from expecttest import assert_expected_inline
 
-from planner.errors import SpecError
+from passes.errors import SpecError
 from planner.spec.spec import Spec
 from tests.tools.specs import MINIMAL, TWO_LINES, dict_error, error, load
 

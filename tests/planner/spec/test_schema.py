@@ -13,8 +13,8 @@ import pytest
 from expecttest import assert_expected_inline
 from typer.testing import CliRunner
 
+from passes.errors import SpecError
 from planner.cli import app
-from planner.errors import SpecError
 from planner.spec.fields import LARGEST_SIZE
 from planner.spec.lines import read_yaml
 from planner.spec.schema import json_schema

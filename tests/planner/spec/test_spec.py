@@ -10,7 +10,7 @@ import pytest
 import yaml
 from expecttest import assert_expected_inline
 
-from planner.errors import PlanError, SpecError
+from passes.errors import PlanError, SpecError
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from tests.tools.specs import MINIMAL, TWO_LINES, error, load

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from passes.errors import PlanError
 from planner.cluster.read import read_cluster
-from planner.errors import PlanError
 from runtime.calibrate import run
 from runtime.calibrate.cluster_file import check_writable, write_whole
 from runtime.cli import app

@@ -9,8 +9,8 @@ from math import prod
 import pytest
 import yaml
 
+from passes.errors import RunError
 from planner.cluster.cluster import Cluster
-from planner.errors import RunError
 from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Found, Machine, Timed

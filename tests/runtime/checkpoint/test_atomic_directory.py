@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint import atomic_directory
 from runtime.checkpoint.atomic_directory import is_mount_point, replaced_directory
 from runtime.checkpoint.pretrained_save import _is_index, _is_weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsFiles
 from tests.tools.mutations import at_most, mutants, survivors
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.cli import app
 from runtime.data.reading import read_tokens
 from tests.tools.tokenizer_files import bpe_file

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from passes.errors import SpecError
 from planner import PlanError
-from planner.errors import SpecError
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.cuda_graphs.choice import EXTRA, check_backend, check_backend_here

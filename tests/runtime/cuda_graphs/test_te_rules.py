@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.schedule import Action, Order, Schedule, build_schedule
 from planner.pipeline.schedule_text import parse_order
 from planner.pipeline.slots import order_by_microbatch

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
 from runtime.data.objectives.next_token import Packed
 from runtime.data.own_rows import OwnRows

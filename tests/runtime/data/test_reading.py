@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.reading import read_tokens
 
 

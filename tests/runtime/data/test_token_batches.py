@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.data.token_batches import TokenBatches, token_batches
 from runtime.data.tokens import Tokens

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.prepare import prepare
 from runtime.data.reading import gathered, read_tokens
 from runtime.data.text.byte_tokens import ByteEncoder

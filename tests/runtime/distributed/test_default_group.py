@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.default_group import can_carry
 from runtime.distributed.launch import launch

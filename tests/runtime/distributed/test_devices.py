@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 
 ENVIRONMENTS = {

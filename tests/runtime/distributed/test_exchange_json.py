@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import PlanError, RunError, Where
+from passes.errors import PlanError, RunError, Where
 from planner.mesh import Mesh
 from planner.pipeline.actions import Action
 from planner.pipeline.links import Message

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, judge, meet

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.launch import launch
 from runtime.distributed.notes import Notes, Own, Told, digest_of

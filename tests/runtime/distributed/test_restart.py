@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.launch import RankError, launch
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 from typer.testing import CliRunner
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.cli import app
 from runtime.distributed import meeting

@@ -18,7 +18,7 @@ import runtime.fuzz.run
 import runtime.memory.run
 import runtime.optimizer.average
 import runtime.verify.run
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.fuzz import specs

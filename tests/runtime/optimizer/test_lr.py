@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.optimizer.lr import learning_rate
 
 

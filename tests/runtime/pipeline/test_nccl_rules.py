@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.pipeline.schedule import KINDS, Schedule, build_schedule
 from planner.pipeline.simulate import simulate
 from tests.tools.nccl_rules import Outcome

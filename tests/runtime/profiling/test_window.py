@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.profiling.window import Window
 
 

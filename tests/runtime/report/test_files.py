@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.report.curve import _lines, draw_curve
 from runtime.report.log import Log, rows_until
 from runtime.report.step_row import StepRow

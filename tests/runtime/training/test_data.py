@@ -11,8 +11,8 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from passes.errors import PlanError
 from planner import plan
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.data.batches import BatchLayout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.training.job import Job
 from runtime.training.outputs import check_outputs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from examples.gpt import GPT
+from passes.errors import PlanError
 from planner import plan
-from planner.errors import PlanError
 from runtime.audit.tolerance import Tolerance
 from runtime.distributed.launch import launch
 from runtime.engine import Engine

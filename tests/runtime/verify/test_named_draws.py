@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.verify import run
 from runtime.verify.named_draws import NamedDraws, draws_of

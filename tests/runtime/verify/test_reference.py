@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner import plan
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.verify.reference import OneProcess, Untouched
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 from planner.placement.types import I, Placement, R, Segment, V

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.distributed.agreement import agree
 from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.launch import launch

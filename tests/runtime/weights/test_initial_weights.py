@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt import GPT
+from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.meta_init import meta_parameters
-from planner.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine import Engine

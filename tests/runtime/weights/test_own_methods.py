@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from planner import meta_parameters
-from planner.errors import PlanError
 from runtime.weights.own_methods import OwnMethods
 
 SHAPE = (6, 4)

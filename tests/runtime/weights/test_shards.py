@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.roles import parameter_roles
 from planner.placement.types import I, Placement, R, Segment, V
 from planner.sharding.parameters import LocalParameter

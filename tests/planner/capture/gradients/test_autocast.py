@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.graph.program import Program
 from tests.models.custom_functions import Rounded
 from tests.models.one_body import OneBody, batch

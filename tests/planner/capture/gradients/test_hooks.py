@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models.one_body import OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models.one_body import VOCABULARY, WIDTH, Body, OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
 

@@ -12,7 +12,7 @@ from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from passes.errors import PlanError
 from planner.capture.model.reference import load_model, pretrained_directory
-from planner.errors import PlanError
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
 LLAMA = {

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from passes.errors import PlanError, Where
 from planner.capture.own_backward.applications import Application
 from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
-from planner.errors import PlanError, Where
 from planner.graph.blocks.structure import Structure
 from planner.graph.ops.own_backward import Cut, OwnBackward
 from planner.placement.rules.forms import Form

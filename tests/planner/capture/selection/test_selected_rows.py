@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from planner.errors import PlanError, Where
+from passes.errors import PlanError, Where
 from planner.graph.program import Program
 from tests.models import selected_rows
 from tests.models.experts import Layer, Net, Way, batch

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from passes.errors import PlanError
 from planner.compiled.rows import CompiledRow
 from planner.cost.step_time import CostPlan
-from planner.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule

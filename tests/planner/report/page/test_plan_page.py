@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule

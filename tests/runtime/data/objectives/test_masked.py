@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.masked import MaskedWords, masked
 from runtime.data.objectives.protocol import NOTHING

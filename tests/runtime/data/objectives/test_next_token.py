@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokenization, Tokens

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.text import documents
 from runtime.data.text.documents import Split, parts
 from tests.tools.examples import examples

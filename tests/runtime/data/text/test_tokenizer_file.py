@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.data.reading import read_tokens
 from runtime.data.text import tokenizer_file
 from runtime.data.text.pieces import Part

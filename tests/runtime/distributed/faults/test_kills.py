@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import RunError
+from passes.errors import RunError
 from runtime.distributed.launch import RankError, launch
 from tests.tools.faulty_ranks import seconds_since, train_and_fail
 

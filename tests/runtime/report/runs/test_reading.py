@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from planner.errors import PlanError
+from passes.errors import PlanError
 from runtime.cli import app
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
 from runtime.report.runs.reading import Rows, names_of, read_runs
