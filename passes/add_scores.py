@@ -21,9 +21,9 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import collectives, context
 from passes.ops.scores import own_places, part_of_places, scores_of_targets
+from passes.program.ops.places import PlaceWriter
 from planner.capture.loss.scored import Pick, Scored
 from planner.exchanges.scores import is_over_classes
-from planner.graph.ops.places import PlaceWriter
 
 aten = torch.ops.aten
 PARTS = (collectives.slice_part, collectives.cut_part)

@@ -21,10 +21,10 @@ from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
+from passes.program.source_lines import where_of
 from planner.compiled.pieces import CompiledPiece
 from planner.decisions import Decisions
 from planner.experts.domain import axis_of
-from planner.graph.source_lines import where_of
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 from planner.sharding.collectives import CollectivePlan

@@ -20,7 +20,7 @@ from passes.base import LowerContext, StageGraph
 from passes.cut_regions import owners, region_of
 from passes.ops.collectives import f, gather
 from passes.ops.column_linear import column_linears, gathered_linears
-from planner.graph.ops.groups import WITH_WEIGHT
+from passes.program.ops.groups import WITH_WEIGHT
 
 aten = torch.ops.aten
 

@@ -24,9 +24,9 @@ from passes.ops.counted import (
     counted_normal,
     counted_uniform,
 )
+from passes.program.ops.aten import aten, named
 from planner.context import zigzag
 from planner.draws.places import BERNOULLI, KINDS, UNIFORM, Draw
-from planner.graph.ops.aten import aten, named
 from planner.placement.types import Placement
 
 

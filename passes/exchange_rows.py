@@ -21,9 +21,9 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import meeting, slots
 from passes.ops.collectives import g_f
+from passes.program.ops.over_data import over_data
 from planner.experts import exchange
 from planner.experts.domain import domain_of
-from planner.graph.ops.over_data import over_data
 
 BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.meet: meeting.meet,

@@ -7,7 +7,7 @@
     gathered_attention  of this rank's rows, to keys that it gathers itself        (passes.ops.gathered_attention)
 
 Needs:   a program over one cp rank's tokens (planner.context).
-Leaves:  no call of planner.graph.ops.sequence.
+Leaves:  no call of passes.program.ops.sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from passes.ops.causal_attention import causal_attention
 from passes.ops.collectives import g_f
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
-from planner.graph.ops import sequence
+from passes.program.ops import sequence
 
 BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and the argument position of the number of ranks
     sequence.local_rows: (local_rows, 2),

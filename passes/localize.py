@@ -32,10 +32,10 @@ from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.program.ops.aten import arguments, named, position_of
+from passes.program.ops.groups import WITH_SIZES
 from planner.context.local_calls import local_arguments
 from planner.experts.domain import domain_of, in_domain
-from planner.graph.ops.aten import arguments, named, position_of
-from planner.graph.ops.groups import WITH_SIZES
 from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option

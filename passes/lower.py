@@ -45,13 +45,13 @@ from passes.ops.random_state import RandomState
 from passes.own_linears import own_linears
 from passes.own_tokens import keep_own_tokens
 from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place, place_devices, sum_in_place
+from passes.program.program import Program
 from passes.recompute import recompute
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
 from planner.exchanges.scores import rows_over_classes
 from planner.frozen_plan import Plan
-from planner.graph.program import Program
 from planner.sharding.parameters import local_parameter
 
 PASSES: tuple[Pass, ...] = (

@@ -27,8 +27,8 @@ from passes.ops.linear import linear
 from passes.ops.meeting import ends_of, grouped_mm
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
+from passes.program.ops.aten import aten
 from planner.experts.ties import is_grouped
-from planner.graph.ops.aten import aten
 from planner.regions.weight_gradients import homes, lies_in_a_graph
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)

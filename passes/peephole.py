@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
 from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
-from planner.graph.ops.aten import arguments
+from passes.program.ops.aten import arguments
 from planner.saved.fused import OVERWRITTEN, loses_logits
 
 aten = torch.ops.aten

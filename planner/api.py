@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError
+from passes.program.blocks.blocks import Blocks, find_blocks
+from passes.program.program import Program
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
@@ -28,8 +30,6 @@ from planner.draws.places import check_draws
 from planner.experts.find import find_experts
 from planner.experts.open import open_experts
 from planner.frozen_plan import Plan
-from planner.graph.blocks.blocks import Blocks, find_blocks
-from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.program.copied import copied
+from passes.program.program import Program
 from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
 from planner.capture.canonical.masks import simplify_masks
@@ -28,8 +30,6 @@ from planner.capture.kept.same_model import ModelState
 from planner.capture.loss.shares import LossTerms, share_loss
 from planner.capture.real_forward import refuse_another_forward
 from planner.draws.places import name_draws
-from planner.graph.copied import copied
-from planner.graph.program import Program
 from planner.placement.rules.table import has_rule
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO

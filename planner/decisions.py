@@ -13,6 +13,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from passes.program.blocks.blocks import Blocks
+from passes.program.program import Program
+from passes.program.roles import parameter_roles
 from planner.capture.batch.id_ranges import IdRange, id_ranges
 from planner.capture.loss.ignored_labels import ignored_labels
 from planner.capture.loss.scored import Scored, find_scored
@@ -22,9 +25,6 @@ from planner.context.facts import Context
 from planner.experts.layers import Asked, Experts
 from planner.experts.parts import ExpertPart, expert_parts
 from planner.experts.resting import asked_of, resting
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.program import Program
-from planner.graph.roles import parameter_roles
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.decide import Placements

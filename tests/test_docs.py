@@ -52,7 +52,7 @@ def folders() -> set[Path]:
 
 
 def mirrored(folder: Path) -> Path | None:
-    """tests/planner/graph → planner/graph."""
+    """tests/passes/program → passes/program."""
     first, *rest = folder.parts
     return Path(*rest) if first == "tests" and rest and rest[0] in HOUSES else None
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from passes.ops import collectives, experts
 from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
+from passes.program.ops.aten import value_bytes
 from planner import Captured, Plan, capture, plan
-from planner.graph.ops.aten import value_bytes
 from planner.spec.spec import Spec
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes

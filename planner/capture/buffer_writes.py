@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.constants import is_made_of
-from planner.graph.source_lines import where_of
-from planner.graph.walks import ancestors
+from passes.program.constants import is_made_of
+from passes.program.source_lines import where_of
+from passes.program.walks import ancestors
 
 FIX = "update it outside the forward, or pass changing values as an input"
 

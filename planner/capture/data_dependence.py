@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.source_lines import where_of
+from passes.program.source_lines import where_of
 
 FIX = (
     "control flow and shapes may depend on shapes and settings, not on the values of tensors: replace the branch "

@@ -30,6 +30,9 @@ from torch._subclasses.fake_tensor import (
 from torch.export.graph_signature import InputKind, OutputKind
 
 from passes.errors import PlanError, Where, first_line, message_of
+from passes.program.assumptions import Assumption
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.canonical.decompose import HasRule
@@ -61,9 +64,6 @@ from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
-from planner.graph.assumptions import Assumption
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.slow_steps import see_one
 
 FORWARD_MUST_WORK = (

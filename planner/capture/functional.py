@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from passes.program.ops.aten import arguments, aten, draws, is_mutable
+from passes.program.ops.groups import MOVED, PERMUTES, RESHAPES, SAME, SPLITS
 from planner.capture.data_dependence import shape_of_data
-from planner.graph.ops.aten import arguments, aten, draws, is_mutable
-from planner.graph.ops.groups import MOVED, PERMUTES, RESHAPES, SAME, SPLITS
 
 
 class UnknownWrite(Exception):

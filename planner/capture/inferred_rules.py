@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.program.ops.aten import draws, is_mutable
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.own_backward.applications import (
     SAMPLES,
@@ -27,9 +30,6 @@ from planner.capture.own_backward.applications import (
     on_the_side,
 )
 from planner.capture.own_backward.trials import LARGER, MANY_ELEMENTS, equal_up_to_rounding, tolerance_of
-from planner.graph.ops.aten import draws, is_mutable
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.rules.call import operands_of
 from planner.rules.factors import EACH, MIX, SUM
 from planner.rules.notation import Pattern

@@ -18,9 +18,9 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 
-from planner.graph.constants import computed, follows
-from planner.graph.ops.aten import is_mutable, shares_memory
-from planner.graph.walks import in_order, operands, walk
+from passes.program.constants import computed, follows
+from passes.program.ops.aten import is_mutable, shares_memory
+from passes.program.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24
 

@@ -17,7 +17,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
-from planner.graph.program import Program
+from passes.program.program import Program
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 

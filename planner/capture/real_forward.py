@@ -21,10 +21,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
+from passes.program.program import Program
 from planner.capture.model.exchange import registry_kept
 from planner.capture.outputs import plain_structure
 from planner.capture.python.state import PythonState
-from planner.graph.program import Program
 
 CHEAP = 10**8  # elements of weights times elements of inputs
 DEAR = 2 * 10**10  # if the capture had to take another path than eager mode

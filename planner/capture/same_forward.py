@@ -22,9 +22,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from passes.errors import PlanError
+from passes.program.constants import computed, follows
+from passes.program.source_lines import where_of
 from planner.capture.functional import UnknownWrite, functional_graph
-from planner.graph.constants import computed, follows
-from planner.graph.source_lines import where_of
 
 MOST_ELEMENTS = 1 << 24
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from planner.graph.ops.aten import aten
-from planner.graph.ops.groups import WITH_WEIGHT
+from passes.program.ops.aten import aten
+from passes.program.ops.groups import WITH_WEIGHT
 
 
 def joined_biases(calls: Sequence[fx.Node], is_changed: Callable[[fx.Node, fx.Node], bool]) -> set[fx.Node]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from planner.graph.ops.aten import is_view
-from planner.graph.ops.groups import RESHAPES
+from passes.program.ops.aten import is_view
+from passes.program.ops.groups import RESHAPES
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 

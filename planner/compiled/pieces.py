@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.ops.aten import tensors_of
+from passes.program.walks import readers, walk
 from planner.compiled.biases import joined_biases
 from planner.compiled.borders import Borders
 from planner.compiled.homes import OUTSIDE, Home, Homes, is_free
 from planner.decisions import Decisions
-from planner.graph.ops.aten import tensors_of
-from planner.graph.walks import readers, walk
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import require
+from passes.program.places import Places
 from planner.compiled.borders import is_worth_telling
 from planner.compiled.homes import is_free
 from planner.compiled.pieces import Compiled
 from planner.decisions import Decisions
-from planner.graph.places import Places
 
 
 @dataclass(frozen=True, slots=True)

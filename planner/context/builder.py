@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import aten, shape_of
-from planner.graph.ops.sequence import gather_sequence, local_rows
+from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.sequence import gather_sequence, local_rows
 from planner.placement.types import Placement
 
 COPIED = ("nn_module_stack", "stack_trace")

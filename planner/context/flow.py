@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
+from passes.program.ops.groups import MOVES
+from passes.program.program import Program
 from planner.context.rules import options_over_cp
-from planner.graph.ops.aten import is_pointwise, is_random, shape_of, tensors_of
-from planner.graph.ops.groups import MOVES
-from planner.graph.program import Program
 from planner.placement.rules.base import Site
 from planner.placement.types import Placement, V
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import shape_of
+from passes.program.ops.aten import shape_of
 from planner.placement.rules.base import Option
 from planner.placement.rules.forms import Form
 from planner.placement.rules.layout import pieces_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.graph.ops.sequence import gather_sequence, local_rows, sum_over_ranks
-from planner.graph.program import Program
+from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
+from passes.program.program import Program
 
 WHOLE_AGAIN = (gather_sequence, sum_over_ranks)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.ops.aten import shape_of
-from planner.graph.source_lines import where_of
+from passes.program.ops.aten import shape_of
+from passes.program.source_lines import where_of
 
 WITHOUT = "set mesh.cp: 1"
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.ops.aten import aten, is_random, named, packet_of, packets
+from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.program.ops.over_data import over_data
+from passes.program.ops.products import is_made_of_weights
 from planner.capture.loss.loss_ops import MEAN, NONE, SUM
-from planner.graph.ops.aten import aten, is_random, named, packet_of, packets
-from planner.graph.ops.groups import CROSS_ENTROPIES
-from planner.graph.ops.over_data import over_data
-from planner.graph.ops.products import is_made_of_weights
 from planner.placement.rules.base import Option, Site, aligned
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import rule_of

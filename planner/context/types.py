@@ -18,13 +18,13 @@ from math import prod
 import torch
 from torch import fx
 
+from passes.program.ops.aten import shape_of, value_bytes
+from passes.program.ops.groups import VIEWS
+from passes.program.program import Program
+from passes.program.walks import operands, walk
 from planner.context.flow import begins, sequence_flow
 from planner.context.refusals import no_typing, not_divisible, reads_whole
 from planner.context.rules import options_over_cp
-from planner.graph.ops.aten import shape_of, value_bytes
-from planner.graph.ops.groups import VIEWS
-from planner.graph.program import Program
-from planner.graph.walks import operands, walk
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R

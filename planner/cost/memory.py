@@ -31,12 +31,12 @@ from itertools import pairwise
 from math import ceil, prod
 
 from passes.errors import require
+from passes.program.ops.aten import value_bytes
 from planner.cost.cut.ops import multiplies_weight
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.cost.peak import Peak, peak_of
 from planner.decisions import Decisions
-from planner.graph.ops.aten import value_bytes
 from planner.mesh import Mesh
 from planner.pipeline.links import received_by
 from planner.pipeline.schedule import SchedulePlan

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.ops.aten import aten, is_random, ops_named, shape_of
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import readers, walk
 from planner.capture.batch.flow import Run, batch_runs
 from planner.draws.attention import spell_out_attention
 from planner.experts.domain import domain_of
-from planner.graph.ops.aten import aten, is_random, ops_named, shape_of
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
-from planner.graph.walks import readers, walk
 from planner.placement.types import Placement
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"

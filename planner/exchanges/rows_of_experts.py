@@ -13,11 +13,11 @@ from math import ceil, prod
 
 from torch import fx
 
+from passes.program.ops.aten import shape_of
+from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.experts import exchange
 from planner.experts.domain import share_of_slots
-from planner.graph.ops.aten import shape_of
-from planner.graph.places import Places
 from planner.mesh import Mesh
 from planner.placement.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.sharding.collectives import CollectivePlan

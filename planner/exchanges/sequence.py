@@ -15,10 +15,10 @@ from math import prod
 
 from torch import fx
 
+from passes.program.ops.aten import shape_of
+from passes.program.ops.sequence import gather_sequence, gathered_attention
+from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.graph.ops.aten import shape_of
-from planner.graph.ops.sequence import gather_sequence, gathered_attention
-from planner.graph.places import Places
 from planner.placement.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from planner.sharding.collectives import CollectivePlan
 

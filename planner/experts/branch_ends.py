@@ -13,11 +13,11 @@ from math import prod
 
 from torch import Tensor, fx
 
+from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.program.walks import meetings
 from planner.experts.refusals import Refusal
 from planner.experts.routing import Routing
-from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
-from planner.graph.ops.groups import JOINS, LAID_OUT
-from planner.graph.walks import meetings
 
 MOST = 4096  # calls between the first tip and the end, and as many for each
 

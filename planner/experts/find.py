@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from passes.program.ops.aten import shape_of
+from passes.program.ops.groups import SORTS
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.experts.branches import branches_of
 from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
 from planner.experts.paths import (
@@ -26,10 +30,6 @@ from planner.experts.paths import (
 from planner.experts.products import Product, ends, products_of, weights_of
 from planner.experts.space import Space, spaces, takings
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import shape_of
-from planner.graph.ops.groups import SORTS
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 
 
 def find_experts(program: Program) -> Experts:

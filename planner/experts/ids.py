@@ -11,10 +11,10 @@ from operator import getitem
 
 from torch import Tensor, fx
 
+from passes.program.ops.aten import aten, named, packet_of, shape_of
+from passes.program.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, SORTS, SPLITS
+from passes.program.walks import walk
 from planner.experts.ties import lookup
-from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, SORTS, SPLITS
-from planner.graph.walks import walk
 
 
 def selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:

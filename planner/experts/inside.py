@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor, fx
 
+from passes.program.walks import operands, readers, walk
 from planner.experts.refusals import Refusal
-from planner.graph.walks import operands, readers, walk
 
 
 def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:

@@ -6,13 +6,13 @@ A layer that cannot be distributed is refused here, before any decision: none is
 from __future__ import annotations
 
 from passes.errors import PlanError
+from passes.program.program import Program
 from planner.experts.layers import Dispatch, Doubt, ExpertLayer, Experts
 from planner.experts.opening import open_stacks
 from planner.experts.opening_branches import open_branches
 from planner.experts.opening_pairs import open_pairs
 from planner.experts.opening_slot_branches import open_slot_branches
 from planner.experts.opening_slots import open_slots
-from planner.graph.program import Program
 from planner.mesh import Mesh
 
 

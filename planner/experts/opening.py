@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from passes.program.ops.aten import shape_of
+from passes.program.program import Program
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
@@ -24,8 +26,6 @@ from planner.experts.routing import Routing
 from planner.experts.rows import Rows, dims_of_stacks, keeps_rows
 from planner.experts.ties import is_grouped, lookup
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import shape_of
-from planner.graph.program import Program
 
 FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
 

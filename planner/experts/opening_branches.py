@@ -14,6 +14,10 @@ from dataclasses import replace
 
 from torch import fx
 
+from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.products import PRODUCTS
+from passes.program.program import Program
+from passes.program.walks import operands, readers, walk
 from planner.experts import exchange
 from planner.experts.branch_ends import check_hidden, end_of
 from planner.experts.building import Builder, erase_unread
@@ -24,10 +28,6 @@ from planner.experts.refusals import check_draws, refusal_of
 from planner.experts.routing import Routing
 from planner.experts.token_rows import TokenRows
 from planner.experts.zeros import stays_zero
-from planner.graph.ops.aten import aten, shape_of
-from planner.graph.ops.products import PRODUCTS
-from planner.graph.program import Program
-from planner.graph.walks import operands, readers, walk
 
 FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 

@@ -15,6 +15,10 @@ from math import prod
 
 from torch import fx
 
+from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
+from passes.program.ops.products import PRODUCTS
+from passes.program.program import Program
+from passes.program.walks import in_order, operands, readers, walk
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
@@ -28,10 +32,6 @@ from planner.experts.rows import dims_of_stacks
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight
 from planner.experts.zeros import stays_zero
-from planner.graph.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
-from planner.graph.ops.products import PRODUCTS
-from planner.graph.program import Program
-from planner.graph.walks import in_order, operands, readers, walk
 from planner.rules.call import Call, operands_of
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of

@@ -14,6 +14,10 @@ from dataclasses import replace
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.ops.aten import aten, named, shape_of
+from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.program.program import Program
+from passes.program.walks import operands, readers, walk
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
@@ -23,10 +27,6 @@ from planner.experts.picks import Pick, pick_of
 from planner.experts.refusals import check_draws
 from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import followed
-from planner.graph.ops.aten import aten, named, shape_of
-from planner.graph.ops.groups import JOINS, LAID_OUT
-from planner.graph.program import Program
-from planner.graph.walks import operands, readers, walk
 
 
 def open_slot_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.ops.aten import shape_of
+from passes.program.program import Program
 from planner.experts.domain import Domain
 from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer
@@ -24,8 +26,6 @@ from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import MIXED, followed
 from planner.experts.ties import is_product
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import shape_of
-from planner.graph.program import Program
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of

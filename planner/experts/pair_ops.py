@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
+from passes.program.ops.groups import VIEWS
+from passes.program.ops.products import PRODUCTS
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layouts import Counts, Layout, Part, followed, sizes_of
 from planner.experts.refusals import Refusal
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
-from planner.graph.ops.groups import VIEWS
-from planner.graph.ops.products import PRODUCTS
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
+from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
+from passes.program.walks import ancestors, meetings, operands, readers, walk
 from planner.experts.layers import Dispatch
 from planner.experts.products import Product
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, is_product, lookup
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
-from planner.graph.walks import ancestors, meetings, operands, readers, walk
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import named, shape_of
-from planner.graph.ops.groups import CUTS, SPLITS
+from passes.program.ops.aten import named, shape_of
+from passes.program.ops.groups import CUTS, SPLITS
 
 
 @dataclass(frozen=True, slots=True)

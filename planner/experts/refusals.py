@@ -8,9 +8,9 @@ from functools import partial
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.ops.aten import is_random
+from passes.program.source_lines import where_of
 from planner.experts.layers import ExpertLayer
-from planner.graph.ops.aten import is_random
-from planner.graph.source_lines import where_of
 
 Refusal = Callable[[fx.Node, str], PlanError]
 

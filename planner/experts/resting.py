@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from passes.program.program import Program
 from planner.experts.layers import Asked, Experts
-from planner.graph.program import Program
 
 
 def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from passes.program.ops.flops import node_flops
+from passes.program.ops.groups import BEST, FILLED
+from passes.program.walks import in_order, readers, walk
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
-from planner.graph.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from planner.graph.ops.flops import node_flops
-from planner.graph.ops.groups import BEST, FILLED
-from planner.graph.walks import in_order, readers, walk
 
 TRIALS = 3
 MOST = 1 << 26  # elements of a value that is worth a trial

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from passes.program.ops.aten import draws, is_pointwise
 from planner.experts.refusals import Refusal
 from planner.experts.ties import Ties, is_grouped
-from planner.graph.ops.aten import draws, is_pointwise
 from planner.rules.call import operands_of
 from planner.rules.rule import Role
 from planner.rules.table import rule_of

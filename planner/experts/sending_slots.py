@@ -11,14 +11,14 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from passes.program.ops.aten import shape_of
+from passes.program.program import Program
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layers import Dispatch, ExpertLayer
 from planner.experts.refusals import refusal_of
 from planner.experts.routing import Routing
-from planner.graph.ops.aten import shape_of
-from planner.graph.program import Program
 
 FIX = "compute each slot with only its expert, with separate dims for experts and slots"
 

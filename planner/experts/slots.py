@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, tensors_of
+from passes.program.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
+from passes.program.ops.products import PRODUCTS
+from passes.program.walks import readers, walk
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight, origin_of
-from planner.graph.ops.aten import aten, is_pointwise, named, packet_of, tensors_of
-from planner.graph.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
-from planner.graph.ops.products import PRODUCTS
-from planner.graph.walks import readers, walk
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of

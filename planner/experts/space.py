@@ -12,13 +12,13 @@ from functools import cached_property
 
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of, shape_of
+from passes.program.ops.products import PRODUCTS
+from passes.program.walks import ancestors, readers, walk
 from planner.experts.ids import dims_of_experts, selections, spread
 from planner.experts.slots import stacks_of_slots
 from planner.experts.ties import Place, Ties
 from planner.experts.weights import is_weight
-from planner.graph.ops.aten import aten, packet_of, shape_of
-from planner.graph.ops.products import PRODUCTS
-from planner.graph.walks import ancestors, readers, walk
 
 
 @dataclass

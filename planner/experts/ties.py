@@ -14,9 +14,9 @@ from itertools import permutations
 
 from torch import fx
 
-from planner.graph.ops import products
-from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.products import PRODUCTS
+from passes.program.ops import products
+from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.products import PRODUCTS
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of

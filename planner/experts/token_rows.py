@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.program.ops.aten import aten, draws, is_pointwise, shape_of
+from passes.program.ops.groups import WITH_SIZES
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.refusals import Refusal
-from planner.graph.ops.aten import aten, draws, is_pointwise, shape_of
-from planner.graph.ops.groups import WITH_SIZES
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Role
 from planner.rules.table import rule_of

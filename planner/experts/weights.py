@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.groups import LAID_OUT
 from planner.experts.ties import lookup, ties
-from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.groups import LAID_OUT
 
 
 def is_weight(node: fx.Node) -> bool:

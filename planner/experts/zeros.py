@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import is_pointwise
-from planner.graph.ops.groups import EXTREMES
+from passes.program.ops.aten import is_pointwise
+from passes.program.ops.groups import EXTREMES
 from planner.rules.call import operands_of
 from planner.rules.table import rule_of
 

@@ -17,9 +17,8 @@ from typing import Any
 from torch import fx
 
 from passes.errors import PlanError, Where
-from planner.fold import LOOP, Fold
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.live_sets import (
+from passes.program.blocks.blocks import Blocks
+from passes.program.live_sets import (
     anchors,
     before_and_after_blocks,
     live_values,
@@ -27,8 +26,9 @@ from planner.graph.live_sets import (
     recomputed_nodes,
     stages_of_copies,
 )
-from planner.graph.ops.flops import node_cost
-from planner.graph.program import Program
+from passes.program.ops.flops import node_cost
+from passes.program.program import Program
+from planner.fold import LOOP, Fold
 from planner.pipeline.balance import balance
 from planner.pipeline.layout import Layout, complaint, layout_of_sizes
 from planner.pipeline.split import layout_of

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
+from passes.program.ops.products import computed_of_weights
 from planner.experts.domain import axis_of, domain_of
-from planner.graph.ops.products import computed_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R

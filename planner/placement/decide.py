@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.blocks.blocks import Blocks
+from passes.program.ops.aten import value_bytes
+from passes.program.ops.flops import node_flops
+from passes.program.ops.products import computed_of_weights
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.experts.domain import axis_of
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.ops.aten import value_bytes
-from planner.graph.ops.flops import node_flops
-from planner.graph.ops.products import computed_of_weights
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides

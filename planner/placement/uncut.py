@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import Blocks
+from passes.program.program import Program
 from planner.placement.attention.sites import AttentionSite
 from planner.placement.decide import Placements, decide_placements
 from planner.placement.divisibility import divisors

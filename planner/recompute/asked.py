@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import Blocks
+from passes.program.blocks.blocks import Blocks
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.errors import require
+from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.graph.places import Places
 from planner.recompute.asked import FULL, SELECTIVE
 from planner.recompute.pieces import AgainCall, Piece
 

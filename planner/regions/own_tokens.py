@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from torch import fx
 
+from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.groups import VIEWS
+from passes.program.ops.sequence import gather_sequence
 from planner.context.facts import Context, Exchange
 from planner.decisions import Decisions
-from planner.graph.ops.aten import aten, shape_of
-from planner.graph.ops.groups import VIEWS
-from planner.graph.ops.sequence import gather_sequence
 from planner.placement.rules.forms import Form
 from planner.sharding.shards import Shards
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from planner.graph.walks import operands, readers, walk
+from passes.program.walks import operands, readers, walk
 from planner.placement.attention.scores import mixes_values
 
 ATTENTION, REST = "attn", "mlp"

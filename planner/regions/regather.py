@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from passes.program.ops.groups import WITH_WEIGHT
 from planner.decisions import Decisions
-from planner.graph.ops.groups import WITH_WEIGHT
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange

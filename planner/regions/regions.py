@@ -15,13 +15,13 @@ from typing import TypeVar
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.blocks.blocks import Block
+from passes.program.ops.addends import num_addends
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import operands, readers, walk
 from planner.decisions import Decisions
 from planner.experts.domain import domain_of
-from planner.graph.blocks.blocks import Block
-from planner.graph.ops.addends import num_addends
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
-from planner.graph.walks import operands, readers, walk
 from planner.placement.types import Placement
 from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
 from planner.regions.parts import REST, parts_of

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from passes.program.ops.aten import packet_of, shares_memory
+from passes.program.ops.groups import WITH_WEIGHT
 from planner.decisions import Decisions
-from planner.graph.ops.aten import packet_of, shares_memory
-from planner.graph.ops.groups import WITH_WEIGHT
 from planner.regions.regions import Region
 from planner.saved.fused import is_fused_bias
 

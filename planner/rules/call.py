@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import arguments, named, tensors_of
+from passes.program.ops.aten import arguments, named, tensors_of
 
 Shape = tuple[int, ...]
 PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121)

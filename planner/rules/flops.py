@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import shape_of
-from planner.graph.ops.flops import OF_PRODUCTS
+from passes.program.ops.aten import shape_of
+from passes.program.ops.flops import OF_PRODUCTS
 from planner.rules import products, spatial
 from planner.rules.call import operands_of
 from planner.rules.products import Builder

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from planner.graph.ops.aten import packets, tensors_of
-from planner.graph.ops.sequence import gather_sequence, local_rows, sum_over_ranks
+from passes.program.ops.aten import packets, tensors_of
+from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
 from planner.rules.call import Call
 
 Sets = tuple[frozenset[int], ...]

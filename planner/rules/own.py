@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError, Where
-from planner.graph.ops.aten import packet_of
-from planner.graph.ops.flops import OF_OWN_OPS
+from passes.program.ops.aten import packet_of
+from passes.program.ops.flops import OF_OWN_OPS
 from planner.rules.call import Call, call_of
 from planner.rules.notation import Pattern, parse
 from planner.rules.own_trial import NotTrue, try_rule

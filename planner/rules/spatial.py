@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import arguments
+from passes.program.ops.aten import arguments
 from planner.rules.call import Call
 from planner.rules.factors import EACH, MIX, SUM, Factors
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role

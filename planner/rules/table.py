@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, is_pointwise, packet_of, packets
-from planner.graph.ops.products import is_grouped
-from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
+from passes.program.ops.aten import aten, is_pointwise, packet_of, packets
+from passes.program.ops.products import is_grouped
+from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules import along, attention, indexing, losses, products, spatial, views
 from planner.rules.call import Call, call_of
 from planner.rules.equal_calls import key_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import aten, named, packet_of, size_argument
+from passes.program.ops.aten import aten, named, packet_of, size_argument
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 

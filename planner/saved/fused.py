@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 from planner.decisions import Decisions
-from planner.graph.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 from planner.placement.rules.forms import Form
 from planner.sharding.type_changes import TypeChange
 

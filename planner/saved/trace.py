@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.groups import WITH_WEIGHT
 from planner.decisions import Decisions
 from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
-from planner.graph.ops.groups import WITH_WEIGHT
 from planner.placement.types import Placement
 from planner.saved import stand_ins
 from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from passes.program.blocks.blocks import Blocks, find_blocks
+from passes.program.copied import copied
+from passes.program.program import Program
 from planner.captured import Prepared
 from planner.context.cut import cut_sequence
 from planner.context.facts import Context
@@ -23,9 +26,6 @@ from planner.decisions import Decisions
 from planner.experts.find import find_experts
 from planner.experts.layers import Experts
 from planner.experts.open import open_experts
-from planner.graph.blocks.blocks import Blocks, find_blocks
-from planner.graph.copied import copied
-from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.balance import balance
 from planner.pipeline.stages import assign_stages, block_costs

@@ -17,10 +17,10 @@ from itertools import groupby
 
 from torch import fx
 
-from planner.graph.blocks.blocks import Block, Blocks
-from planner.graph.copied import copied, program_of
-from planner.graph.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
-from planner.graph.program import Program
+from passes.program.blocks.blocks import Block, Blocks
+from passes.program.copied import copied, program_of
+from passes.program.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
+from passes.program.program import Program
 
 _LEFT = 3  # blocks of a row: the first, one between, the last
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.experts.domain import axis_of, domain_of, is_here
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.conversions import Conversion, conversion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.program.places import Places
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
 from planner.compiled.rows import rows_of as compiled_rows
@@ -13,7 +14,6 @@ from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.exchanges.collectives import collective_rows
 from planner.experts.domain import domain_of
-from planner.graph.places import Places
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
 from planner.recompute.pieces import Piece

@@ -15,17 +15,17 @@ import torch
 from torch import fx
 
 from passes.errors import Where
+from passes.program.ops.aten import is_random, named, packet_of
+from passes.program.ops.flops import node_cost, node_flops
+from passes.program.ops.groups import CONVOLUTIONS
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.ops.products import holds_weight
+from passes.program.places import Places, glob_of
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.capture.canonical.norms import spelled_norms
 from planner.decisions import Decisions
 from planner.exchanges.collectives import scalars_of_loss
-from planner.graph.ops.aten import is_random, named, packet_of
-from planner.graph.ops.flops import node_cost, node_flops
-from planner.graph.ops.groups import CONVOLUTIONS
-from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.ops.products import holds_weight
-from planner.graph.places import Places, glob_of
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.placement.rules.forms import Form

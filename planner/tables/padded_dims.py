@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.program.ops.aten import shape_of
+from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.graph.ops.aten import shape_of
-from planner.graph.places import Places
 from planner.sharding.shards import Shards
 from planner.tables.rows import Diagnostic
 

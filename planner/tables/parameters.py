@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.graph.places import Places
 from planner.sharding.parameters import ParameterPlan, axis_of, part_of_node
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons

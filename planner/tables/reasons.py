@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from passes.program.ops.flops import has_flops
+from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
 from planner.decisions import Decisions
-from planner.graph.ops.flops import has_flops
-from planner.graph.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
 from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
 from planner.placement.rules.forms import Form

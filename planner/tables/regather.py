@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.graph.places import Places
 from planner.sharding.shards import Shards
 from planner.sharding.type_changes import TypeChange
 from planner.tables.rows import Diagnostic

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from passes.program.places import glob_of
 from planner.decisions import Decisions
-from planner.graph.places import glob_of
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.regions import Region
 from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients

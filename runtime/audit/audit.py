@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.errors import PlanError, RunError
+from passes.program.ops.aten import aten, is_random, packet_of
+from passes.program.ops.sequence import causal_attention
+from passes.program.source_lines import where_of
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
-from planner.graph.ops.aten import aten, is_random, packet_of
-from planner.graph.ops.sequence import causal_attention
-from planner.graph.source_lines import where_of
 from planner.spec.spec import Spec
 from planner.tables.sizes import format_bytes
 from runtime.audit.own_module import OwnModule

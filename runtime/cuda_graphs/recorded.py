@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.ops.random_state import RandomState, drawing_from
-from planner.graph.ops.host_stops import reads_on_host
+from passes.program.ops.host_stops import reads_on_host
 from runtime.compiled.capturing import recording
 from runtime.cuda_graphs.pool import Place, Pool, storage_of
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.graph.assumptions import Assumption
+from passes.program.assumptions import Assumption
 
 
 def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumption], micro: int) -> None:

@@ -22,8 +22,8 @@ from passes.base import kind_of
 from passes.errors import Where
 from passes.ops.compiled import run_piece
 from passes.ops.region import run_region
+from passes.program.source_lines import module_of, where_of
 from passes.stage_module import StageModule
-from planner.graph.source_lines import module_of, where_of
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor
 

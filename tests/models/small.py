@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.graph.program import Program
+from passes.program.program import Program
 from tests.tools.captures import program_again
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 32, 96

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from passes.ops import collectives
 from passes.ops.scores import COUNT, LOG_PROBABILITY
+from passes.program.ops.aten import reduced_dims
 from planner import PlanError
-from planner.graph.ops.aten import reduced_dims
 from planner.placement.rules import reduction
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, fx
 
 from passes.base import text_of
-from planner.graph.program import Program
+from passes.program.program import Program
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.peephole import place
-from planner.graph.blocks.blocks import find_blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import find_blocks
+from passes.program.program import Program
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _edges
 from planner.placement.rules.table import Option

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.program.copied import copied
+from passes.program.program import Program
 from planner import Captured, Plan, capture, plan
 from planner.capture.kept import captures, sources, store
 from planner.capture.kept.codec import decode
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.kept.values import digest_of
 from planner.captured import dtype_of, inputs_of
-from planner.graph.copied import copied
-from planner.graph.program import Program
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
 from tests.tools.captured import capture as export

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
+from passes.program.program import Program
 from passes.stage_module import RankProgram, StageModule
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
-from planner.graph.program import Program
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.placement.types import I

@@ -22,6 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from passes.program.ops.aten import arguments
+from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.program.program import Program
 from planner.capture.batch.mixing import mixes
 from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
 from planner.capture.loss.counts import MOST_SUMS, input_only
@@ -55,9 +58,6 @@ from planner.capture.loss.loss_ops import (
 from planner.capture.loss.loss_ops import share as shared
 from planner.capture.loss.parts import UNITS, Likeness, Parts
 from planner.capture.loss.scaling import Scaling
-from planner.graph.ops.aten import arguments
-from planner.graph.ops.groups import CROSS_ENTROPIES
-from planner.graph.program import Program
 
 
 def _size(node: fx.Node, dim: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from torch import Tensor, fx
 
-from planner.graph.program import Program
+from passes.program.program import Program
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule
 from planner.rules.table import rule_of

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import CASTS, CROSS_ENTROPIES, JOINS, MOVES, RESHAPES, SAME
-from planner.graph.ops.sequence import local_rows
-from planner.graph.program import Program
-from planner.graph.walks import operands, walk
+from passes.program.ops.aten import aten, named, packet_of, shape_of
+from passes.program.ops.groups import CASTS, CROSS_ENTROPIES, JOINS, MOVES, RESHAPES, SAME
+from passes.program.ops.sequence import local_rows
+from passes.program.program import Program
+from passes.program.walks import operands, walk
 
 Span = tuple[int, int]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.ops.aten import aten, is_pointwise, packet_of, tensors_of
+from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.program import Program
+from passes.program.walks import operands, walk
 from planner.capture.loss.counts import input_only
-from planner.graph.ops.aten import aten, is_pointwise, packet_of, tensors_of
-from planner.graph.ops.groups import JOINS, LAID_OUT, PLACING, Ops
-from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.program import Program
-from planner.graph.walks import operands, walk
 from planner.rules.call import operands_of
 from planner.rules.rule import Factor, OpRule, Role
 from planner.rules.table import rule_of

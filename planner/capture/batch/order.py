@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of, shape_of
+from passes.program.program import Program
 from planner.capture.batch.flow import Run, batch_runs
-from planner.graph.ops.aten import aten, packet_of, shape_of
-from planner.graph.program import Program
 from planner.rules.call import operands_of
 from planner.rules.table import rule_of
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.groups import COPIES
+from passes.program.ops.groups import COPIES
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from planner.graph.ops.aten import aten, shape_of
+from passes.program.ops.aten import aten, shape_of
 
 CopyBody = Callable[[fx.GraphModule, dict[fx.Node, Any]], Any]
 

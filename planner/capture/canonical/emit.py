@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, ops_named, shape_of
+from passes.program.ops.aten import aten, ops_named, shape_of
 
 Emit = Callable[..., fx.Node]
 Rewrite = Callable[..., Any]

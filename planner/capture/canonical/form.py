@@ -4,7 +4,7 @@
     view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (capture.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
-    own_backward(tensors, key)           → the user's Function (planner.graph.ops.own_backward)
+    own_backward(tensors, key)           → the user's Function (passes.program.ops.own_backward)
     wrap_with_set_grad_enabled(body)     → the body in line, with detached inputs if it runs without gradients
 
 Leaves:  one flat graph of functional ops with the tuple of the requested tensors as output; every node has
@@ -21,6 +21,9 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.ops.aten import aten
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.source_lines import where_of
 from planner.capture.canonical.branches import join_branches
 from planner.capture.canonical.cells import CELLS
 from planner.capture.canonical.decompose import HasRule, written_out
@@ -31,9 +34,6 @@ from planner.capture.canonical.layout import LAYOUT
 from planner.capture.canonical.products import PRODUCTS
 from planner.capture.canonical.stopped import stop_early
 from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
-from planner.graph.ops.aten import aten
-from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.source_lines import where_of
 
 KEPT_META = ("nn_module_stack", "stack_trace")
 

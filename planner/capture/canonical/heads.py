@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
+from passes.program.ops.products import PRODUCTS, equation
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from planner.graph.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
-from planner.graph.ops.products import PRODUCTS, equation
 from planner.rules.rule import Role
 from planner.rules.table import rule_of
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, shape_of
 from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
-from planner.graph.ops.aten import aten, shape_of
 
 
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.graph.constants import Constants
-from planner.graph.ops.aten import aten, packet_of, shape_of
-from planner.graph.ops.groups import ANDS, ORS, SAME, WITH_SIZES
+from passes.program.constants import Constants
+from passes.program.ops.aten import aten, packet_of, shape_of
+from passes.program.ops.groups import ANDS, ORS, SAME, WITH_SIZES
 
 MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq"}
 

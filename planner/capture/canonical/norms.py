@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 from planner.capture.canonical.form import KEPT_META, prune
-from planner.graph.ops.aten import aten, packet_of
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
 
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)

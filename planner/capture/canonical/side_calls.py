@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import is_random
-from planner.graph.source_lines import lines_of
-from planner.graph.walks import in_order
+from passes.program.ops.aten import is_random
+from passes.program.source_lines import lines_of
+from passes.program.walks import in_order
 
 _NUMBERED = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
 

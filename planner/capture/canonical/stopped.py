@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import aten, named
-from planner.graph.ops.own_backward import OwnBackward
+from passes.program.ops.aten import aten, named
+from passes.program.ops.own_backward import OwnBackward
 
 
 def stop_early(graph: fx.Graph) -> bool:

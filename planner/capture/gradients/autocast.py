@@ -28,10 +28,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
+from passes.program.ops.aten import is_mutable
+from passes.program.ops.own_backward import Autocast
+from passes.program.source_lines import where_of
 from planner.capture.gradients.call_sites import called_by_user
-from planner.graph.ops.aten import is_mutable
-from planner.graph.ops.own_backward import Autocast
-from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps

@@ -1,5 +1,5 @@
 """Python's current line in the user's code, or the line that raised: module path, file and line. Source lines of
-captured nodes are in planner.graph.source_lines; this is for code that never becomes a node.
+captured nodes are in passes.program.source_lines; this is for code that never becomes a node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import FrameType
 from torch import nn
 
 from passes.errors import Where
-from planner.graph.source_lines import is_foreign_frame
+from passes.program.source_lines import is_foreign_frame
 
 
 class CallSites:

@@ -2,7 +2,7 @@
 
 torch.export keeps the ops of a Function's forward, and gradients are derived from them. For a fused or memory-saving
 Function they are the same; for a straight-through estimator or a reversed gradient they are not, and the Function stays
-one op with its own backward (planner.graph.ops.own_backward). So each distinct use is tried once, on small random
+one op with its own backward (passes.program.ops.own_backward). So each distinct use is tried once, on small random
 tensors of its input shapes:
 
     d(Function.apply)/dx   against   d(Function.forward)/dx by autograd

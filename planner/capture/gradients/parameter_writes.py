@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.source_lines import where_of
+from passes.program.source_lines import where_of
 
 FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
 MAX_NORM_FIX = "remove max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"

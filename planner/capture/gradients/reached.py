@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from planner.graph.program import Program
-from planner.graph.walks import operands, walk
+from passes.program.program import Program
+from passes.program.walks import operands, walk
 
 
 def keep_what_is_reached(program: Program) -> None:

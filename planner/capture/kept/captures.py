@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.program.program import Program
 from planner.capture import export
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.kept import store
@@ -29,7 +30,6 @@ from planner.capture.kept.sources import facts_of, files_read, user_files, was_n
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.kept.values import digest_of
 from planner.capture.real_forward import refuse_another_forward
-from planner.graph.program import Program
 from planner.rules.own import own_rule_texts
 from planner.slow_steps import AFTER_SECONDS, say
 

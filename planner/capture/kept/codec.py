@@ -20,8 +20,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes.errors import Where
+from passes.program.program import Program
 from planner.capture.kept.uncertain import Uncertain
-from planner.graph.program import Program
 
 _META = ("val", "grad", "stopped", "parameter", "nn_module_stack", "stack_trace")
 _OVER = ("constant", "selected")  # read only while the graph is brought into canonical form

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.program import Program
-from planner.graph.walks import ancestors
+from passes.program.program import Program
+from passes.program.walks import ancestors
 
 aten = torch.ops.aten
 

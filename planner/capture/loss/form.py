@@ -12,6 +12,10 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of, tensors_of
+from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
+from passes.program.program import Program
+from passes.program.walks import operands, walk
 from planner.capture.batch.flow import batch_flow
 from planner.capture.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.order import may_repeat_batch
@@ -19,10 +23,6 @@ from planner.capture.loss.counts import input_only
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
 from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
 from planner.capture.loss.scaling import numeric_places
-from planner.graph.ops.aten import aten, packet_of, tensors_of
-from planner.graph.ops.groups import CROSS_ENTROPIES, PLACING, Ops
-from planner.graph.program import Program
-from planner.graph.walks import operands, walk
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, OpRule, Role
 from planner.rules.table import rule_of

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.groups import MOVES, PLACING
+from passes.program.ops.sequence import local_rows
+from passes.program.program import Program
+from passes.program.walks import ancestors, operands, walk
 from planner.capture.canonical.products import NOTHING_IGNORED
-from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.groups import MOVES, PLACING
-from planner.graph.ops.sequence import local_rows
-from planner.graph.program import Program
-from planner.graph.walks import ancestors, operands, walk
 
 
 def ignored_labels(program: Program) -> dict[str, int]:

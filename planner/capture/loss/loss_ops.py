@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.program.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
+from passes.program.ops.groups import Ops
 from planner.capture.loss.kinds import SHARE, Kind
-from planner.graph.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
-from planner.graph.ops.groups import Ops
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, Role
 from planner.rules.table import rule_of

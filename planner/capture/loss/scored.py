@@ -17,11 +17,11 @@ from typing import Any
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.ops.aten import aten, named, packet_of, reduced_dims, shape_of
-from planner.graph.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, LOG_SOFTMAXES
-from planner.graph.ops.places import PlaceWriter
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
+from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, LOG_SOFTMAXES
+from passes.program.ops.places import PlaceWriter
+from passes.program.program import Program
+from passes.program.source_lines import where_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,13 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.constants import SHAPE_READERS, Constants
+from passes.program.ops.aten import arguments, aten
+from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
+from passes.program.ops.own_backward import adds_up
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import operands, walk
 from planner.capture.batch.by_captures import Typing
 from planner.capture.batch.mixing import (
     computed_along,
@@ -58,13 +65,6 @@ from planner.capture.loss.loss_ops import (
 from planner.capture.loss.scaling import Scaling
 from planner.capture.loss.together import Together
 from planner.capture.loss.widen import widen
-from planner.graph.constants import SHAPE_READERS, Constants
-from planner.graph.ops.aten import arguments, aten
-from planner.graph.ops.groups import CROSS_ENTROPIES, DIVISIONS
-from planner.graph.ops.own_backward import adds_up
-from planner.graph.program import Program
-from planner.graph.source_lines import where_of
-from planner.graph.walks import operands, walk
 
 __all__ = ["LossTerms", "share_loss"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.ops.aten import aten, named, packet_of
+from passes.program.ops.over_data import over_data
 from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNKNOWN, WHOLE, Kind
-from planner.graph.ops.aten import aten, named, packet_of
-from planner.graph.ops.over_data import over_data
 
 Emit = Callable[..., fx.Node]
 

@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from passes.errors import PlanError, Where
+from passes.program.source_lines import where_of
 from planner.capture.gradients.call_sites import CallSites
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.draws import Draw
-from planner.graph.source_lines import where_of
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """Decides, while a forward is exported, the form of each custom Function that it applies.
 
     its backward is the derivative of its forward    the ops of its forward, as torch.export records them
-    anything else                                    one call with its own backward (planner.graph.ops.own_backward)
+    anything else                                    one call with its own backward (passes.program.ops.own_backward)
 
 A Function of the second kind runs on every rank as the user wrote it, so it must depend on its arguments alone: one
 that writes into them, or that reads tensors of the model besides them, is refused at its line.
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError
+from passes.program.ops.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 from planner.capture.gradients.autocast import autocast_now
 from planner.capture.gradients.functions import is_derived
 from planner.capture.own_backward.applications import (
@@ -37,7 +38,6 @@ from planner.capture.own_backward.applications import (
     tensors_in,
 )
 from planner.capture.own_backward.trials import RandomBackward, facts_of
-from planner.graph.ops.own_backward import Autocast, Facts, Operand, Output, OwnBackward
 
 WRITTEN_FIX = "compute a new tensor in the forward (`x * 2` instead of `x.mul_(2)`)"
 HIDDEN_FIX = "pass every tensor that the Function reads as an argument of apply, and return its gradient"

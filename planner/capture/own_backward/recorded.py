@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.graph.ops.own_backward import OwnBackward
+from passes.program.ops.own_backward import OwnBackward
 
 _CALLS: dict[str, OwnBackward] = {}
 _LIBRARY = torch.library.Library("meshwright", "DEF")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from passes.program.ops.own_backward import Cut, Facts
 from planner.capture.own_backward.applications import (
     COARSE,
     SAMPLES,
@@ -30,7 +31,6 @@ from planner.capture.own_backward.applications import (
     has_gradient,
     on_the_side,
 )
-from planner.graph.ops.own_backward import Cut, Facts
 
 MANY_ELEMENTS = 10**5
 SIZES = (1e-6, 1e-3, 1.0, 1e3, 1e8)  # of arriving gradients

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import Where
+from passes.program.source_lines import is_foreign_frame, where_of_frame
 from planner.capture.canonical.certain_draws import ASKS
 from planner.capture.model.exchange import storage_of
-from planner.graph.source_lines import is_foreign_frame, where_of_frame
 
 _MOST_VALUES = 1 << 20
 _QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__len__", "get_device", "is_contiguous"}

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from passes.errors import Where
-from planner.graph.source_lines import is_foreign_frame, where_of_frame
+from passes.program.source_lines import is_foreign_frame, where_of_frame
 
 
 def line_that_changes(read: Callable[[], Any], run: Callable[[], Any]) -> Where | None:

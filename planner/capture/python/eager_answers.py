@@ -29,10 +29,10 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 
 from passes.errors import Where
+from passes.program.source_lines import is_foreign_frame
 from planner.capture.gradients.call_sites import CallSites
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.modules import foreign_modules, names_added, names_replaced
-from planner.graph.source_lines import is_foreign_frame
 
 Stack = tuple[tuple[str, int, int], ...]  # the user's frames, innermost first: file, first line of the function, line
 _NO = (

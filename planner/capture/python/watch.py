@@ -18,6 +18,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
+from passes.program.constants import is_made_of
+from passes.program.source_lines import where_of
 from planner.capture.canonical.certain_draws import CertainDraws
 from planner.capture.known_values import node_of, value_of
 from planner.capture.model.exchange import Exchange, fake
@@ -29,8 +31,6 @@ from planner.capture.python.draws import FIX as DRAW_FIX
 from planner.capture.python.draws import PythonDraws
 from planner.capture.python.state import FAR, MORE, NEAR, Change, PythonState, is_doubtful, move_on
 from planner.capture.same_forward import first_difference
-from planner.graph.constants import is_made_of
-from planner.graph.source_lines import where_of
 
 STATE_FIX = "a plan is the same for every step: pass changing values as inputs of the forward, or compute them outside"
 

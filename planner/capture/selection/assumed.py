@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import torch
 
 from passes.errors import PlanError, Where
+from passes.program.assumptions import Assumption, Condition
+from passes.program.source_lines import is_foreign_frame
 from planner.capture.data_dependence import FIX
-from planner.graph.assumptions import Assumption, Condition
-from planner.graph.source_lines import is_foreign_frame
 
 DRAW = "a number drawn from [0, 1) is not exactly 0, which is the case for one in 16,777,216"
 Key = tuple[tuple[str, str, int], ...]

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.graph.assumptions import Condition
-from planner.graph.constants import follows
-from planner.graph.ops.aten import aten, is_mutable, packet_of
-from planner.graph.walks import in_order
+from passes.program.assumptions import Condition
+from passes.program.constants import follows
+from passes.program.ops.aten import aten, is_mutable, packet_of
+from passes.program.walks import in_order
 
 MOST_ELEMENTS = 1 << 22  # of all values of one microbatch together
 

@@ -24,16 +24,16 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from passes.errors import Where
+from passes.program.ops.aten import aten, named, packet_of, returns_nothing, shape_of, size_argument
+from passes.program.ops.groups import LAID_OUT, LOOKUPS, PLACING
+from passes.program.source_lines import where_of
+from passes.program.walks import ancestors
 from planner.capture.selection.finite import endangered
 from planner.capture.selection.places import Slots, Writer, added, adds_to, only_selected, read, replaced
 from planner.capture.selection.refusal import name_of, refused
 from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
 from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mask, root_of
 from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
-from planner.graph.ops.aten import aten, named, packet_of, returns_nothing, shape_of, size_argument
-from planner.graph.ops.groups import LAID_OUT, LOOKUPS, PLACING
-from planner.graph.source_lines import where_of
-from planner.graph.walks import ancestors
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, packet_of
-from planner.graph.ops.groups import DIVISIONS, LAID_OUT
+from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.groups import DIVISIONS, LAID_OUT
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.ops.aten import aten, named, packet_of, shape_of
 from planner.capture.selection.space import Space
-from planner.graph.ops.aten import aten, named, packet_of, shape_of
 
 
 class Writer:

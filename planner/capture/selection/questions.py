@@ -22,12 +22,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from passes.errors import PlanError, Where
+from passes.program.ops.aten import aten, is_mutable, packet_of
 from planner.capture.gradients.call_sites import CallSites
 from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
 from planner.capture.selection.conditions import condition_of, is_read
 from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
 from planner.capture.selection.spelled_out import SpelledOut
-from planner.graph.ops.aten import aten, is_mutable, packet_of
 
 Answer = Callable[[int], bool]  # of the first, second … mask asked about: whether it selects no row
 OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.source_lines import where_of
+from passes.program.source_lines import where_of
 
 SELECTION_FIX = (
     "selected rows (token = torch.where(mask)[0]; x[token] or x[mask]) may pass only through row-wise ops "

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, draws, is_pointwise, packet_of
-from planner.graph.ops.groups import Ops
+from passes.program.ops.aten import aten, draws, is_pointwise, packet_of
+from passes.program.ops.groups import Ops
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Role
 from planner.rules.table import rule_of

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, is_random, named, packet_of, shape_of
-from planner.graph.ops.groups import ANDS, LAID_OUT, MOVED, PERMUTES, RESHAPES
+from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
+from passes.program.ops.groups import ANDS, LAID_OUT, MOVED, PERMUTES, RESHAPES
 from planner.rules.rule import RESULT
 from planner.rules.table import rule_of
 

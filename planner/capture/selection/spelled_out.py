@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
+from passes.program.ops.aten import aten, named, packet_of, shape_of
+from passes.program.ops.groups import PERMUTES, RESHAPES, SAME
 from planner.capture.known_values import node_of
 from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
-from planner.graph.ops.aten import aten, named, packet_of, shape_of
-from planner.graph.ops.groups import PERMUTES, RESHAPES, SAME
 
 MOST_ITEMS = 256
 

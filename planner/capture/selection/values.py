@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten, named, packet_of
 from planner.capture.selection.places import Slots
 from planner.capture.selection.space import Space
-from planner.graph.ops.aten import aten, named, packet_of
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from math import prod
 
 import torch
 
+from passes.program.ops.aten import value_bytes
+from passes.program.walks import readers, walk
 from planner.capture.batch.flow import batch_flow
 from planner.cost.cut.homes import Homes, Units, following
 from planner.cost.cut.keeping import Keeping, Kept, loose_of
@@ -28,8 +30,6 @@ from planner.cost.cut.units import (
 from planner.cost.let_go import let_go_of
 from planner.cost.memory import after_blocks
 from planner.decisions import Decisions
-from planner.graph.ops.aten import value_bytes
-from planner.graph.walks import readers, walk
 from planner.recompute.pieces import Piece
 from planner.saved.trace import Call, StageTrace, trace_stage
 from planner.sharding.boundaries import value_at

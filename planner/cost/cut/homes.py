@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from passes.program.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
 from planner.decisions import Decisions
-from planner.graph.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
 from planner.saved.trace import Call
 from planner.sharding.type_changes import TypeChange
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from planner.graph.ops.aten import arguments, aten, packet_of
-from planner.graph.ops.flops import has_flops, node_flops
-from planner.graph.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
-from planner.graph.ops.sequence import causal_attention, gathered_attention
+from passes.program.ops.aten import arguments, aten, packet_of
+from passes.program.ops.flops import has_flops, node_flops
+from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
+from passes.program.ops.sequence import causal_attention, gathered_attention
 from planner.rules.flops import multiplied
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace

@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.ops.groups import ATTENTION
-from planner.graph.ops.products import PRODUCTS, equation, holds_weight
-from planner.graph.places import glob_of
-from planner.graph.program import Program
-from planner.graph.source_lines import module_of, where_of
-from planner.graph.walks import operands, walk
+from passes.program.blocks.blocks import Blocks
+from passes.program.ops.groups import ATTENTION
+from passes.program.ops.products import PRODUCTS, equation, holds_weight
+from passes.program.places import glob_of
+from passes.program.program import Program
+from passes.program.source_lines import module_of, where_of
+from passes.program.walks import operands, walk
 from planner.placement.attention.scores import has_scores, is_product_of_activations
 from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words

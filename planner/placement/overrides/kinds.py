@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import Blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import Blocks
+from passes.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)

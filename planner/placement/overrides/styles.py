@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from planner.graph.ops.flops import has_flops
-from planner.graph.ops.groups import CROSS_ENTROPIES
-from planner.graph.program import Program
-from planner.graph.walks import readers, walk
+from passes.program.ops.flops import has_flops
+from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.program.program import Program
+from passes.program.walks import readers, walk
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides.kinds import Asked

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.graph.ops.aten import ops_named
-from planner.graph.ops.own_backward import adds_up
-from planner.graph.ops.products import is_made_of_weights
+from passes.program.ops.aten import ops_named
+from passes.program.ops.own_backward import adds_up
+from passes.program.ops.products import is_made_of_weights
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
 from planner.rules.rule import OpRule

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.graph.ops.ctc import CTC_LOSSES
-from planner.graph.ops.over_data import over_data
+from passes.program.ops.ctc import CTC_LOSSES
+from passes.program.ops.over_data import over_data
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
 from planner.placement.rules.forms import Form

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from planner.graph.ops.own_backward import Cut, OwnBackward
+from passes.program.ops.own_backward import Cut, OwnBackward
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import Placement

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.graph.ops.sequence import causal_attention, gathered_attention
+from passes.program.ops.sequence import causal_attention, gathered_attention
 from planner.placement.rules.attention import attention
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from planner.graph.ops.aten import aten, draws, packet_of, packets
-from planner.graph.ops.own_backward import OwnBackward
-from planner.graph.ops.products import is_grouped
+from passes.program.ops.aten import aten, draws, packet_of, packets
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.ops.products import is_grouped
 from planner.placement.rules import (
     attention,
     contraction,

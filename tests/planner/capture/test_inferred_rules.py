@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from passes.program.ops.aten import draws, packet_of
+from passes.program.ops.flops import OF_OWN_OPS
 from planner import Plan, plan
 from planner.capture.inferred_rules import infer_rules, inferred
-from planner.graph.ops.aten import draws, packet_of
-from planner.graph.ops.flops import OF_OWN_OPS
 from planner.placement.rules.table import has_rule
 from planner.rules.call import call_of, operands_of
 from planner.rules.own import OWN

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.program.copied import copied
+from passes.program.program import Program
 from planner.capture.loss.shares import LossTerms
 from planner.captured import prepare
-from planner.graph.copied import copied
-from planner.graph.program import Program
 from planner.spec.spec import Spec
 from tests.models import families, own, sequences
 from tests.tools.captures import captured_again

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner import Plan, plan
-from planner.graph.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner.saved.trace import trace_stage
 from tests.models import hugging_face
 from tests.models.plannable import MODELS, build, spec_of

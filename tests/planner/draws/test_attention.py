@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from passes.program.ops.aten import aten
 from passes.stage_module import RankProgram
 from planner import plan
-from planner.graph.ops.aten import aten
 from tests.models.families import build
 from tests.tools.simulated_mesh import run_mesh, spec_of
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from passes.program.program import Program
 from planner.experts.find import find_experts
 from planner.experts.layers import Dispatch, ExpertLayer
-from planner.graph.program import Program
 from tests.models import experts, hugging_face, selected_rows
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captured import capture

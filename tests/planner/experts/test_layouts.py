@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.program.ops.aten import aten, shape_of
 from planner.experts.layouts import Counts, Layout, Part, followed
-from planner.graph.ops.aten import aten, shape_of
 from planner.rules.table import rule_of
 from planner.rules.trials import called
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from passes.program.ops.aten import aten
 from planner.experts.picks import picks
-from planner.graph.ops.aten import aten
 
 SHAPE = (3, 4, 5)
 

@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from planner.graph.blocks.blocks import find_blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import find_blocks
+from passes.program.program import Program
 from planner.pipeline.balance import balance
 from planner.pipeline.stages import WORTH_IT, StageAssignment, assign_stages
 from tests.models.small import captured, layers

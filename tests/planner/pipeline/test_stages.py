@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import find_blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import find_blocks
+from passes.program.program import Program
 from planner.pipeline.stages import StageAssignment, assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture

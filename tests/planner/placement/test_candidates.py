@@ -9,8 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from planner.graph.blocks.blocks import find_blocks
-from planner.graph.program import Program
+from passes.program.blocks.blocks import find_blocks
+from passes.program.program import Program
 from planner.placement.candidates import MAX_CUTS, Candidates
 from planner.placement.decide import _edges
 from planner.placement.rules.table import Site, options_of

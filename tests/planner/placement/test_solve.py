@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import find_blocks
+from passes.program.blocks.blocks import find_blocks
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _costs, _edges
 from planner.placement.rules.table import Option

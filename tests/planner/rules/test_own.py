@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import planner
+from passes.program.ops.flops import OF_OWN_OPS, node_flops
 from planner import PlanError
-from planner.graph.ops.flops import OF_OWN_OPS, node_flops
 from planner.rules.own import OWN, own_rule
 from planner.rules.rule import Role
 from planner.rules.table import rule_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from planner.graph.ops.aten import aten, is_random, ops_named, packet_of
-from planner.graph.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
+from passes.program.ops.aten import aten, is_random, ops_named, packet_of
+from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from planner.rules.call import operands_of
 from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
 from planner.rules.table import RULES, rule_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.graph.blocks.blocks import find_blocks
-from planner.graph.copied import copied
+from passes.program.blocks.blocks import find_blocks
+from passes.program.copied import copied
 from planner.search import cuts
 from planner.search.choice import Cut
 from planner.search.cuts import Cuts

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from passes.errors import PlanError
-from planner.graph.roles import parameter_roles
+from passes.program.roles import parameter_roles
 from planner.placement.types import I, Placement, R, Segment, V
 from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import Part

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.graph.program import Program
+from passes.program.program import Program
 from tests.tools.captured import capture
 
 HEADS, SIZE = 4, 6

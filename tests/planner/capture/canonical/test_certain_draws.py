@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.program.program import Program
 from planner import PlanError
-from planner.graph.program import Program
 from tests.tools.captured import capture
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.peephole import place
+from passes.program.program import Program
 from planner.capture.canonical.masks import simplify_masks
-from planner.graph.program import Program
 from tests.models.one_body import LENGTH, OneBody, batch
 from tests.tools.captured import capture
 

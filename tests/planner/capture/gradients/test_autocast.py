@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from passes.errors import PlanError
-from planner.graph.program import Program
+from passes.program.program import Program
 from tests.models.custom_functions import Rounded
 from tests.models.one_body import OneBody, batch
 from tests.tools.captured import capture

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from passes.errors import PlanError
+from passes.program.source_lines import where_of
 from planner.capture.own_backward.custom_functions import calls_in
-from planner.graph.source_lines import where_of
 from tests.models.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.program.ops.own_backward import Facts
 from planner.capture.own_backward import custom_functions
 from planner.capture.own_backward.applications import Application
-from planner.graph.ops.own_backward import Facts
 from tests.tools.captured import capture
 
 

@@ -16,8 +16,8 @@ from torch.compiler import is_compiling as asked_by_name
 from torch.fx import _symbolic_trace
 from transformers.utils import import_utils
 
+from passes.program.program import Program
 from planner import PlanError
-from planner.graph.program import Program
 from tests.tools.captured import capture
 
 

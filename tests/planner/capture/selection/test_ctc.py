@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.program.ops.ctc import ctc_losses
+from passes.program.ops.host_stops import reads_on_host
 from planner import PlanError
-from planner.graph.ops.ctc import ctc_losses
-from planner.graph.ops.host_stops import reads_on_host
 from tests.tools import loss_shares
 from tests.tools.captured import capture
 from tests.tools.loss_shares import LENGTH, Loss, Small, inputs_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import PlanError, Where
-from planner.graph.program import Program
+from passes.program.program import Program
 from tests.models import selected_rows
 from tests.models.experts import Layer, Net, Way, batch
 from tests.models.selected_rows import ASKING, MIXING, WAYS, Selecting

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from passes.localize import REWRITES, SAME_OP, STATISTICS
-from planner.graph.ops.aten import op_named
-from planner.graph.ops.sequence import causal_attention
+from passes.program.ops.aten import op_named
+from passes.program.ops.sequence import causal_attention
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward

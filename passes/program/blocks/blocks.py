@@ -1,0 +1,231 @@
+"""Find the repeated blocks of a captured model: by structure, never by a name.
+
+There are two sources, and each part of the model takes the better one:
+
+    calls of modules        transformer.h.0, transformer.h.1, …      if a layer is a module that is called
+    repetition of the code  one period of the operations             if it is not: functional code in a loop, layers
+                                                                     used piece by piece, residuals added by the parent
+
+Calls are taken if they hold nearly all of the repetition and no more bytes cross the cuts between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from passes.program.blocks.module_calls import CONTAINER_SHARE, module_blocks
+from passes.program.blocks.periods import Flow, Run, find_runs, live_bytes
+from passes.program.blocks.structure import Group, Structure
+from passes.program.live_sets import anchors, live_values, recomputed_nodes
+from passes.program.ops.aten import value_bytes
+from passes.program.program import Program
+
+# Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.
+_CALLS_SHARE = 0.9
+# A repetition beside module blocks (a head of two equal linears) counts only from this share of their work on.
+_BESIDE_SHARE = 0.1
+_TOLERANCE = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One application of a block. ``kind`` is equal for equal structure (up to floating-point constants)."""
+
+    index: int
+    kind: int
+    path: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks in execution order, and which node of the first block of a kind each node of another one repeats.
+
+    ``representative`` maps every node of the graph, placeholders included; nodes outside of blocks, and nodes that
+    blocks share (tied parameters, the module applied twice), map to themselves. ``times``: the number of blocks of the
+    model that each one represents, in a folded program; empty: one.
+    """
+
+    instances: tuple[Block, ...]
+    representative: dict[str, str]
+    times: tuple[int, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the model, represented ones included."""
+        return sum(self.times) or len(self.instances)
+
+    def times_of_nodes(self, program: Program) -> dict[str, int]:
+        """Node name → the number of nodes of the model that it represents, if more than one: the nodes of a block, and
+        the parameters that only it reads.
+        """
+        if not self.times:
+            return {}
+        block_of = self.block_of()
+        found = {name: self.times[index] for name, index in block_of.items() if self.times[index] > 1}
+        for node in program.graph.graph.nodes:
+            if node.op == "placeholder":
+                reading = {block_of.get(user.name) for user in node.users}
+                index = reading.pop() if len(reading) == 1 else None
+                if index is not None and self.times[index] > 1:
+                    found[node.name] = self.times[index]
+        return found
+
+    @property
+    def num_kinds(self) -> int:
+        return len({block.kind for block in self.instances})
+
+    def block_of(self) -> dict[str, int]:
+        """Node name → index of the block that holds it (nodes outside of blocks are absent)."""
+        return {name: block.index for block in self.instances for name in block.nodes}
+
+
+def find_blocks(program: Program) -> Blocks:
+    """The blocks of ``program``; none if nothing repeats. n log n in its nodes."""
+    structure, recomputed = Structure(program), recomputed_nodes(program)
+    groups = in_order(module_blocks(structure), structure)
+    for repetition in _repetitions(program, structure, recomputed):
+        choice = _Choice(program, structure, recomputed, groups, repetition)
+        if choice.is_better:
+            groups = in_order(choice.replaced, structure)
+    kinds: dict[Any, int] = {}
+    for group in groups:
+        kinds.setdefault(structure.kind(group), len(kinds))
+    instances = tuple(
+        Block(i, kinds[structure.kind(group)], path, tuple(n.name for n in group.nodes))
+        for i, (group, path) in enumerate(zip(groups, _paths(program, structure, groups), strict=True))
+    )
+    return Blocks(instances, structure.representatives(groups))
+
+
+def in_order(groups: list[Group], structure: Structure) -> list[Group]:
+    """In the order in which they end: ops of a block on its weights alone may come long before it."""
+    return sorted(groups, key=lambda group: structure.order[group.nodes[-1]])
+
+
+def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node]) -> list[list[Group]]:
+    """Each repetition in the operations, as its blocks. Values that every stage recomputes are letters of no word."""
+    nodes = [n for n in structure.nodes if n.op == "call_function" and n not in recomputed]
+    if len(nodes) < 2:
+        return []
+    position = {node: i for i, node in enumerate(nodes)}
+    edges = [(position[o], i) for i, node in enumerate(nodes) for o in node.all_input_nodes if o in position]
+    # a tuple cannot be sent: a cut between it and its pieces is worse than one after them
+    num_bytes = [value_bytes(n) * (2 if isinstance(n.meta.get("val"), (tuple, list)) else 1) for n in nodes]
+    edge_array = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    tokens = np.unique([structure.signature[n] for n in nodes], return_inverse=True)[1]
+    flow = Flow(
+        tokens,
+        np.array([structure.flops[n] for n in nodes]),
+        edge_array,
+        live_bytes(edge_array, np.array(num_bytes, dtype=np.int64)),
+    )
+    return [_groups(runs, nodes, structure, recomputed) for runs in find_runs(flow)]
+
+
+def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
+    """The blocks of ``runs``, each with the recomputed calls within it that it alone reads (a transposed weight)."""
+    starts = [s for run in runs for s in range(run.start, run.end, run.period)]
+    ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
+    home = {node: b for b, (start, end) in enumerate(zip(starts, ends, strict=True)) for node in nodes[start:end]}
+    of_weights: set[fx.Node] = set()
+    for node in structure.nodes:
+        read = node.all_input_nodes
+        if node in recomputed and any(n in of_weights or structure.roles.get(n.name) == "parameters" for n in read):
+            of_weights.add(node)
+    for node in reversed(structure.nodes):
+        readers = {home.get(user) for user in node.users} if node in recomputed else {None}
+        reader = readers.pop() if len(readers) == 1 else None
+        if reader is not None:
+            # a node before a block's first call is its own only if it is of a weight: a mask is made for several
+            is_within = structure.order[node] > structure.order[nodes[starts[reader]]]
+            if is_within or node in of_weights:
+                home[node] = reader
+    groups = [Group("") for _ in starts]
+    for node in structure.nodes:
+        if node in home:
+            groups[home[node]].add(node, structure.flops[node])
+    return groups
+
+
+class _Choice:
+    """Between ``repetition`` and those of ``groups`` that it overlaps."""
+
+    def __init__(
+        self,
+        program: Program,
+        structure: Structure,
+        recomputed: set[fx.Node],
+        groups: list[Group],
+        repetition: list[Group],
+    ) -> None:
+        self.program, self.structure, self.recomputed = program, structure, recomputed
+        self.groups, self.repetition = groups, repetition
+        self.inside = {node for group in repetition for node in group.nodes if node not in recomputed}
+        self.touching = [group for group in groups if not self.inside.isdisjoint(group.nodes)]
+        self.replaced = [group for group in groups if group not in self.touching] + repetition
+
+    @property
+    def is_better(self) -> bool:
+        work = sum(group.flops for group in self.repetition)
+        if not self.touching:
+            return work >= _BESIDE_SHARE * sum(group.flops for group in self.groups)
+        if work < CONTAINER_SHARE * sum(group.flops for group in self.touching):
+            return False  # it is a part of the calls
+        shared = [node for group in self.touching for node in group.nodes if node in self.inside]
+        if sum(self.structure.flops[node] for node in shared) < _CALLS_SHARE * work:
+            return True
+        after = self._crossing(self.repetition, self.replaced)
+        if len(shared) < _CALLS_SHARE * len(self.inside) or self._are_coarse:
+            return len(self.touching) == 1 or after <= _TOLERANCE * self._before
+        return len(self.touching) > 1 and _TOLERANCE * after < self._before
+
+    @property
+    def _are_coarse(self) -> bool:
+        """Whether the calls contain several blocks of some size each."""
+        return len(self.repetition) >= 2 * len(self.touching) and all(
+            group.num_products > 1 for group in self.repetition
+        )
+
+    @property
+    def _before(self) -> float:
+        return self._crossing(self.touching, self.groups)
+
+    def _crossing(self, own: list[Group], groups: list[Group]) -> float:
+        """The median of the bytes that cross a cut between two of ``own``, if ``groups`` are the blocks."""
+        groups = in_order(groups, self.structure)
+        block_of = {node.name: i for i, group in enumerate(groups) for node in group.nodes}
+        live = live_values(anchors(self.program, block_of, self.recomputed), len(groups))
+        sizes = [
+            sum(value_bytes(self.program.node(name)) for name in names)
+            for names, (a, b) in zip(live, pairwise(groups), strict=True)
+            if a in own and b in own
+        ]
+        return float(np.median(sizes)) if sizes else 0.0
+
+
+def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[str]:
+    """For display: a call's own path, else the common prefix of the names of the parameters that a block reads."""
+    read = [
+        frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
+        for group in groups
+    ]
+    prefixes = [group.path or _common_prefix(names) for group, names in zip(groups, read, strict=True)]
+    readers: dict[str, set[frozenset[str]]] = {}
+    for prefix, names in zip(prefixes, read, strict=True):
+        readers.setdefault(prefix, set()).add(names)
+    return [
+        prefix if group.path or (prefix and len(readers[prefix]) == 1) else f"{prefix} block {i}".strip()
+        for i, (group, prefix) in enumerate(zip(groups, prefixes, strict=True))
+    ]
+
+
+def _common_prefix(fqns: frozenset[str]) -> str:
+    first, last = min(fqns, default="").split("."), max(fqns, default="").split(".")
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return ".".join(first[:same])

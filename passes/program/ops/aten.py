@@ -1,0 +1,177 @@
+"""Facts of one call of a captured graph: its arguments by name, its inputs and results, whether it draws.
+
+    arguments(sum(x, [1]))      {"self": x, "dim": [1]}                         as given
+    named(sum(x, [1]))          … "keepdim": False, "dtype": None               the schema's defaults too
+
+Read from PyTorch's schemas and tags; the two tables of names below hold the facts that these lack.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program.ops.sequence import causal_attention
+
+aten = torch.ops.aten
+
+# ---- arguments
+
+
+def arguments(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The given arguments of a call by their name in the schema; ``args``, ``kwargs``: others than the node's own."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    given = node.args if args is None else args
+    return dict(zip(names, given, strict=False)) | dict(node.kwargs if kwargs is None else kwargs)
+
+
+def named(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All arguments of a call by their name in the schema, defaults included."""
+    return defaults_of(node.target) | arguments(node, args, kwargs)
+
+
+def defaults_of(target: Any) -> dict[str, Any]:
+    """The defaults of the arguments of an op."""
+    schema = getattr(target, "_schema", None)
+    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+
+
+def position_of(target: Any, name: str) -> int:
+    """The position of the argument ``name`` in the schema of an op."""
+    return [a.name for a in target._schema.arguments].index(name)
+
+
+def size_argument(target: Any) -> int | None:
+    """The position of the argument of an op that gives the size of its result."""
+    schema = getattr(target, "_schema", None)
+    given = [(a.name, str(a.type)) for a in schema.arguments] if schema is not None else []
+    return next((i for i, (n, kind) in enumerate(given) if n in ("size", "sizes", "shape") and "List" in kind), None)
+
+
+def returns_nothing(target: Any) -> bool:
+    """Whether an op only checks something, as an assertion does."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.returns
+
+
+def reduced_dims(node: fx.Node) -> frozenset[int]:
+    """The dims of its first operand that an op reduces or runs along; all if it names none."""
+    ndim = next(tensors_of(node.all_input_nodes[0])).dim()
+    given = arguments(node)
+    dims = given.get("dim", given.get("dims"))
+    if dims is None or dims == []:
+        return frozenset(range(ndim))
+    return frozenset(int(d) % max(1, ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+# ---- values
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The static (microbatch, global over tp) shape of a value, of a tuple its first tensor's."""
+    return tuple(int(n) for n in next(tensors_of(node)).shape)
+
+
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors of a node's value."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    yield from (v for v in values if isinstance(v, torch.Tensor))
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Bytes of a node's value (of all its tensors, for a tuple)."""
+    return sum(t.numel() * t.element_size() for t in tensors_of(node))
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the result may lie in the memory of the first argument: a view, perhaps a view, or a write in place."""
+    if node.op != "call_function":
+        return False
+    if node.target in (operator.getitem, aten._unsafe_view.default):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result shares the memory of an argument: PyTorch's schema says so, and no conversion happens."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return False
+    before, after = next(tensors_of(node.all_input_nodes[0]), None), next(tensors_of(node), None)
+    return before is not None and after is not None and before.dtype == after.dtype
+
+
+# ---- ops
+
+
+def op_named(path: str) -> Any:
+    """An overload by name (``slice.Tensor``), or None on a PyTorch that lacks it."""
+    name, _, overload = path.partition(".")
+    return getattr(getattr(aten, name, None), overload or "default", None)
+
+
+def ops_named(paths: str) -> list[Any]:
+    """Those of the overloads, apart by spaces, that this PyTorch has."""
+    return [op for op in map(op_named, paths.split()) if op is not None]
+
+
+def packets(names: str, value: Any) -> dict[Any, Any]:
+    """``value`` for all overloads of each of the ops, apart by spaces, that this PyTorch has."""
+    return {getattr(aten, name): value for name in names.split() if hasattr(aten, name)}
+
+
+def packet_of(target: Any) -> Any:
+    """All overloads of an op together."""
+    return getattr(target, "overloadpacket", target)
+
+
+def draws(target: Any) -> bool:
+    """Whether an op may draw random numbers: PyTorch's tag, which an OwnBackward has too."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two calls may give different values."""
+    if node.target is causal_attention:
+        return bool(node.kwargs.get("dropout_p"))
+    return draws(node.target) and not _is_dropless_attention(node)
+
+
+def _is_dropless_attention(node: fx.Node) -> bool:
+    """Attention is tagged random for its dropout, which is mostly 0."""
+    return packet_of(node.target) is aten.scaled_dot_product_attention and not arguments(node).get("dropout_p")
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an op writes into an argument."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
+    if target in FORGOTTEN:
+        return True
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return is_op and torch.Tag.pointwise in target.tags and not draws(target) and not is_mutable(target)
+
+
+FORGOTTEN = set(
+    ops_named(
+        "to.dtype contiguous clone detach dropout masked_fill.Scalar masked_fill.Tensor zeros_like ones_like full_like "
+        "where.self where.ScalarOther where.ScalarSelf where.Scalar gelu silu relu6 softplus __and__.Tensor "
+        "__or__.Tensor square type_as rsub.Scalar rsub.Tensor true_divide.Tensor mish leaky_relu hardswish selu celu "
+        "subtract.Tensor multiply.Tensor divide.Tensor log_sigmoid clamp clip float_power.Tensor_Scalar fill.Tensor "
+        "fill.Scalar floor_divide floor_divide.Scalar empty_like real imag conj _conj polar complex resolve_conj relu "
+        "logical_and hardsigmoid"
+    )
+)
