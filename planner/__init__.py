@@ -10,11 +10,11 @@ from planner.shadow import refuse_shadows
 refuse_shadows()
 
 if TYPE_CHECKING:
+    from passes.rules.own import rule
     from planner.api import capture, plan
     from planner.capture.model.meta_init import meta_parameters
     from planner.captured import Captured
     from planner.frozen_plan import Plan
-    from planner.rules.own import rule
 
 __all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule"]
 
@@ -23,7 +23,7 @@ _HOMES = {
     "Plan": "planner.frozen_plan",
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
-    "rule": "planner.rules.own",
+    "rule": "passes.rules.own",
 }
 
 

@@ -18,6 +18,12 @@ from torch import Tensor, fx
 from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.rules.call import operands_of
+from passes.rules.factors import EACH, MIX, SUM
+from passes.rules.notation import Pattern
+from passes.rules.rule import RESULT, Factor, Place
+from passes.rules.table import rule_of
+from passes.rules.trials import by_parts, called
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.own_backward.applications import (
     SAMPLES,
@@ -30,12 +36,6 @@ from planner.capture.own_backward.applications import (
     on_the_side,
 )
 from planner.capture.own_backward.trials import LARGER, MANY_ELEMENTS, equal_up_to_rounding, tolerance_of
-from planner.rules.call import operands_of
-from planner.rules.factors import EACH, MIX, SUM
-from planner.rules.notation import Pattern
-from planner.rules.rule import RESULT, Factor, Place
-from planner.rules.table import rule_of
-from planner.rules.trials import by_parts, called
 
 TOO_MANY_ELEMENTS = 10**7
 MOST_TRIED = 64  # places of one factor

@@ -16,13 +16,13 @@ from torch import fx
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import in_order, operands, walk
+from passes.rules.table import rule_of
 from planner.experts.layers import ExpertWeight
 from planner.experts.picks import pick_of, picks
 from planner.experts.products import ends, product_of, sides
 from planner.experts.space import Space
 from planner.experts.weights import is_weight
 from planner.experts.zeros import stays_zero
-from planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)

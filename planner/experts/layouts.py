@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 
 class Counts(StrEnum):

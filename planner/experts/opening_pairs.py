@@ -19,6 +19,10 @@ from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, sh
 from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import in_order, operands, readers, walk
+from passes.rules.call import Call, operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
+from passes.rules.views import reshape
 from planner.experts import exchange
 from planner.experts.building import Builder, erase_unread
 from planner.experts.domain import Domain
@@ -32,10 +36,6 @@ from planner.experts.rows import dims_of_stacks
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight
 from planner.experts.zeros import stays_zero
-from planner.rules.call import Call, operands_of
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
-from planner.rules.views import reshape
 
 MOST = 400  # calls of one layer
 FIX = "compute each token with only its experts, weighted by its router weights"

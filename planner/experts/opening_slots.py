@@ -18,6 +18,9 @@ from torch import fx
 from passes.errors import PlanError
 from passes.program.ops.aten import shape_of
 from passes.program.program import Program
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 from planner.experts.domain import Domain
 from planner.experts.inside import border_of, check_read, inside_of, made_of, outer_of
 from planner.experts.layers import ExpertLayer
@@ -26,9 +29,6 @@ from planner.experts.sending_slots import Sending
 from planner.experts.slot_dims import MIXED, followed
 from planner.experts.ties import is_product
 from planner.experts.weights import is_weight
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
 
 
 def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:

@@ -20,14 +20,14 @@ from torch import fx
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import VIEWS
 from passes.program.ops.products import PRODUCTS
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.table import rule_of
 from planner.experts import exchange
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.layouts import Counts, Layout, Part, followed, sizes_of
 from planner.experts.refusals import Refusal
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, OpRule, Role
-from planner.rules.table import rule_of
 
 ROWS, STACK = Domain(rows=0), Domain(experts=0)
 FREE = (Counts.EXPERTS, Counts.CHOICES)

@@ -12,13 +12,13 @@ from torch import fx
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
 from passes.program.walks import ancestors, meetings, operands, readers, walk
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 from planner.experts.layers import Dispatch
 from planner.experts.products import Product
 from planner.experts.space import Space
 from planner.experts.ties import is_grouped, is_product, lookup
 from planner.experts.weights import is_weight
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
 
 MOST = 200
 

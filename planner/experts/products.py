@@ -14,13 +14,13 @@ from torch import fx
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import LAID_OUT
 from passes.program.walks import operands, walk
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 from planner.experts.layers import ExpertWeight
 from planner.experts.space import Space
 from planner.experts.ties import is_product, lookup
 from planner.experts.weights import is_view, is_weight, origin_of
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True)

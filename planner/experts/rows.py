@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from passes.program.ops.aten import draws, is_pointwise
+from passes.rules.call import operands_of
+from passes.rules.rule import Role
+from passes.rules.table import rule_of
 from planner.experts.refusals import Refusal
 from planner.experts.ties import Ties, is_grouped
-from planner.rules.call import operands_of
-from planner.rules.rule import Role
-from planner.rules.table import rule_of
 
 
 @dataclass

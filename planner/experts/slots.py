@@ -17,11 +17,11 @@ from passes.program.ops.aten import aten, is_pointwise, named, packet_of, tensor
 from passes.program.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
 from passes.program.ops.products import PRODUCTS
 from passes.program.walks import readers, walk
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 from planner.experts.ties import lookup
 from planner.experts.weights import is_weight, origin_of
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
 
 
 def stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:

@@ -17,9 +17,9 @@ from torch import fx
 from passes.program.ops import products
 from passes.program.ops.aten import aten, packet_of
 from passes.program.ops.products import PRODUCTS
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, OpRule, Role
-from planner.rules.table import rule_of
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.table import rule_of
 
 Tie = tuple[tuple[fx.Node, int], ...]
 Place = tuple[int, int]  # dim, inner

@@ -16,12 +16,12 @@ from torch import Tensor, fx
 
 from passes.program.ops.aten import aten, draws, is_pointwise, shape_of
 from passes.program.ops.groups import WITH_SIZES
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, OpRule, Role
+from passes.rules.table import rule_of
 from planner.experts.building import Builder
 from planner.experts.domain import Domain
 from planner.experts.refusals import Refusal
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, OpRule, Role
-from planner.rules.table import rule_of
 
 
 class TokenRows:

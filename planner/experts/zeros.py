@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from passes.program.ops.aten import is_pointwise
 from passes.program.ops.groups import EXTREMES
-from planner.rules.call import operands_of
-from planner.rules.table import rule_of
+from passes.rules.call import operands_of
+from passes.rules.table import rule_of
 
 TRIALS = 4
 

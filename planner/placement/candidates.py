@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from passes.program.ops.products import computed_of_weights
+from passes.rules.rule import OpRule
 from planner.experts.domain import axis_of, domain_of
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 from planner.placement.types import I, Placement, R
-from planner.rules.rule import OpRule
 
 MAX_CUTS = 12
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from passes.rules.own import OWN
 from planner import plan
-from planner.rules.own import OWN
 from planner.spec.spec import Spec
 from runtime import Engine
 from runtime.verify.reference import OneProcess

@@ -1,9 +1,9 @@
 """The cost of one node: floating-point operations of products, bytes that all other ops move. Read off the shapes.
 
-    products, convolutions      as their rule says (planner.rules.flops)
+    products, convolutions      as their rule says (passes.rules.flops)
     attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
-    ops of a user's own         as their rule says (planner.rules.own)
+    ops of a user's own         as their rule says (passes.rules.own)
     embedding, elementwise, …   0 operations; bytes = inputs + outputs
 
 Forward, for one microbatch and the full (unsharded) tensors. Backward is about twice that, for every node alike, so
@@ -26,7 +26,7 @@ from passes.program.ops.sequence import causal_attention, gathered_attention
 # Only the share of the memory-bound ops matters here, a few per cent of a block; a cluster file knows better.
 FLOPS_PER_BYTE = 8.0
 
-OF_PRODUCTS: dict[Any, Callable[[fx.Node], int]] = {}  # given by planner.rules.flops: a product's follow from its rule
+OF_PRODUCTS: dict[Any, Callable[[fx.Node], int]] = {}  # given by passes.rules.flops: a product's follow from its rule
 OF_OWN_OPS: dict[Any, Callable[[fx.Node], int]] = {}  # given with their rules
 
 
@@ -34,7 +34,7 @@ def node_flops(node: fx.Node) -> int:
     """Multiplications and additions of one forward call of ``node``; 0 for other ops."""
     if node.op != "call_function":
         return 0
-    assert OF_PRODUCTS, "planner.rules is not imported"
+    assert OF_PRODUCTS, "passes.rules is not imported"
     packet = packet_of(node.target)
     flops = OF_OWN_OPS.get(packet) or OF_PRODUCTS.get(packet) or _FLOPS.get(packet)
     if flops is None and is_grouped(node.target):

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from torch import Tensor, fx
 
 from passes.program.program import Program
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, OpRule
-from planner.rules.table import rule_of
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, OpRule
+from passes.rules.table import rule_of
 
 Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 Dims = frozenset[Run]

@@ -4,7 +4,7 @@
     softmax, cumsum …    along the batch                      x[: n // 2], flip    one half against the other
     a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
-The rule of an op (planner.rules) says which dims it mixes; of an op without one that is not known. Whether a dim holds
+The rule of an op (passes.rules) says which dims it mixes; of an op without one that is not known. Whether a dim holds
 the batch is known from two captures (capture.batch.two_captures). The second costs as much as the first, so it is made
 only if an op could do one of these; a sum over the features, as of a norm, could not.
 """
@@ -22,10 +22,10 @@ from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, walk
+from passes.rules.call import operands_of
+from passes.rules.rule import Factor, OpRule, Role
+from passes.rules.table import rule_of
 from planner.capture.loss.counts import input_only
-from planner.rules.call import operands_of
-from planner.rules.rule import Factor, OpRule, Role
-from planner.rules.table import rule_of
 
 # They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
 ELSEWHERE = PLACING | JOINS | Ops("index gather embedding pad constant_pad_nd")

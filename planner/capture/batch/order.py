@@ -13,9 +13,9 @@ from torch import fx
 
 from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.program import Program
+from passes.rules.call import operands_of
+from passes.rules.table import rule_of
 from planner.capture.batch.flow import Run, batch_runs
-from planner.rules.call import operands_of
-from planner.rules.table import rule_of
 
 
 def batch_size(program: Program) -> int:

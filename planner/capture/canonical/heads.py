@@ -21,9 +21,9 @@ from torch import fx
 
 from passes.program.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
 from passes.program.ops.products import PRODUCTS, equation
+from passes.rules.rule import Role
+from passes.rules.table import rule_of
 from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from planner.rules.rule import Role
-from planner.rules.table import rule_of
 
 SDPA = aten.scaled_dot_product_attention.default
 

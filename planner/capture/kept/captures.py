@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.program.program import Program
+from passes.rules.own import own_rule_texts
 from planner.capture import export
 from planner.capture.canonical.decompose import HasRule
 from planner.capture.kept import store
@@ -30,7 +31,6 @@ from planner.capture.kept.sources import facts_of, files_read, user_files, was_n
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.kept.values import digest_of
 from planner.capture.real_forward import refuse_another_forward
-from planner.rules.own import own_rule_texts
 from planner.slow_steps import AFTER_SECONDS, say
 
 LOGGER = logging.getLogger("meshwright.captures")

@@ -16,6 +16,9 @@ from passes.program.ops.aten import aten, packet_of, tensors_of
 from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
 from passes.program.program import Program
 from passes.program.walks import operands, walk
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.table import rule_of
 from planner.capture.batch.flow import batch_flow
 from planner.capture.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
 from planner.capture.batch.order import may_repeat_batch
@@ -23,9 +26,6 @@ from planner.capture.loss.counts import input_only
 from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
 from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
 from planner.capture.loss.scaling import numeric_places
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, OpRule, Role
-from planner.rules.table import rule_of
 
 LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers are class ids, fillings and exponents
 

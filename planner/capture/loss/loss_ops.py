@@ -10,10 +10,10 @@ from torch import fx
 
 from passes.program.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import Ops
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, Role
+from passes.rules.table import rule_of
 from planner.capture.loss.kinds import SHARE, Kind
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, Role
-from planner.rules.table import rule_of
 
 NONE, MEAN, SUM = 0, 1, 2
 AFFINE = Ops("add sub subtract rsub where masked_fill")  # linear in their tensors and numbers together

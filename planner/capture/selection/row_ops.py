@@ -11,9 +11,9 @@ from torch import fx
 
 from passes.program.ops.aten import aten, draws, is_pointwise, packet_of
 from passes.program.ops.groups import Ops
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Role
-from planner.rules.table import rule_of
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Role
+from passes.rules.table import rule_of
 
 Rows = Mapping[fx.Node, int]
 

@@ -16,8 +16,8 @@ from torch import fx
 
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import ANDS, LAID_OUT, MOVED, PERMUTES, RESHAPES
-from planner.rules.rule import RESULT
-from planner.rules.table import rule_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 
 
 @dataclass(frozen=True, eq=False)

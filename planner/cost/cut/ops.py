@@ -22,7 +22,7 @@ from passes.program.ops.aten import arguments, aten, packet_of
 from passes.program.ops.flops import has_flops, node_flops
 from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from passes.program.ops.sequence import causal_attention, gathered_attention
-from planner.rules.flops import multiplied
+from passes.rules.flops import multiplied
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 

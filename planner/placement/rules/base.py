@@ -19,10 +19,10 @@ from torch import fx
 from passes.program.ops.aten import ops_named
 from passes.program.ops.own_backward import adds_up
 from passes.program.ops.products import is_made_of_weights
+from passes.rules.rule import OpRule
+from passes.rules.table import rule_of
 from planner.placement.rules.forms import Form
 from planner.placement.types import I, P, Placement, R
-from planner.rules.rule import OpRule
-from planner.rules.table import rule_of
 
 NO_RULE = OpRule(())
 

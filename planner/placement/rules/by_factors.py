@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from passes.program.ops.aten import draws
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, Role
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
 from planner.placement.types import P, Placement
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.rules.rule import RESULT
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors, each, linear
 from planner.placement.rules.forms import Form
 from planner.placement.rules.projection import projected
 from planner.placement.types import Placement, R, Segment
-from planner.rules.rule import RESULT
 
 aten = torch.ops.aten
 

@@ -9,6 +9,8 @@ from torch import fx
 from passes.program.ops.aten import aten, draws, packet_of, packets
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.products import is_grouped
+from passes.rules.own import own_rule
+from passes.rules.table import builder_of
 from planner.placement.rules import (
     attention,
     contraction,
@@ -25,8 +27,6 @@ from planner.placement.rules.base import Covers, Option, Rule, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
-from planner.rules.own import own_rule
-from planner.rules.table import builder_of
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 

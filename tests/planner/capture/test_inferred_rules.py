@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planner.rules.test_table import EXAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from passes.program.ops.aten import draws, packet_of
 from passes.program.ops.flops import OF_OWN_OPS
+from passes.rules.call import call_of, operands_of
+from passes.rules.own import OWN
+from passes.rules.rule import Factor, OpRule, Role
+from passes.rules.table import rule_of
+from passes.rules.trials import called
 from planner import Plan, plan
 from planner.capture.inferred_rules import infer_rules, inferred
 from planner.placement.rules.table import has_rule
-from planner.rules.call import call_of, operands_of
-from planner.rules.own import OWN
-from planner.rules.rule import Factor, OpRule, Role
-from planner.rules.table import rule_of
-from planner.rules.trials import called
-from tests.planner.rules.test_table import EXAMPLES
 from tests.tools import own_ops
 from tests.tools.captures import program_again
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.program.ops.aten import aten, shape_of
+from passes.rules.table import rule_of
+from passes.rules.trials import called
 from planner.experts.layouts import Counts, Layout, Part, followed
-from planner.rules.table import rule_of
-from planner.rules.trials import called
 
 TOKENS, EXPERTS, FEATURES = (2, 3), 4, 5
 EXPERT = Part(Counts.EXPERTS, EXPERTS)

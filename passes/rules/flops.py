@@ -15,11 +15,11 @@ from torch import fx
 
 from passes.program.ops.aten import shape_of
 from passes.program.ops.flops import OF_PRODUCTS
-from planner.rules import products, spatial
-from planner.rules.call import operands_of
-from planner.rules.products import Builder
-from planner.rules.rule import RESULT, Factor
-from planner.rules.table import RULES, builder_of, rule_of
+from passes.rules import products, spatial
+from passes.rules.call import operands_of
+from passes.rules.products import Builder
+from passes.rules.rule import RESULT, Factor
+from passes.rules.table import RULES, builder_of, rule_of
 
 MULTIPLIED: dict[Builder, tuple[int, int]] = {  # builder of a rule → the operands that the op multiplies
     **dict.fromkeys((products.linear, products.matmul, products.grouped, products.einsum, spatial.convolution), (0, 1)),

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.rules.call import Call
-from planner.rules.notation import Pattern, parse
-from planner.rules.rule import OpRule
+from passes.rules.call import Call
+from passes.rules.notation import Pattern, parse
+from passes.rules.rule import OpRule
 
 Builder = Callable[[Call], OpRule | None]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from planner.rules.call import Call
-from planner.rules.factors import EACH, MIX, SUM, Factors, aligned
-from planner.rules.products import Builder
-from planner.rules.rule import RESULT, OpRule, Role
+from passes.rules.call import Call
+from passes.rules.factors import EACH, MIX, SUM, Factors, aligned
+from passes.rules.products import Builder
+from passes.rules.rule import RESULT, OpRule, Role
 
 NAMES = ("dim", "dims", "axis")
 

@@ -11,14 +11,14 @@ from torch import fx
 from passes.program.ops.aten import aten, is_pointwise, packet_of, packets
 from passes.program.ops.products import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from planner.rules import along, attention, indexing, losses, products, spatial, views
-from planner.rules.call import Call, call_of
-from planner.rules.equal_calls import key_of
-from planner.rules.factors import EACH, Factors
-from planner.rules.linear import linear_in
-from planner.rules.own import own_rule
-from planner.rules.products import Builder, text
-from planner.rules.rule import RESULT, OpRule
+from passes.rules import along, attention, indexing, losses, products, spatial, views
+from passes.rules.call import Call, call_of
+from passes.rules.equal_calls import key_of
+from passes.rules.factors import EACH, Factors
+from passes.rules.linear import linear_in
+from passes.rules.own import own_rule
+from passes.rules.products import Builder, text
+from passes.rules.rule import RESULT, OpRule
 
 
 def builder_of(target: Any) -> Builder | None:

@@ -10,9 +10,9 @@ from math import gcd, prod
 
 import torch
 
-from planner.rules.call import Call, Shape
-from planner.rules.factors import EACH, MIX, Factors
-from planner.rules.rule import RESULT, Factor, OpRule, Place
+from passes.rules.call import Call, Shape
+from passes.rules.factors import EACH, MIX, Factors
+from passes.rules.rule import RESULT, Factor, OpRule, Place
 
 PROBE = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 

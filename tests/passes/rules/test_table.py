@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from passes.program.ops.aten import aten, is_random, ops_named, packet_of
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
-from planner.rules.table import RULES, rule_of
-from planner.rules.trials import called, tried, tried_linear
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.table import RULES, rule_of
+from passes.rules.trials import called, tried, tried_linear
 
 
 def real(*shape: int) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.rules.call import Call, call_of
-from planner.rules.notation import Pattern
-from planner.rules.rule import OpRule
-from planner.rules.trials import called, tried
+from passes.rules.call import Call, call_of
+from passes.rules.notation import Pattern
+from passes.rules.rule import OpRule
+from passes.rules.trials import called, tried
 
 SIZES = (4, 6, 8, 10, 12, 14, 16, 18)  # of the words: even, and no two are equal
 SCALES = (1.0, 30.0)  # of random values

@@ -20,10 +20,10 @@ from torch import fx
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import packet_of
 from passes.program.ops.flops import OF_OWN_OPS
-from planner.rules.call import Call, call_of
-from planner.rules.notation import Pattern, parse
-from planner.rules.own_trial import NotTrue, try_rule
-from planner.rules.rule import OpRule, Role
+from passes.rules.call import Call, call_of
+from passes.rules.notation import Pattern, parse
+from passes.rules.own_trial import NotTrue, try_rule
+from passes.rules.rule import OpRule, Role
 
 Flops = Callable[[Mapping[str, int]], float]
 

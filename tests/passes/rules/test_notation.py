@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from planner.rules.notation import parse
-from planner.rules.rule import Role
+from passes.rules.notation import parse
+from passes.rules.rule import Role
 
 
 @pytest.mark.parametrize(

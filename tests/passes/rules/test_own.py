@@ -11,10 +11,10 @@ from torch import Tensor
 
 import planner
 from passes.program.ops.flops import OF_OWN_OPS, node_flops
+from passes.rules.own import OWN, own_rule
+from passes.rules.rule import Role
+from passes.rules.table import rule_of
 from planner import PlanError
-from planner.rules.own import OWN, own_rule
-from planner.rules.rule import Role
-from planner.rules.table import rule_of
 from tests.tools.captures import program_again
 from tests.tools.own_ops import LENGTH, build
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import arguments
-from planner.rules.call import Call
-from planner.rules.factors import EACH, MIX, SUM, Factors
-from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.call import Call
+from passes.rules.factors import EACH, MIX, SUM, Factors
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 
 def convolution(call: Call) -> OpRule:

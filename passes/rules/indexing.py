@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from planner.rules.call import Call
-from planner.rules.factors import EACH, MIX, Factors
-from planner.rules.rule import RESULT, OpRule
+from passes.rules.call import Call
+from passes.rules.factors import EACH, MIX, Factors
+from passes.rules.rule import RESULT, OpRule
 
 
 def _dim(call: Call) -> int:

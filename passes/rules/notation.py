@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from planner.rules.call import Call, Shape
-from planner.rules.factors import Factors
-from planner.rules.rule import RESULT, OpRule, Role
+from passes.rules.call import Call, Shape
+from passes.rules.factors import Factors
+from passes.rules.rule import RESULT, OpRule, Role
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([+^]?)\Z")
 MARKS = {role.value: role for role in Role}

@@ -13,7 +13,7 @@ import torch
 
 from passes.program.ops.aten import packets, tensors_of
 from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
-from planner.rules.call import Call
+from passes.rules.call import Call
 
 Sets = tuple[frozenset[int], ...]
 

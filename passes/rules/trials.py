@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.program.ops.aten import aten, named, packet_of, size_argument
-from planner.rules.call import operands_of
-from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 STATISTICS = ("running_mean", "running_var")  # they have no gradient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from planner.rules.call import Call
-from planner.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.call import Call
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
 EACH, SUM, MIX = Role.EACH, Role.SUM, Role.MIX
 

@@ -5,9 +5,9 @@ cross_entropy(x [n, c, ..], y [n, ..])     c: mixed
 
 from __future__ import annotations
 
-from planner.rules.call import Call
-from planner.rules.factors import EACH, MIX, SUM, Factors
-from planner.rules.rule import RESULT, OpRule
+from passes.rules.call import Call
+from passes.rules.factors import EACH, MIX, SUM, Factors
+from passes.rules.rule import RESULT, OpRule
 
 ROLES = (EACH, MIX, SUM)  # by ``reduction``: none, mean, sum
 

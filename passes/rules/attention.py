@@ -7,9 +7,9 @@ is_causal             the result of a query depends on its position: s is mixed,
 
 from __future__ import annotations
 
-from planner.rules.call import Call
-from planner.rules.factors import EACH, MIX, Factors
-from planner.rules.rule import RESULT, Factor, OpRule, Place
+from passes.rules.call import Call
+from passes.rules.factors import EACH, MIX, Factors
+from passes.rules.rule import RESULT, Factor, OpRule, Place
 
 
 def attention(call: Call) -> OpRule | None:
