@@ -47,9 +47,9 @@ from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.sequence import CALLS
 from passes.recompute import block_calls
+from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
+from passes.types.types import I, Placement
 from planner.experts.domain import in_domain
-from planner.placement.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
-from planner.placement.types import I, Placement
 from planner.sharding.type_changes import sent_type
 
 META = torch.device("meta")

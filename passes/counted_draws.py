@@ -25,9 +25,9 @@ from passes.ops.counted import (
     counted_uniform,
 )
 from passes.program.ops.aten import aten, named
+from passes.types.types import Placement
 from planner.context import zigzag
 from planner.draws.places import BERNOULLI, KINDS, UNIFORM, Draw
-from planner.placement.types import Placement
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:

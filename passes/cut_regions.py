@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.region import RegionCall, run_region
+from passes.types.types import Placement
 from passes.units import in_order, module_of
-from planner.placement.types import Placement
 from planner.regions.regions import Region, home_of
 from planner.sharding.boundaries import BoundaryPlan
 

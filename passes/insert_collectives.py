@@ -14,13 +14,13 @@ from torch.fx.graph import _register_custom_builtin
 from passes.base import LowerContext, StageGraph
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
-from planner.placement.types import Placement, Segment
+from passes.types.types import Placement, Segment
 from planner.sharding.type_changes import type_at
 
 # the generated code of the graph names a collective's cut, and must find these names
 NAMES_IN_CODE: dict[str, tuple[str, type]] = {
-    "Placement": ("from planner.placement.types import Placement", Placement),
-    "Segment": ("from planner.placement.types import Segment", Segment),
+    "Placement": ("from passes.types.types import Placement", Placement),
+    "Segment": ("from passes.types.types import Segment", Segment),
 }
 
 

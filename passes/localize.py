@@ -34,12 +34,12 @@ from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_s
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.program.ops.aten import arguments, named, position_of
 from passes.program.ops.groups import WITH_SIZES
+from passes.types.types import Placement
 from planner.context.local_calls import local_arguments
 from planner.experts.domain import domain_of, in_domain
 from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
-from planner.placement.types import Placement
 
 aten = torch.ops.aten
 

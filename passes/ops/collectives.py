@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from passes.ops.axis import AxisHandle
 from passes.ops.runs import all_gather_single, gather_runs, reduce_scatter_single, scatter_runs
-from planner.placement.types import Placement
+from passes.types.types import Placement
 
 Tensor = torch.Tensor
 Ending = Callable[[], Tensor]

@@ -26,7 +26,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
 from passes.ops.linear import add_held, of_held, of_input, places_of, product
 from passes.ops.weight_gradients import Handle
-from planner.placement.types import Placement
+from passes.types.types import Placement
 
 
 def column_linears(

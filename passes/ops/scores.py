@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from passes.ops.axis import AxisHandle, widened
 from passes.ops.collectives import all_reduce, part
-from planner.placement.types import Placement
+from passes.types.types import Placement
 
 Tensor = torch.Tensor
 LOG_PROBABILITY, IS_TOP, COUNT = range(3)  # rows of the result of ``scores_of_targets``

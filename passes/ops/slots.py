@@ -17,7 +17,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import gather, scatter
 from passes.ops.load import ExpertLoad
-from planner.placement.types import V
+from passes.types.types import V
 
 
 def send_slots(

@@ -9,7 +9,7 @@ from torch import fx
 
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.sequence import gather_sequence, local_rows
-from planner.placement.types import Placement
+from passes.types.types import Placement
 
 COPIED = ("nn_module_stack", "stack_trace")
 

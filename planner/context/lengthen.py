@@ -18,11 +18,11 @@ from torch import fx
 
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.types.types import P, Placement, V
 from planner.context.rules import options_over_cp
 from planner.experts.building import Builder, erase_unread
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement, V
 
 ROW_BY_ROW = {Form.PARTS, Form.SIZES, Form.COLUMN, Form.SPLIT}
 

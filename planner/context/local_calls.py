@@ -12,10 +12,10 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import shape_of
+from passes.types.types import Placement
 from planner.placement.rules.base import Option
 from planner.placement.rules.forms import Form
 from planner.placement.rules.layout import pieces_of
-from planner.placement.types import Placement
 
 
 def local_arguments(node: fx.Node, option: Option, cp: int) -> list[Any]:

@@ -21,6 +21,7 @@ from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
 from passes.program.ops.sequence import causal_attention, sum_over_ranks
+from passes.types.types import P, Placement, R
 from planner.capture.loss.loss_ops import MEAN, SUM
 from planner.context.builder import Builder, resized
 from planner.context.local_calls import local_arguments
@@ -28,7 +29,6 @@ from planner.context.rules import options_over_cp
 from planner.context.types import Types, gathered_from
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement, R
 
 
 class LocalProgram:

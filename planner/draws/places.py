@@ -19,10 +19,10 @@ from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
+from passes.types.types import Placement
 from planner.capture.batch.flow import Run, batch_runs
 from planner.draws.attention import spell_out_attention
 from planner.experts.domain import domain_of
-from planner.placement.types import Placement
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {

@@ -15,11 +15,11 @@ from torch import fx
 
 from passes.program.ops.aten import shape_of
 from passes.program.places import Places
+from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.decisions import Decisions
 from planner.experts import exchange
 from planner.experts.domain import share_of_slots
 from planner.mesh import Mesh
-from planner.placement.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.sharding.collectives import CollectivePlan
 
 MOVING = (exchange.dispatch, exchange.give_back)

@@ -14,9 +14,9 @@ from math import prod
 from passes.errors import PlanError
 from passes.program.places import Places
 from passes.program.source_lines import where_of
+from passes.types.conversions import ALL_REDUCE
 from planner.capture.loss.scored import Pick
 from planner.decisions import Decisions
-from planner.placement.conversions import ALL_REDUCE
 from planner.sharding.collectives import CollectivePlan
 
 WIDE = 8  # bytes of a float64

@@ -18,8 +18,8 @@ from torch import fx
 from passes.program.ops.aten import shape_of
 from passes.program.ops.sequence import gather_sequence, gathered_attention
 from passes.program.places import Places
+from passes.types.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from planner.decisions import Decisions
-from planner.placement.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from planner.sharding.collectives import CollectivePlan
 
 

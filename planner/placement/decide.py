@@ -16,13 +16,13 @@ from passes.program.ops.flops import node_flops
 from passes.program.ops.products import computed_of_weights
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.types.types import Placement, evenly
 from planner.experts.domain import axis_of
 from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides
 from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, solve
-from planner.placement.types import Placement, evenly
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ import numpy as np
 from torch import fx
 
 from passes.errors import PlanError
+from passes.types.conversions import conversion
+from passes.types.types import I, Placement
 from planner.placement.candidates import Candidates
-from planner.placement.conversions import conversion
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
-from planner.placement.types import I, Placement
 
 
 @dataclass(frozen=True)

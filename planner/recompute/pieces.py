@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.placement.types import Placement
 from planner.regions.regions import Region, calls_of, home_of
 from planner.sharding.type_changes import TypeChange
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.placement.types import Placement
+from passes.types.types import Placement
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.placement.types import Placement
 from planner.sharding.type_changes import sent_type
 
 

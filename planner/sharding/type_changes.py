@@ -15,12 +15,12 @@ from torch import fx
 from passes.errors import PlanError
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.types.conversions import Conversion, conversion
+from passes.types.types import I, Placement
 from planner.experts.domain import axis_of, domain_of, is_here
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
-from planner.placement.conversions import Conversion, conversion
 from planner.placement.decide import Placements
-from planner.placement.types import I, Placement
 
 
 @dataclass(frozen=True, slots=True)

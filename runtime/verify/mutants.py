@@ -28,8 +28,8 @@ from passes.ops.recompute import BlockCall
 from passes.ops.slots import placed, share_of
 from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
+from passes.types.types import Placement
 from planner.frozen_plan import Plan
-from planner.placement.types import Placement
 from planner.sharding.shards import decide_shards
 from planner.spec.spec import Spec
 

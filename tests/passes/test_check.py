@@ -15,8 +15,8 @@ from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.lower import PASSES, lower
 from passes.ops import collectives
 from passes.ops.parameter_gate import await_bucket
+from passes.types.types import P
 from planner import Plan, plan
-from planner.placement.types import P
 from tests.models.own_functions import FUNCTIONS
 from tests.models.plannable import build, spec_of
 from tests.models.tiny import planned

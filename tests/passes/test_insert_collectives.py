@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from passes.ops import collectives
-from planner.placement.types import I, P, R
+from passes.types.types import I, P, R
 from tests.models.tiny import planned
 from tests.tools.graphs import change_of, stage_after
 

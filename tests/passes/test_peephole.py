@@ -11,7 +11,7 @@ from torch import fx, nn
 from passes.base import StageGraph
 from passes.ops import collectives
 from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place_devices
-from planner.placement.types import I, Placement, V
+from passes.types.types import I, Placement, V
 from tests.models.tiny import planned
 from tests.tools.graphs import bare_context, shown, stage_after
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from passes.types.types import I, Placement, Segment, V
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
-from planner.placement.types import I, Placement, Segment, V
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.boundaries import BoundaryPlan

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.types.types import I, Placement, R, Segment, V
 from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
-from planner.placement.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import Part, part_of

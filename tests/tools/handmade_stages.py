@@ -17,11 +17,11 @@ from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.program.program import Program
 from passes.stage_module import RankProgram, StageModule
+from passes.types.types import I
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
-from planner.placement.types import I
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import LocalParameter, ParameterPlan

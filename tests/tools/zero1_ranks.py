@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.placement.types import I, Placement, R, Segment, V
+from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec

@@ -20,13 +20,13 @@ from passes.program.ops.flops import has_flops
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.walks import readers, walk
+from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides.kinds import Asked
 from planner.placement.rules.contraction import contraction
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, rule_of
-from planner.placement.types import Placement
 
 aten = torch.ops.aten
 OF_FORM = {Form.ROW: "row", Form.VOCABULARY: "vocab", Form.CLASSES: "vocab"}

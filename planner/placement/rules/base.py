@@ -21,8 +21,8 @@ from passes.program.ops.own_backward import adds_up
 from passes.program.ops.products import is_made_of_weights
 from passes.rules.rule import OpRule
 from passes.rules.table import rule_of
+from passes.types.types import I, P, Placement, R
 from planner.placement.rules.forms import Form
-from planner.placement.types import I, P, Placement, R
 
 NO_RULE = OpRule(())
 

@@ -17,9 +17,9 @@ from torch import fx
 from passes.program.ops.aten import draws
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, Role
+from passes.types.types import P, Placement
 from planner.placement.rules.base import Option, Site
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.rules.rule import Role
+from passes.types.types import P, Placement, Segment
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import Dims, dims_of_factors, given_of
 from planner.placement.rules.forms import Form
-from planner.placement.types import P, Placement, Segment
 
 
 def contraction(site: Site) -> Iterator[Option]:

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from passes.program.ops.aten import named
+from passes.types.types import Placement, Segment
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.contraction import contraction
 from planner.placement.rules.forms import Form
-from planner.placement.types import Placement, Segment
 
 aten = torch.ops.aten
 

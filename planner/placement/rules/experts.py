@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.types.types import I, P, Placement, R
 from planner.experts import exchange
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
-from planner.placement.types import I, P, Placement, R
 
 
 def dispatch(site: Site) -> Iterator[Option]:

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from passes.rules.rule import RESULT
+from passes.types.types import Placement, R, Segment
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors, each, linear
 from planner.placement.rules.forms import Form
 from planner.placement.rules.projection import projected
-from planner.placement.types import Placement, R, Segment
 
 aten = torch.ops.aten
 

@@ -14,10 +14,10 @@ from torch import fx
 
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.over_data import over_data
+from passes.types.types import I, R
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.embedding import vocabulary_cuts
 from planner.placement.rules.forms import Form
-from planner.placement.types import I, R
 
 
 def cross_entropy(site: Site) -> Iterator[Option]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.program.ops.aten import named
+from passes.types.types import P
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
-from planner.placement.types import P
 
 
 def gather(site: Site) -> Iterator[Option]:

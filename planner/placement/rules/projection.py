@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import gcd
 
 from passes.rules.rule import OpRule
-from planner.placement.types import Placement, Segment
+from passes.types.types import Placement, Segment
 
 Ends = tuple[int, int]  # an operand, or RESULT, and the one that the cut is carried to
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from passes.program.ops.aten import aten, named, reduced_dims
+from passes.types.types import I, P, Placement
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
-from planner.placement.types import I, P, Placement
 
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
-from planner.placement.conversions import TABLE, conversion
-from planner.placement.types import I, P, Placement, R, Segment, V
+from passes.types.conversions import TABLE, conversion
+from passes.types.types import I, P, Placement, R, Segment, V
 from tests.tools.paths import ORACLES
 from tests.tools.random_ops import random_cut
 from tests.tools.simulated_ranks import assert_typed, on_threads, parts

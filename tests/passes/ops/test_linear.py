@@ -12,7 +12,7 @@ from passes.ops.collectives import part
 from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.linear import linear
 from passes.ops.weight_gradients import AtOnce, WeightGradients
-from planner.placement.types import V
+from passes.types.types import V
 from tests.tools.simulated_ranks import on_threads
 
 pytestmark = pytest.mark.check

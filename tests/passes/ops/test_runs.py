@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from passes.ops import runs
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, gather, reduce_scatter, scatter, start_all_gather, start_reduce_scatter
-from planner.placement.types import V
+from passes.types.types import V
 from runtime.fuzz.forks import StoreHost
 from tests.tools.simulated_ranks import on_threads
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
+from passes.types.types import I, R, V
 from planner.placement.candidates import MAX_CUTS, Candidates
 from planner.placement.decide import _edges
 from planner.placement.rules.table import Site, options_of
-from planner.placement.types import I, R, V
 from tests.models.small import Body, Layer, captured, in_order, layers
 from tests.tools.captured import capture
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.placement.conversions import ALL_TO_ALL, TABLE, conversion
+from passes.types.conversions import ALL_TO_ALL, TABLE, conversion
+from passes.types.types import I, P, Placement, R, V
 from planner.placement.solve import Weights
-from planner.placement.types import I, P, Placement, R, V
 
 TYPES = (I, R, P, V(0, 4))
 

@@ -8,8 +8,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.types.types import R
 from planner import Plan, plan
-from planner.placement.types import R
 
 WIDTH, LENGTH = 16, 8
 

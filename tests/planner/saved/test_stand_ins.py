@@ -18,7 +18,7 @@ from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.random_state import RandomState
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from planner.placement.types import I, P, Placement, R, V
+from passes.types.types import I, P, Placement, R, V
 from planner.saved import of_sequence, stand_ins
 from planner.saved.observe import Like, Operand, observe
 from tests.tools.saved_memory import kept_by, place_of

@@ -6,8 +6,8 @@ from math import prod
 
 import pytest
 
+from passes.types.types import I, P, R, V
 from planner import Plan
-from planner.placement.types import I, P, R, V
 from planner.sharding.boundaries import BoundaryPlan, boundary
 from planner.sharding.type_changes import sent_type
 from tests.models.tiny import BATCH, LENGTH, WIDTH, planned

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.types.types import V
 from planner import plan
-from planner.placement.types import V
 from planner.sharding.buffers import Buffer, buffers_of_rank
 from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
+from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
-from planner.placement.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import Buffer, buffers_of_rank
 from planner.sharding.collectives import CollectivePlan, step_collectives, sums_of
 from planner.sharding.parameters import LocalParameter

@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from passes.program.blocks.blocks import find_blocks
+from passes.types.types import V
 from planner import Plan, PlanError, plan
 from planner.capture.loss.shares import share_loss
 from planner.decisions import Decisions
@@ -18,7 +19,6 @@ from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
 from planner.placement.decide import decide_placements
-from planner.placement.types import V
 from planner.sharding.parameters import ParameterPlan, local_parameter, parameters_of_rank
 from planner.sharding.parts import Part
 from planner.sharding.shards import Shards, decide_shards

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.types.types import I, Placement, Segment
 from planner import Plan, plan
-from planner.placement.types import I, Placement, Segment
 from planner.sharding.parameters import LocalParameter, ParameterPlan, parameters_of_rank
 from planner.sharding.parts import Part
 from tests.models.plannable import build, spec_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.placement.types import I
+from passes.types.types import I
 from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.norm import squared_norm
 from tests.tools.paths import ROOT

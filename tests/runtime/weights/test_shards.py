@@ -10,7 +10,7 @@ from torch import nn
 
 from passes.errors import PlanError
 from passes.program.roles import parameter_roles
-from planner.placement.types import I, Placement, R, Segment, V
+from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import Part
 from runtime.weights.gather import assemble

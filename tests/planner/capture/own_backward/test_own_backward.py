@@ -18,11 +18,11 @@ from torch.autograd import Function
 from passes.errors import PlanError, Where
 from passes.program.blocks.structure import Structure
 from passes.program.ops.own_backward import Cut, OwnBackward
+from passes.types.types import I, Placement, R, Segment, V
 from planner.capture.own_backward.applications import Application
 from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
-from planner.placement.types import I, Placement, R, Segment, V
 from tests.models.custom_functions import (
     Clamped,
     FusedLoss,

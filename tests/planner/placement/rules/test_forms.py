@@ -10,12 +10,12 @@ import torch
 from passes.localize import REWRITES, SAME_OP, STATISTICS
 from passes.program.ops.aten import op_named
 from passes.program.ops.sequence import causal_attention
+from passes.types.types import Placement, V
 from planner.placement.rules.by_factors import by_factors
 from planner.placement.rules.forms import Form
 from planner.placement.rules.own_backward import own_backward
 from planner.placement.rules.reduction import EXCHANGES
 from planner.placement.rules.table import GIVES, RULES, Site, forms_of, options_of
-from planner.placement.types import Placement, V
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import check
 

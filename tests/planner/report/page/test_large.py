@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from passes.types.types import I, Placement, V
 from planner import plan
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
-from planner.placement.types import I, Placement, V
 from planner.report.page.plan_page import plan_page
 from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.collectives import CollectivePlan

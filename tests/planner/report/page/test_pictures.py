@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from passes.types.types import Placement, Segment, V
 from planner.cost.memory import MemoryRow
 from planner.fold import LOOP
 from planner.fold import V as TURNED
@@ -15,7 +16,6 @@ from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
-from planner.placement.types import Placement, Segment, V
 from planner.report.page import timeline as charts
 from planner.report.page.bars import LENGTH, bars_of
 from planner.report.page.cuts import WIDTH, draw
