@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.canonical.masks import simplify_masks
+from passes.canonical.norms import fuse_norms
 from passes.errors import PlanError
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.capture.batch.fixed_lookups import check_fixed_lookups
 from planner.capture.batch.two_captures import wider
-from planner.capture.canonical.masks import simplify_masks
-from planner.capture.canonical.norms import fuse_norms
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState

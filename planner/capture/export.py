@@ -29,15 +29,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export.graph_signature import InputKind, OutputKind
 
+from passes.canonical.certain_draws import CertainDraws
+from passes.canonical.decompose import HasRule
+from passes.canonical.form import canonicalize, prune
+from passes.canonical.side_calls import order_side_calls
 from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.assumptions import Assumption
+from passes.program.ops.recorded import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from planner.capture.buffer_writes import notes_of_writes
-from planner.capture.canonical.certain_draws import CertainDraws
-from planner.capture.canonical.decompose import HasRule
-from planner.capture.canonical.form import canonicalize, prune
-from planner.capture.canonical.side_calls import order_side_calls
 from planner.capture.data_dependence import (
     FIX,
     NUMBER_OF_DATA,
@@ -55,7 +56,6 @@ from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
-from planner.capture.own_backward.recorded import calls_recorded
 from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.real_forward import refuse_another_forward

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.canonical.decompose import HasRule
 from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -24,7 +25,6 @@ from passes.rules.notation import Pattern
 from passes.rules.rule import RESULT, Factor, Place
 from passes.rules.table import rule_of
 from passes.rules.trials import by_parts, called
-from planner.capture.canonical.decompose import HasRule
 from planner.capture.own_backward.applications import (
     SAMPLES,
     Application,

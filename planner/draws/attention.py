@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.emit import Emit, applied, viewed
 from passes.program.ops.aten import aten, is_random, named, shape_of
 from passes.program.program import Program
-from planner.capture.canonical.emit import Emit, applied, viewed
 
 KEPT = ("nn_module_stack", "stack_trace")
 

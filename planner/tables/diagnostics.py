@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.norms import spelled_norms
 from passes.errors import Where
 from passes.program.ops.aten import is_random, named, packet_of
 from passes.program.ops.flops import node_cost, node_flops
@@ -23,7 +24,6 @@ from passes.program.ops.products import holds_weight
 from passes.program.places import Places, glob_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from planner.capture.canonical.norms import spelled_norms
 from planner.decisions import Decisions
 from planner.exchanges.collectives import scalars_of_loss
 from planner.placement.attention.sites import AttentionSite, weight_of

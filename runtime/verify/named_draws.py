@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.canonical.masks import simplify_masks
 from passes.errors import PlanError, Where
 from passes.ops.counted import Place, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
 from passes.ops.random_state import RandomState
 from passes.program.ops.aten import aten
 from passes.program.source_lines import lines_of, where_of
-from planner.capture.canonical.masks import simplify_masks
 from planner.capture.export import capture
 from planner.capture.gradients.call_sites import CallSites
 from planner.draws.places import BERNOULLI, KINDS, NORMAL, UNIFORM, Draw, name_draws

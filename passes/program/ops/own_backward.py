@@ -91,7 +91,7 @@ class OwnBackward:
     facts: Facts
     label: str
     autocast: Autocast | None = None
-    key: str = ""  # while a model is captured (planner.capture.own_backward.recorded)
+    key: str = ""  # while a model is captured (passes.program.ops.recorded)
     __name__: str = field(default="", init=False)
 
     def __post_init__(self) -> None:

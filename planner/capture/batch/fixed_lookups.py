@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.program.known_values import value_of
 from passes.program.ops.aten import named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import operands, walk
-from planner.capture.known_values import value_of
 
 
 def check_fixed_lookups(program: Program) -> None:

@@ -29,6 +29,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.errors import PlanError, Where
+from passes.program.ops.recorded import GradientAsked, record
 from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.call_sites import CallSites, called_by_user
 from planner.capture.gradients.functions import is_of_torch
@@ -36,7 +37,6 @@ from planner.capture.gradients.hooks import HOOK_FIX
 from planner.capture.gradients.own_casts import watched_cast
 from planner.capture.own_backward.applications import Application, tensors_in
 from planner.capture.own_backward.custom_functions import CustomFunctions
-from planner.capture.own_backward.recorded import GradientAsked, record
 
 _ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan contains only the computation of the forward"

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.canonical.decompose import HasRule
 from passes.program.program import Program
 from passes.rules.own import own_rule_texts
 from planner.capture import export
-from planner.capture.canonical.decompose import HasRule
 from planner.capture.kept import store
 from planner.capture.kept.codec import decode, encode
 from planner.capture.kept.sources import facts_of, files_read, user_files, was_named

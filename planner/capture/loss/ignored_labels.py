@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from passes.canonical.products import NOTHING_IGNORED
 from passes.program.ops.aten import aten, packet_of
 from passes.program.ops.groups import MOVES, PLACING
 from passes.program.ops.sequence import local_rows
 from passes.program.program import Program
 from passes.program.walks import ancestors, operands, walk
-from planner.capture.canonical.products import NOTHING_IGNORED
 
 
 def ignored_labels(program: Program) -> dict[str, int]:

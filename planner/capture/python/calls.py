@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from passes.canonical.certain_draws import ASKS
 from passes.errors import Where
 from passes.program.source_lines import is_foreign_frame, where_of_frame
-from planner.capture.canonical.certain_draws import ASKS
 from planner.capture.model.exchange import storage_of
 
 _MOST_VALUES = 1 << 20

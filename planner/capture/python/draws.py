@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from passes.canonical.certain_draws import certain_answer
 from passes.errors import PlanError, Where
-from planner.capture.canonical.certain_draws import certain_answer
 from planner.capture.gradients.call_sites import CallSites, called_by_user
 from planner.capture.python.modules import names_replaced, own_modules
 from planner.capture.python.seeds import TorchSeeds

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from passes.canonical.certain_draws import CertainDraws
 from passes.errors import PlanError, Where
 from passes.program.constants import is_made_of
+from passes.program.known_values import node_of, value_of
 from passes.program.source_lines import where_of
-from planner.capture.canonical.certain_draws import CertainDraws
-from planner.capture.known_values import node_of, value_of
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
+from passes.program.known_values import node_of
 from passes.program.ops.aten import aten
 from passes.program.ops.ctc import ctc_losses
 from passes.program.ops.groups import SAME
-from planner.capture.known_values import node_of
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 FIX = (

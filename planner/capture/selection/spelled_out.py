@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
+from passes.program.known_values import node_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME
-from planner.capture.known_values import node_of
 from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
 
 MOST_ITEMS = 256

@@ -9,10 +9,10 @@ import torch
 from tests.planner.graph.blocks.test_blocks import kinds, ops, paths
 from torch import nn
 
+from passes.canonical.masks import simplify_masks
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from planner.api import plan
-from planner.capture.canonical.masks import simplify_masks
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
 from tests.planner.pipeline.test_stages import check_equals_whole, stage_of_parameter, stages_of

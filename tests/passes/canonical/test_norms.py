@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.canonical.norms import fuse_norms, spelled_norms
 from passes.program.program import Program
-from planner.capture.canonical.norms import fuse_norms, spelled_norms
 from tests.models.one_body import WIDTH, OneBody, batch
 from tests.tools.captured import capture
 from tests.tools.captured_ops import gradients

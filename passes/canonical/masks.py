@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from passes.canonical.form import prune
+from passes.canonical.mask_rows import MaskRows
 from passes.program.constants import Constants
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from planner.capture.canonical.form import prune
-from planner.capture.canonical.mask_rows import MaskRows
 
 aten = torch.ops.aten
 

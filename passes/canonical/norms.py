@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.form import KEPT_META, prune
 from passes.program.ops.aten import aten, packet_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from planner.capture.canonical.form import KEPT_META, prune
 
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)

@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.branches import join_branches
+from passes.canonical.cells import CELLS
+from passes.canonical.decompose import HasRule, written_out
+from passes.canonical.emit import Emit, reshaped, table
+from passes.canonical.heads import join_heads
+from passes.canonical.indexing import INDEXING
+from passes.canonical.layout import LAYOUT
+from passes.canonical.products import PRODUCTS
+from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
 from passes.program.ops.aten import aten
 from passes.program.ops.own_backward import OwnBackward
+from passes.program.ops.recorded import OWN_BACKWARD, recorded
 from passes.program.source_lines import where_of
-from planner.capture.canonical.branches import join_branches
-from planner.capture.canonical.cells import CELLS
-from planner.capture.canonical.decompose import HasRule, written_out
-from planner.capture.canonical.emit import Emit, reshaped, table
-from planner.capture.canonical.heads import join_heads
-from planner.capture.canonical.indexing import INDEXING
-from planner.capture.canonical.layout import LAYOUT
-from planner.capture.canonical.products import PRODUCTS
-from planner.capture.canonical.stopped import stop_early
-from planner.capture.own_backward.recorded import OWN_BACKWARD, recorded
 
 KEPT_META = ("nn_module_stack", "stack_trace")
 

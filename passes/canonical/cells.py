@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import fx
 
+from passes.canonical.emit import Emit, Rewrite, applied, table
 from passes.program.ops.aten import aten, named, shape_of
-from planner.capture.canonical.emit import Emit, Rewrite, applied, table
 
 
 def _sides(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any], state: fx.Node) -> list[fx.Node]:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.branches import FEWEST, operands_of, piece_of, same_call
 from passes.program.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
 from passes.program.ops.products import PRODUCTS, equation
 from passes.rules.rule import Role
 from passes.rules.table import rule_of
-from planner.capture.canonical.branches import FEWEST, operands_of, piece_of, same_call
 
 SDPA = aten.scaled_dot_product_attention.default
 

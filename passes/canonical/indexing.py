@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 from passes.program.ops.aten import aten, shape_of
-from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 
 
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.canonical.mask_rows import MaskRows, Runs
+from passes.canonical.masks import simplify_masks
 from passes.program.constants import Constants
 from passes.program.program import Program
-from planner.capture.canonical.mask_rows import MaskRows, Runs
-from planner.capture.canonical.masks import simplify_masks
 from tests.tools.captured import capture
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.emit import Emit, Rewrite, dim_of, reshaped, table
 from passes.program.ops.aten import aten, shape_of
-from planner.capture.canonical.emit import Emit, Rewrite, dim_of, reshaped, table
 
 
 def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

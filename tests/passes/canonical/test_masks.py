@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.canonical.masks import simplify_masks
 from passes.peephole import place
 from passes.program.program import Program
-from planner.capture.canonical.masks import simplify_masks
 from tests.models.one_body import LENGTH, OneBody, batch
 from tests.tools.captured import capture
 

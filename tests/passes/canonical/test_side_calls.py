@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from passes.canonical.side_calls import order_side_calls
 from passes.program.source_lines import lines_of
-from planner.capture.canonical.side_calls import order_side_calls
 from tests.tools.captured import capture
 
 KINDS = ("full", "sliding", "chunked")

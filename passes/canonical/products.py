@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 from passes.program.ops.aten import aten, named, shape_of
 from passes.program.ops.groups import LOG_SOFTMAXES
-from planner.capture.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 
 UNREDUCED = 0
 
