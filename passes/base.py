@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.moe.domain import axis_of
 from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
@@ -24,7 +25,6 @@ from passes.ops.weight_gradients import WeightGradients
 from passes.program.source_lines import where_of
 from planner.compiled.pieces import CompiledPiece
 from planner.decisions import Decisions
-from planner.experts.domain import axis_of
 from planner.recompute.pieces import Piece
 from planner.regions.regions import Region
 from planner.sharding.collectives import CollectivePlan

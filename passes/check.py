@@ -31,6 +31,7 @@ from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph, Violation
 from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
+from passes.moe.domain import in_domain
 from passes.ops import collectives, meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
@@ -49,7 +50,6 @@ from passes.program.ops.sequence import CALLS
 from passes.recompute import block_calls
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
 from passes.types.types import I, Placement
-from planner.experts.domain import in_domain
 from planner.sharding.type_changes import sent_type
 
 META = torch.device("meta")

@@ -7,7 +7,7 @@
     ends_of, ids_of, part      of the experts of this rank
 
 Needs:   rows typed R before they are sent, P when they come back.
-Leaves:  no call of planner.experts.exchange except the counting of choices.
+Leaves:  no call of passes.moe.exchange except the counting of choices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import fx
 
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
+from passes.moe import exchange
+from passes.moe.domain import domain_of
 from passes.ops import meeting, slots
 from passes.ops.collectives import g_f
 from passes.program.ops.over_data import over_data
-from planner.experts import exchange
-from planner.experts.domain import domain_of
 
 BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.meet: meeting.meet,

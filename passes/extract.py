@@ -14,9 +14,9 @@ import torch
 from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
+from passes.moe import exchange
+from passes.moe.domain import is_here
 from passes.program.program import Program
-from planner.experts import exchange
-from planner.experts.domain import is_here
 from planner.pipeline.stages import StageAssignment
 from planner.sharding.type_changes import runs_here
 

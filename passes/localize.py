@@ -25,6 +25,7 @@ from torch import fx
 
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
+from passes.moe.domain import domain_of, in_domain
 from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
@@ -36,7 +37,6 @@ from passes.program.ops.aten import arguments, named, position_of
 from passes.program.ops.groups import WITH_SIZES
 from passes.types.types import Placement
 from planner.context.local_calls import local_arguments
-from planner.experts.domain import domain_of, in_domain
 from planner.mesh import Mesh
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option

@@ -21,6 +21,7 @@ from torch import fx, nn
 from passes.base import LowerContext, StageGraph
 from passes.column_linear import operands
 from passes.cut_regions import owners, region_of
+from passes.moe.ties import is_grouped
 from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.grouped_linear import grouped_linear
 from passes.ops.linear import linear
@@ -28,7 +29,6 @@ from passes.ops.meeting import ends_of, grouped_mm
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.program.ops.aten import aten
-from planner.experts.ties import is_grouped
 from planner.regions.weight_gradients import homes, lies_in_a_graph
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)

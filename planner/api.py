@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError
+from passes.moe.find import find_experts
+from passes.moe.open import open_experts
 from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.program import Program
 from planner.captured import Captured, capture_model, inputs_of, prepare
@@ -27,8 +29,6 @@ from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
 from planner.draws.places import check_draws
-from planner.experts.find import find_experts
-from planner.experts.open import open_experts
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of

@@ -13,6 +13,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from passes.moe.layers import Asked, Experts
+from passes.moe.parts import ExpertPart, expert_parts
+from passes.moe.resting import asked_of, resting
 from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
@@ -22,9 +25,6 @@ from planner.capture.loss.scored import Scored, find_scored
 from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.context.facts import Context
-from planner.experts.layers import Asked, Experts
-from planner.experts.parts import ExpertPart, expert_parts
-from planner.experts.resting import asked_of, resting
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.decide import Placements

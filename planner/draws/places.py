@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import PlanError
+from passes.moe.domain import domain_of
 from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -22,7 +23,6 @@ from passes.program.walks import readers, walk
 from passes.types.types import Placement
 from planner.capture.batch.flow import Run, batch_runs
 from planner.draws.attention import spell_out_attention
-from planner.experts.domain import domain_of
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {

@@ -13,12 +13,12 @@ from math import ceil, prod
 
 from torch import fx
 
+from passes.moe import exchange
+from passes.moe.domain import share_of_slots
 from passes.program.ops.aten import shape_of
 from passes.program.places import Places
 from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.decisions import Decisions
-from planner.experts import exchange
-from planner.experts.domain import share_of_slots
 from planner.mesh import Mesh
 from planner.sharding.collectives import CollectivePlan
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
+from passes.moe.domain import axis_of, domain_of
 from passes.program.ops.products import computed_of_weights
 from passes.rules.rule import OpRule
 from passes.types.types import I, Placement, R
-from planner.experts.domain import axis_of, domain_of
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option, Site, options_of
 

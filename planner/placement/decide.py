@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.moe.domain import axis_of
 from passes.program.blocks.blocks import Blocks
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.flops import node_flops
@@ -17,7 +18,6 @@ from passes.program.ops.products import computed_of_weights
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.types.types import Placement, evenly
-from planner.experts.domain import axis_of
 from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides

@@ -15,10 +15,10 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
+from passes.moe.domain import domain_of
+from passes.moe.layers import Dispatch, ExpertLayer
 from passes.program.ops.addends import num_addends
 from passes.program.walks import operands, readers, walk
-from planner.experts.domain import domain_of
-from planner.experts.layers import Dispatch, ExpertLayer
 
 ROUTER, PREPROCESS, WHOLE = "moe_router", "moe_preprocess", "moe"
 EXPERT_PARTS = frozenset({ROUTER, PREPROCESS, WHOLE})

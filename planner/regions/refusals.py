@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
+from passes.moe import exchange
+from passes.moe.domain import domain_of
+from passes.moe.ties import is_grouped
 from passes.program.ops.host_stops import reads_on_host
 from passes.program.ops.own_backward import OwnBackward
 from planner.decisions import Decisions
-from planner.experts import exchange
-from planner.experts.domain import domain_of
-from planner.experts.ties import is_grouped
 
 Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
 _ROUTED = {exchange.meet, exchange.dispatch, exchange.give_back}

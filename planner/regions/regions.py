@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import fx
 
 from passes.errors import PlanError
+from passes.moe.domain import domain_of
 from passes.program.blocks.blocks import Block
 from passes.program.ops.addends import num_addends
 from passes.program.program import Program
@@ -22,7 +23,6 @@ from passes.program.source_lines import where_of
 from passes.program.walks import operands, readers, walk
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.experts.domain import domain_of
 from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
 from planner.regions.parts import REST, parts_of
 from planner.regions.refusals import Refusal, refusal, uncapturable

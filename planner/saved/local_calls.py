@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.moe import exchange
+from passes.moe.domain import domain_of
 from passes.program.ops.aten import arguments, is_random, named
 from passes.program.ops.groups import WITH_SIZES
 from passes.program.ops.over_data import over_data
 from planner.context.local_calls import local_arguments
-from planner.experts import exchange
-from planner.experts.domain import domain_of
 from planner.placement.rules.forms import Form
 from planner.placement.rules.table import Option
 from planner.saved import attention_kernels, of_sequence, stand_ins

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.moe.domain import domain_of, in_domain, is_here, share_of_rows
 from passes.program.ops.groups import WITH_WEIGHT
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.experts.domain import domain_of, in_domain, is_here, share_of_rows
 from planner.saved import stand_ins
 from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
 from planner.saved.local_calls import ON_GPU, local_call

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from passes.moe.find import find_experts
+from passes.moe.layers import Experts
+from passes.moe.open import open_experts
 from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.copied import copied
 from passes.program.program import Program
@@ -23,9 +26,6 @@ from planner.context.own_keys import keep_own_keys
 from planner.cost.cut.units import CutWork
 from planner.cost.work import cut_work, own_tokens
 from planner.decisions import Decisions
-from planner.experts.find import find_experts
-from planner.experts.layers import Experts
-from planner.experts.open import open_experts
 from planner.mesh import Mesh
 from planner.pipeline.balance import balance
 from planner.pipeline.stages import assign_stages, block_costs

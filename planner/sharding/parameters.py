@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from passes.errors import require
+from passes.moe.parts import ExpertPart
 from passes.types.types import I, Placement, Segment
 from planner.decisions import Decisions
-from planner.experts.parts import ExpertPart
 from planner.sharding.parts import Part
 from planner.spec.sections import STYLES
 

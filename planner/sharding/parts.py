@@ -14,8 +14,8 @@ from itertools import product
 from typing import Protocol
 
 from passes.errors import require
+from passes.moe.parts import ExpertPart
 from passes.types.types import Placement
-from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 
 Ranges = Mapping[int, tuple[tuple[int, int], ...]]  # of each dim that is cut: half open, in local order

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import PlanError
+from passes.moe.domain import axis_of, domain_of, is_here
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.types.conversions import Conversion, conversion
 from passes.types.types import I, Placement
-from planner.experts.domain import axis_of, domain_of, is_here
 from planner.mesh import Mesh
 from planner.pipeline.stages import StageAssignment
 from planner.placement.decide import Placements

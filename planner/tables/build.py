@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.moe.domain import domain_of
 from passes.program.places import Places
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
@@ -13,7 +14,6 @@ from planner.cost.planned import too_large, usable_bytes
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.exchanges.collectives import collective_rows
-from planner.experts.domain import domain_of
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
 from planner.recompute.pieces import Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.experts.find import find_experts
+from passes.moe.find import find_experts
 from planner.report.coverage import Coverage
 from tests.models.hugging_face import ZOO, batch, build
 from tests.tools.captures import program_again

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.moe.parts import ExpertPart
 from passes.types.types import I, Placement, R, Segment, V
-from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import LocalParameter

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.moe import exchange
 from passes.types.types import I, P, Placement, R
-from planner.experts import exchange
 from planner.placement.rules.base import Covers, Option, Site
 from planner.placement.rules.forms import Form
 

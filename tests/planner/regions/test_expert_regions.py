@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from passes.moe import exchange
+from passes.moe.domain import domain_of
 from planner import Plan, PlanError, plan
-from planner.experts import exchange
-from planner.experts.domain import domain_of
 from planner.regions.regions import Region
 from tests.models import experts, hugging_face, selected_rows
 from tests.tools.captures import plan_again

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.moe.parts import ExpertPart
 from passes.types.types import I, Placement, Segment
-from planner.experts.parts import ExpertPart
 from planner.sharding.boxes import Box, Piece, num_corners, pieces_of_run, rectangles, tiles
 from planner.sharding.parts import Part
 from runtime.weights.shards import shard

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.moe.parts import ExpertPart
 from passes.types.types import I, Placement, R, Segment, V
-from planner.experts.parts import ExpertPart
 from planner.mesh import Mesh
 from planner.sharding.parameters import LocalParameter, ParameterPlan
 from planner.sharding.parts import Part, part_of

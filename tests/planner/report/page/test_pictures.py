@@ -77,7 +77,7 @@ def test_experts_of_their_own_have_the_colour_of_their_ep_rank():
 
 
 def test_a_stack_of_experts_is_cut_over_ep_downwards_and_over_etp_to_the_right():
-    from planner.experts.parts import ExpertPart
+    from passes.moe.parts import ExpertPart
 
     part = Part(V(2, 64), 2, 0, ExpertPart(8, 0, -1), 4, 0)
     p = ParameterPlan.of(part, name="w", shape=(8, 32, 64), dtype="float32", style="expert", reason="", stages=(0,))

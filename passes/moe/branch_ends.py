@@ -1,0 +1,174 @@
+"""The end of the branches of a layer of experts: their sum, or their concatenation with a pick of the chosen.
+
+end = base + Σ_e tip_e                          in any order; an overwritten row is where(mask_e, 0, before) + tip_e
+end = cat([tip_0, tip_1, …]).gather(ids)        for each token the results of its choices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from torch import Tensor, fx
+
+from passes.moe.refusals import Refusal
+from passes.moe.routing import Routing
+from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.program.walks import meetings
+
+MOST = 4096  # calls between the first tip and the end, and as many for each
+
+
+@dataclass
+class End:
+    """``node``: the combined value of all branches. ``picks``: whether they are picked by ids, and not added up.
+    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero.
+    """
+
+    node: fx.Node
+    picks: bool = False
+    bases: list[fx.Node] = field(default_factory=list)
+    hidden: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+
+def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
+    """Raises the error of ``refusal`` if the tips are combined otherwise."""
+    meeting = next(meetings(tips, most=MOST * len(tips)), None)
+    if meeting is None:
+        raise refusal(tips[0], "their results are not combined into one value")
+    if meeting.target in JOINS and len(meeting.users) == 1:
+        (user,) = meeting.users
+        if packet_of(user.target) is aten.gather and user.args[0] is meeting:
+            _check_pick(tips, meeting, user, routing, refusal)
+            return End(user, picks=True)
+        meeting = user
+    end = End(meeting)
+    _Summands(set(tips), end, refusal).run()
+    return end
+
+
+def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Routing, refusal: Refusal) -> None:
+    """The parts of each token's choices, from parts in the order of the experts."""
+    dim = _join_dim(joined)
+    ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
+    is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
+    if not is_in_order or along != dim or not isinstance(ids, fx.Node):
+        raise refusal(pick, "their results are not concatenated in order and then indexed")
+    tokens = routing.num_rows // routing.top_k
+    same_rest = shape_of(ids)[dim + 1 :] == shape_of(joined)[dim + 1 :]
+    if prod(shape_of(ids)[:dim]) != tokens or not same_rest or not routing.are_choices(ids):
+        raise refusal(pick, "the indexing does not follow the choice of each token")
+
+
+def _join_dim(joined: fx.Node) -> int:
+    return int(named(joined)["dim"]) % len(shape_of(joined))
+
+
+class _Summands:
+    """Goes up from a sum to its summands."""
+
+    def __init__(self, tips: set[fx.Node], end: End, refusal: Refusal) -> None:
+        self.tips, self.end, self.refusal = tips, end, refusal
+        self.below = self._below()
+
+    def _below(self) -> set[fx.Node]:
+        """The values made of tips, up to the end."""
+        found, work = set(self.tips), sorted(self.tips)
+        while work:
+            new = {u for u in work.pop().users if u <= self.end.node} - found
+            found |= new
+            work += sorted(new)
+        return found
+
+    def run(self) -> None:
+        work: list[tuple[fx.Node, list[fx.Node]]] = [(self.end.node, [])]
+        while work:
+            node, masks = work.pop()
+            if node in self.tips:
+                if node in self.end.hidden:
+                    raise self.refusal(node, "the result of one is added twice")
+                self.end.hidden[node] = masks
+            elif node not in self.below and not (masks and _overwrites(node)):
+                self._base(node, masks)
+            else:
+                work += self._parts(node, masks)
+        if set(self.tips) - set(self.end.hidden):
+            raise self.refusal(self.end.node, "their results are not summed directly")
+
+    def _base(self, node: fx.Node, masks: list[fx.Node]) -> None:
+        if is_zero(node):
+            return
+        if shape_of(node) != shape_of(self.end.node):
+            raise self.refusal(node, "another value in the sum has a different shape")
+        self.end.bases.append(node)
+        self.end.hidden[node] = masks
+
+    def _parts(self, node: fx.Node, masks: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
+        packet, same = packet_of(node.target), {n.meta["val"].dtype for n in node.all_input_nodes}
+        if packet is aten.add and not node.kwargs and all(isinstance(a, fx.Node) or a == 0 for a in node.args):
+            return [(a, masks) for a in node.args if isinstance(a, fx.Node)]
+        if packet in (aten.reshape, aten.to) and same == {node.meta["val"].dtype}:
+            return [(node.all_input_nodes[0], masks)]
+        if _overwrites(node):
+            return [(node.args[2], [*masks, node.args[0]])]  # pyright: ignore
+        if packet is aten.sum and node.all_input_nodes[0].target in JOINS:
+            joined = node.all_input_nodes[0]
+            dim = _join_dim(joined)
+            if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:
+                return [(n, masks) for n in joined.args[0]]  # pyright: ignore
+        raise self.refusal(node, "their results are not summed directly")
+
+
+def _overwrites(node: fx.Node) -> bool:
+    """where(mask, 0, before)"""
+    return packet_of(node.target) is aten.where and is_zero(node.args[1]) and isinstance(node.args[2], fx.Node)
+
+
+def check_hidden(end: End, gates: Mapping[fx.Node, fx.Node], tokens: int, routing: Routing, refusal: Refusal) -> None:
+    """Check that overwriting changes nothing: an overwritten part of a tip was zero, by its gate; another overwritten
+    value is overwritten entirely, and is then no summand.
+    """
+    masked = {n: masks for n, masks in end.hidden.items() if masks}
+    if not masked:
+        return
+    nodes = list(dict.fromkeys([*gates.values(), *(m for masks in masked.values() for m in masks)]))
+    covered = [n for n in masked if n in end.bases]
+
+    def holds(found: list[Tensor], _: Tensor, __: list[Tensor]) -> bool:
+        if any(value.numel() != tokens for value in found):
+            return False
+        seen = {n: value.reshape(tokens) != 0 for n, value in zip(nodes, found, strict=True)}
+        apart = (not bool((seen[gates[n]] & seen[m]).any()) for n, m in _pairs(masked, end.bases))
+        return all(apart) and all(_any([seen[m] for m in masked[n]]) for n in covered)
+
+    if not routing.holds(nodes, holds):
+        raise refusal(end.node, "the result of one is overwritten by that of another")
+    end.bases = [n for n in end.bases if n not in covered]
+
+
+def _pairs(masked: Mapping[fx.Node, list[fx.Node]], bases: Collection[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    return [pair for n, masks in masked.items() if n not in bases for pair in product([n], masks)]
+
+
+def _any(masks: list[Tensor]) -> bool:
+    """Whether each token is under one of them."""
+    whole = masks[0].clone()
+    for mask in masks[1:]:
+        whole |= mask
+    return bool(whole.all())
+
+
+def is_zero(value: object) -> bool:
+    """A zero, or a tensor of zeros."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int | float) and value == 0
+    packet = packet_of(value.target)
+    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
+        return True
+    if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
+        number = value.args[0 if packet is aten.scalar_tensor else 1]
+        return isinstance(number, int | float) and number == 0
+    return value.target in LAID_OUT and is_zero(value.all_input_nodes[0])

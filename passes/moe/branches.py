@@ -1,0 +1,182 @@
+"""Experts that stand side by side in the graph, one branch each, as a loop over modules leaves them.
+
+    combined[t] = Σ_e  g_e[t] · branch_e(tokens)[t]        g_e: the router's weight of expert e alone
+
+Branches are those of one layer if they are equal except for their own weights, and each number has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from passes.moe.layers import ExpertWeight
+from passes.moe.picks import pick_of, picks
+from passes.moe.products import ends, product_of, sides
+from passes.moe.space import Space
+from passes.moe.weights import is_weight
+from passes.moe.zeros import stays_zero
+from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.program.walks import in_order, operands, walk
+from passes.rules.table import rule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """``first``: the inputs of the first products, ``last``: the summands, in the order of the experts. ``capacity``:
+    the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read the same rows.
+    """
+
+    first: list[fx.Node]
+    last: list[fx.Node]
+    products: list[fx.Node]
+    weights: list[ExpertWeight]
+    capacity: int = 0
+
+
+def branches_of(space: Space) -> Branches | str | None:
+    """The experts' branches; why they are none; None if weights do not belong to numbers."""
+    values = _values_of_one(space)
+    tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
+    own = _own(space, tips)
+    tips = {n: e for n, e in tips.items() if any(_is_matrix(w) for w in own[n])}
+    if len(set(tips.values())) < 2:
+        return None
+    each = len(tips) // space.size  # one, or one for each choice of a token
+    if sorted(tips.values()) != sorted([*range(space.size)] * each):
+        return f"they have weights for {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
+    last = sorted(tips, key=lambda n: (tips[n], n))
+    orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
+    for first in range(each):
+        if len({_form(space, order, values) for order in orders[first::each]}) != 1:
+            return f"the branches of its {space.size} numbers differ from each other"
+    if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
+        return f"the branches of one of its {space.size} numbers have different weights"
+    return _branches(space, last, orders, each)
+
+
+def _weights(order: list[fx.Node]) -> set[fx.Node]:
+    return {n for n in order if is_weight(n)}
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return is_weight(node) and len(shape_of(node)) > 1
+
+
+# ---- values of one expert alone
+
+
+def _values_of_one(space: Space) -> dict[fx.Node, int]:
+    """Value → the number of its expert: values that test for one number, and those made of them before any sum."""
+    known: dict[fx.Node, int] = {}
+    work = list(_asked(space))
+    while work:
+        node, number = work.pop()
+        if node in known:
+            continue
+        known[node] = number
+        work += [(user, number) for user in node.users if _passes(user, known, number)]
+    return known
+
+
+def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
+    for node in sorted(space.ids):
+        yield from ((u, u.args[1]) for u in node.users if u.target is aten.eq.Scalar)  # pyright: ignore[reportReturnType]
+    for node in space.places:
+        dim = space.dim(node)
+        if dim < 0 or node in space.scored:
+            continue
+        if node.target in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
+            yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
+        yield from ((pick.node, pick.number) for pick in picks(node, dim))
+
+
+def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
+    """Whether a call's result is of that number alone: made of its values and weights, or zero where these are."""
+    if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
+        return False
+    if user.target is aten.add.Tensor and user.args[1] == 0:
+        return False  # sum() begins with 0
+    is_own = all(n in known or is_weight(n) for n in user.all_input_nodes)
+    return (is_own and rule_of(user) is not None) or stays_zero(user, known)
+
+
+# ---- values of one branch alone
+
+
+def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
+    """For each value its ancestors that no value of another number has."""
+
+    def is_near(node: fx.Node) -> bool:
+        return is_weight(node) or node not in space.above
+
+    above = {n: set(walk([n], operands, into=is_near)) for n in tips}
+    holders: dict[fx.Node, set[int]] = {}
+    for tip, nodes in above.items():
+        for node in sorted(nodes):
+            holders.setdefault(node, set()).add(tips[tip])
+    return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
+
+
+def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    """The computation of a branch, without the names of its own values and its number."""
+    position = {node: i for i, node in enumerate(order)}
+
+    def token(node: fx.Node) -> Any:
+        return position.get(node, node.name)
+
+    def line(node: fx.Node) -> tuple[Any, ...]:
+        if node.op == "placeholder":
+            return ("weight", shape_of(node), str(node.meta["val"].dtype))
+        asks = node in values and not any(n in values for n in node.all_input_nodes)
+        given = (node.args[:1] if asks else node.args, dict(node.kwargs))
+        return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: _Token(token(n)))))
+
+    return tuple(line(node) for node in order)
+
+
+class _Token(str):
+    """The token of a node in a form."""
+
+    __slots__ = ()
+
+    def __new__(cls, of: Any) -> _Token:
+        return super().__new__(cls, f"<{of}>")
+
+
+def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], each: int) -> Branches:
+    """``each``: how many branches a number has, all with its weights."""
+    whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
+    edges = [ends(products, space.above) for products in whole]
+    columns = [nodes for nodes in zip(*orders[::each], strict=True) if is_weight(nodes[0])]
+    order_of = {p.weight: i for i, p in enumerate(whole[0])}
+    columns.sort(key=lambda nodes: order_of.get(nodes[0], len(order_of)))
+    side_of = {p.weight: sides(p, *edges[0]) for p in whole[0]}
+    weights = [
+        ExpertWeight(_names(nodes), shape_of(nodes[0]), -1, *side_of.get(nodes[0], (-1, -1, ""))) for nodes in columns
+    ]
+    first = [p.x for ends_of_one, _ in edges for p in ends_of_one]
+    return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
+
+
+def _capacity(space: Space, first: list[fx.Node]) -> int:
+    """The number of rows of each expert's part of one value, if all read such parts."""
+    wholes = {_whole_of(space, x) for x in first}
+    sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}
+    return sizes.pop() if len(wholes) == len(sizes) == 1 and None not in wholes else 0
+
+
+def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
+    """The value with ``x`` as one expert's part."""
+    while x.target in LAID_OUT:
+        x = x.all_input_nodes[0]
+    pick = pick_of(x)
+    return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

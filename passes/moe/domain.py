@@ -1,0 +1,63 @@
+"""Marks of values in the experts' domain, in ``node.meta["domain"]``: which axis types them, which dims are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from torch import fx
+
+from passes.types.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """``experts``: the dim that counts the experts, sharded over ep; ``rows``: the dim with a length that depends on
+    the routing; ``slots``: the dim of slots, with those of several ranks;
+    ``number``: of a value that belongs to one expert alone, of ``num_experts``, and is on its rank alone."""
+
+    experts: int = -1
+    rows: int = -1
+    slots: int = -1
+    number: int = -1
+    num_experts: int = 0
+
+
+def domain_of(node: fx.Node) -> Domain | None:
+    """None for a value outside of it."""
+    return node.meta.get("domain")
+
+
+def axis_of(node: fx.Node) -> str:
+    """The axis over which a value is typed."""
+    return "etp" if "domain" in node.meta else "tp"
+
+
+def is_here(node: fx.Node, mesh: Sizes, ep_rank: int) -> bool:
+    """Whether a rank has a value: it does, unless the value belongs to an expert of another rank."""
+    domain = domain_of(node)
+    return domain is None or domain.number < 0 or domain.number // (domain.num_experts // mesh.ep) == ep_rank
+
+
+def in_domain(node: fx.Node, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
+    """``shape`` of a value with its experts sharded over ep, and the slots of all senders; rows as if none left."""
+    domain = domain_of(node)
+    if domain is None:
+        return shape
+    local = list(shape)
+    if domain.experts >= 0:
+        local[domain.experts] //= mesh.ep
+    if domain.slots >= 0:
+        local[domain.slots] = share_of_slots(local[domain.slots], mesh) * mesh.ep * mesh.etp
+    return tuple(local)
+
+
+def share_of_slots(slots: int, mesh: Sizes) -> int:
+    """How many slots of an expert one rank sends of those that all ranks of tp have."""
+    return ceil(slots / mesh.tp)
+
+
+def share_of_rows(node: fx.Node, mesh: Sizes) -> float:
+    """The part of a value's rows that a rank has when every expert gets as many."""
+    domain = domain_of(node)
+    return mesh.etp / mesh.tp if domain is not None and domain.rows >= 0 else 1.0

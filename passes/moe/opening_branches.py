@@ -1,0 +1,174 @@
+"""A captured graph is opened at experts that are branches of their own: each gets the rows that chose it, no others.
+
+    combined[t] = Σ_e tip_e[t]        tip_e = g_e · branch_e(x),  g_e[t] = 0 where t did not choose e
+
+    order = argsort(chosen), rows = x[order // k], gates = stack(g)[chosen[order], order // k]
+    rows, gates → dispatch → part e → branch e, as it is written → join → give_back → back in order, summed over k
+
+Every ep rank runs the branches of its experts alone (``Domain.number``); their weights keep their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from passes.moe import exchange
+from passes.moe.branch_ends import check_hidden, end_of
+from passes.moe.building import Builder, erase_unread
+from passes.moe.domain import Domain
+from passes.moe.inside import made_of
+from passes.moe.layers import ExpertLayer
+from passes.moe.refusals import check_draws, refusal_of
+from passes.moe.routing import Routing
+from passes.moe.token_rows import TokenRows
+from passes.moe.zeros import stays_zero
+from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.products import PRODUCTS
+from passes.program.program import Program
+from passes.program.walks import operands, readers, walk
+
+FIX = "weight each expert's output with the router weights of its tokens, and add the results"
+
+
+def open_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError if they
+    are not understood."""
+    return _Opening(program, layer).run()
+
+
+class _Opening:
+    """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
+    their inputs from outside: entries, the same for all experts or one for each.
+    """
+
+    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+        self.graph, self.layer, self.program = program.graph.graph, layer, program
+        self._refusal = refusal_of(layer, FIX)
+        chosen = [program.node(name) for name in layer.chosen]
+        self.routing, self.chosen = Routing(layer.num_experts, chosen), chosen[0]
+        self.top_k, self.num_tokens = self.routing.top_k, self.routing.num_rows // self.routing.top_k
+        every = [program.node(name) for name in layer.tips]
+        each = len(every) // layer.num_experts
+        self.tips = [every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
+        self.end = end_of(every, self.routing, self._refusal)
+        self.tokens = self._tokens(every[0])
+        held = [[program.node(w.nodes[e]) for w in layer.weights] for e in range(layer.num_experts)]
+        self.weights = [made_of(nodes) for nodes in held]
+        self.bodies = [self._body(e) for e in range(layer.num_experts)]
+        self.made: list[fx.Node] = []
+
+    def run(self) -> ExpertLayer:
+        self._check()
+        entries = [self._entries(e) for e in range(self.layer.num_experts)]
+        build = Builder(self.graph, self.end.node, self.end.node)
+        here = self.routing.meet(build)
+        order, flat = self.routing.sorted(build)
+        token = build.call(aten.floor_divide.default, order, self.top_k)
+        brought = [self._bring(build, list(column), here, order, token, flat) for column in zip(*entries, strict=True)]
+        parts = []
+        for number, own in enumerate(entries):
+            for weight in sorted(self.weights[number]):
+                weight.meta["domain"] = self.tokens.domain(-1, number)
+            parts.append(self._branch(build, number, dict(zip(own, brought, strict=True)), here))
+        joined = build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=Domain(rows=0))
+        back = build.call(exchange.give_back, joined, here, val=joined.meta["val"])
+        whole = self._sum(build, back, order)
+        products = [made.name for made in self.made if made.target in PRODUCTS]
+        combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
+        return replace(self.layer, products=tuple(products), combined=combined, tips=())
+
+    # ---- facts
+
+    def _tokens(self, tip: fx.Node) -> TokenRows:
+        """Rows of the tokens, or of copies of them, one for each choice."""
+        tokens = TokenRows(self.num_tokens, self.layer.num_experts)
+        if not self.end.picks and not tokens.lead(shape_of(tip)):
+            self.num_tokens, self.top_k = self.routing.num_rows, 1
+            return TokenRows(self.num_tokens, self.layer.num_experts)
+        return tokens
+
+    def _body(self, number: int) -> list[fx.Node]:
+        """Calls of a branch that read its weights, in the graph's order."""
+        weights = self.weights[number]
+        first, last = min(weights), max(self.tips[number])  # nodes of one graph are in its order: no walk beyond
+        below = set(walk(weights, readers, into=lambda n: n <= last)) - weights
+        return sorted(below & set(walk(self.tips[number], operands, into=lambda n: n >= first)))
+
+    def _entries(self, number: int) -> list[fx.Node]:
+        """The inputs of a branch from outside, in the order of reading."""
+        inside = {*self.bodies[number], *self.weights[number]}
+        read = [v for node in self.bodies[number] for v in node.all_input_nodes if v not in inside]
+        return list(dict.fromkeys(read))
+
+    # ---- checks
+
+    def _check(self) -> None:
+        if not self.routing.are_distinct:
+            raise self._refusal(self.chosen, "its choices are not the result of one topk")
+        if len({len(body) for body in self.bodies} | {0}) != 2:
+            raise self._refusal(self.end.node, "their branches differ")
+        if not self.end.picks:
+            gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
+            check_hidden(self.end, gates, self.num_tokens, self.routing, self._refusal)
+        check_draws((node for body in self.bodies for node in body), "rows", self._refusal)
+
+    def _gate(self, number: int, tip: fx.Node) -> fx.Node:
+        """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
+        entries = sorted(self._entries(number), key=lambda n: n.meta["val"].numel())
+        for entry in entries:
+            if not self.routing.lets_through(entry, number, self.num_tokens):
+                continue
+            zero = {entry}
+            for node in self.bodies[number]:
+                if stays_zero(node, zero):
+                    zero.add(node)
+            if tip in zero:
+                return entry
+        raise self._refusal(tip, "a token may get a result from an expert that it did not choose")
+
+    # ---- the rewrite
+
+    def _bring(
+        self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node, ids: fx.Node
+    ) -> fx.Node:
+        """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
+        if len(set(column)) == 1:
+            flat = build.call(aten.reshape.default, column[0], self.tokens.flat(column[0], self._refusal))
+            rows = build.call(aten.index.Tensor, flat, [token])
+        else:
+            shape = self.tokens.flat(column[0], self._refusal)
+            each = [build.call(aten.reshape.default, n, [1, *shape]) for n in column]
+            expert = build.call(aten.index.Tensor, ids, [order])
+            rows = build.call(aten.index.Tensor, build.call(aten.cat.default, each), [expert, token])
+        return build.call(exchange.dispatch, rows, here, domain=Domain(rows=0), val=rows.meta["val"])
+
+    def _branch(self, build: Builder, number: int, brought: dict[fx.Node, fx.Node], here: fx.Node) -> fx.Node:
+        """The body of one expert on the rows that chose it; returns its result, flat over rows."""
+        own: dict[fx.Node, fx.Node] = {}
+        for entry, rows in brought.items():
+            val = self.tokens.part(rows)
+            part = build.call(exchange.part, rows, here, number, val=val, domain=self.tokens.domain(0, number))
+            own[entry] = self.tokens.shaped(build, part, entry, number)
+        for node in self.bodies[number]:
+            own[node] = self.tokens.again(Builder(self.graph, build.place, node), node, own, number, self._refusal)
+            self.made.append(own[node])
+        tips = [self.tokens.flattened(build, own[tip], number) for tip in self.tips[number]]
+        summed = tips[0]
+        for tip in tips[1:]:
+            summed = build.call(aten.add.Tensor, summed, tip, domain=self.tokens.domain(0, number))
+        return summed
+
+    def _sum(self, build: Builder, back: fx.Node, order: fx.Node) -> fx.Node:
+        """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
+        rows, end = self.routing.unsorted(build, back, order), self.end.node
+        if self.top_k > 1 and not self.end.picks:
+            pairs = [self.num_tokens, self.top_k, *shape_of(back)[1:]]
+            rows = build.call(aten.sum.dim_IntList, build.call(aten.reshape.default, rows, pairs), [1])
+        whole = build.call(aten.reshape.default, rows, list(shape_of(end)))
+        for base in self.end.bases:
+            whole = build.call(aten.add.Tensor, whole, base)
+        end.replace_all_uses_with(whole)
+        erase_unread(self.graph, [end])
+        return whole

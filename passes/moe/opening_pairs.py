@@ -1,0 +1,303 @@
+"""Opens a captured graph at stacks of experts that multiply every token, or are looked up for each token.
+
+    made[t, e] = f(x[t], W[e])          for all experts: results that a token did not choose are zero by its gate, or
+    not picked made[t, j] = f(x[t], W[chosen[t, j]])
+
+Either is rewritten for the pairs of a token and an expert that it chose, sorted by expert: rows [n, features..],
+products of stacks as grouped products, between ``dispatch`` and ``give_back`` (passes/moe/exchange.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from torch import fx
+
+from passes.moe import exchange
+from passes.moe.building import Builder, erase_unread
+from passes.moe.domain import Domain
+from passes.moe.inside import is_number, made_of
+from passes.moe.layers import ExpertLayer
+from passes.moe.layouts import Counts, Layout, Part, followed
+from passes.moe.pair_ops import ROWS, STACK, Held, PairOps, stack_of
+from passes.moe.refusals import check_draws, refusal_of
+from passes.moe.routing import Routing
+from passes.moe.rows import dims_of_stacks
+from passes.moe.ties import lookup
+from passes.moe.weights import is_weight
+from passes.moe.zeros import stays_zero
+from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
+from passes.program.ops.products import PRODUCTS
+from passes.program.program import Program
+from passes.program.walks import in_order, operands, readers, walk
+from passes.rules.call import Call, operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
+from passes.rules.views import reshape
+
+MOST = 400  # calls of one layer
+FIX = "compute each token with only its experts, weighted by its router weights"
+
+
+def open_pairs(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    """Put the exchange around the calls of ``layer``; returns it with the new calls. Raises PlanError if it is
+    not understood."""
+    return _Opening(program, layer).run()
+
+
+class _Opening:
+    """Owns ``way``: calls that depend on the stacks; ``end``: the one of them with the combined value."""
+
+    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+        self.graph, self.layer = program.graph.graph, layer
+        self._refusal = refusal_of(layer, FIX)
+        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
+        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.of_stacks = made_of(self.stacks)
+        self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
+        seeds = {u for n in self.of_stacks | self.looked_up for u in n.users} - self.of_stacks - self.looked_up
+        self.seeds = seeds
+        self.first = min(seeds)  # nodes of one graph are in its order: no walk beyond
+        self.way = sorted(set(self._below(seeds)) & set(self._above([self.combined])))
+        self.top_k = self.routing.top_k
+        self.num_tokens = self.routing.num_rows // self.top_k
+        self.scored = set(self._below([self.logits, *map(program.node, layer.router)]))
+        self.by_choices = set(self._below(self.routing.chosen))
+        self.zero: set[fx.Node] = set()
+
+    def run(self) -> ExpertLayer:
+        self._check()
+        end = self._end()
+        build = Builder(self.graph, end, end)
+        here = self.routing.meet(build)
+        self.order, self.token, self.expert = self._order(build)
+        sizes = {
+            Counts.TOKENS: self.num_tokens,
+            Counts.EXPERTS: self.layer.num_experts,
+            Counts.CHOICES: self.top_k,
+        }
+        self.ops = PairOps(build, here, self.routing.num_rows, sizes, self._refusal)
+        self.build, self.here = build, here
+        self._hold_stacks()
+        made = self._at_end(end)
+        back = build.call(exchange.give_back, made, here, val=made.meta["val"])
+        whole = self._whole(end, back)
+        end.replace_all_uses_with(whole)
+        erase_unread(self.graph, [end])
+        products = [n.name for n in self.graph.nodes if n.target is exchange.grouped_mm and n.args[2] is here]
+        combined = whole.name if end is self.combined else self.combined.name
+        return replace(self.layer, products=tuple(products), combined=combined)
+
+    # ---- facts
+
+    def _below(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        return walk(nodes, readers, into=lambda n: n <= self.combined)
+
+    def _above(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        return walk(nodes, operands, into=lambda n: n >= self.first)
+
+    # ---- checks
+
+    def _check(self) -> None:
+        if not self.routing.are_distinct:
+            raise self._refusal(self.routing.chosen[0], "its choices are not the result of one topk")
+        for stack in self.stacks:
+            dim = self.layer.num_experts
+            if shape_of(stack)[self.stacks[stack]] != dim:
+                raise self._refusal(stack, "a stack does not have one slice per expert")
+        check_draws(self.way, "rows", self._refusal)
+
+    def _reads_chosen(self, node: fx.Node) -> bool:
+        found = lookup(node)
+        return found is not None and self.routing.are_choices(found[2])
+
+    def _end(self) -> fx.Node:
+        """The pick of experts' values, or the last reader of stacks by ids, or the sum over experts."""
+        picks = [n for n in self.way if self._is_pick(n)]
+        ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
+        if len(ends) != 1:
+            raise self._refusal(self.combined, f"their results are combined in {len(ends)} places")
+        inside = set(self.way) & set(self._above(ends))
+        left = [n for n in sorted(inside) if n not in ends and any(u not in inside for u in n.users)]
+        beside = [s for s in sorted(self.seeds) if s not in inside]
+        if left or beside:
+            raise self._refusal([*left, *beside][0], "a per-expert result is also read elsewhere")
+        return ends[0]
+
+    def _is_last(self, node: fx.Node) -> bool:
+        """Whether no call that reads stacks comes after it, but one comes before or is it."""
+        return node in self.seeds and not any(s in self.seeds and s is not node for s in self._below([node]))
+
+    def _is_pick(self, node: fx.Node) -> bool:
+        """Whether it takes, of the values of all experts, those of the chosen."""
+        if packet_of(node.target) is not aten.gather or node.args[0] not in self.way:
+            return False
+        index, dim = node.args[2], int(node.args[1])  # pyright: ignore
+        if not isinstance(index, fx.Node) or shape_of(node.args[0])[dim] != self.layer.num_experts:  # pyright: ignore
+            return False
+        lead = prod(shape_of(index)[: dim % len(shape_of(index))])
+        return lead == self.num_tokens and self.routing.are_choices(index)
+
+    # ---- values
+
+    def _order(self, build: Builder) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The pairs of token and choice by expert, and the token and the expert of each."""
+        order, flat = self.routing.sorted(build)
+        token = build.call(aten.floor_divide.default, order, self.top_k)
+        return order, token, build.call(aten.index.Tensor, flat, [order])
+
+    def _hold_stacks(self) -> None:
+        """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
+        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        for node, dim in dims.items():
+            node.meta["domain"] = Domain(experts=dim)
+            if any(u in self.way or u in self.looked_up for u in node.users):
+                self.ops.held[node] = stack_of(self.build, node, dim)
+        for node in sorted(self.looked_up):
+            found = lookup(node)
+            assert found is not None
+            table, dim, ids = found
+            if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
+                raise self._refusal(node, "ids look up something other than experts")
+            rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
+            given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
+            layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
+            if layout is None:
+                raise self._refusal(node, "ids look up experts in an unsupported order")
+            self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
+
+    def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
+        """With a dim of size 1 for each dim of ``layout`` that counts choices, if a token has one choice."""
+        kept = [axis for d, axis in enumerate(layout.axes) if not layout.is_row(d)]
+        sizes = [shape_of(stack)[0], *(prod(part.size for part in axis) for axis in kept)]
+        if list(shape_of(stack)) == sizes:
+            return stack
+        return self.build.call(aten.reshape.default, stack, sizes, domain=STACK)
+
+    def _by_choice(self, shape: tuple[int, ...]) -> Layout | None:
+        """Of a value [tokens.., choices], or with both in one dim, or features behind them."""
+        whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(shape) // self.routing.num_rows])
+        flat = (self.num_tokens, self.top_k, prod(shape) // self.routing.num_rows)
+        rule = reshape(Call(self.combined, (self.combined,), (flat,), shape))
+        return followed(rule, {0: whole}, len(shape)) if rule is not None else None
+
+    def _rows_of(self, node: fx.Node) -> None:
+        """Bring or make again all that ``node`` is made of, and it."""
+        inside = set(self.way)
+
+        def above(n: fx.Node) -> list[fx.Node]:
+            return [] if self._is_ready(n) or (n not in inside and self._enters(n)) else n.all_input_nodes
+
+        for count, value in enumerate(in_order([node], step=above)):
+            if self._is_ready(value):
+                continue
+            if count > MOST or value.op != "call_function" or is_weight(value):
+                raise self._refusal(node, f"experts share {value.name}, which does not belong to one token")
+            if is_random(value) or not any(n in self.ops.held for n in value.all_input_nodes):
+                raise self._refusal(value, f"{value.name} {list(shape_of(value))} has no dim of tokens")
+            self.ops.held[value] = self.ops.again(value)
+            if stays_zero(value, self.zero):
+                self.zero.add(value)
+
+    def _is_ready(self, node: fx.Node) -> bool:
+        return node in self.ops.held or is_number(node)
+
+    def _enters(self, node: fx.Node) -> bool:
+        """Bring a value of tokens, if it is seen to be one, to the ranks of their experts."""
+        if is_weight(node):
+            return False
+        shape = shape_of(node)
+        leads = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == self.num_tokens]
+        both = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == self.routing.num_rows]
+        if node in self.scored:
+            for lead in leads:
+                if shape[lead : lead + 1] == (self.layer.num_experts,):
+                    return self._bring(node, lead, Counts.EXPERTS)
+                if shape[lead : lead + 1] == (self.top_k,) and self.top_k > 1:
+                    return self._bring(node, lead, Counts.CHOICES)
+        if leads:
+            return self._bring(node, leads[0], Counts.TOKENS)
+        return bool(both) and self._bring(node, both[0], Counts.CHOICES)
+
+    def _bring(self, node: fx.Node, lead: int, by: Counts) -> bool:
+        """``by``: the things counted after the ``lead`` dims of tokens; with choices these may be one of them."""
+        shape, num_experts = shape_of(node), self.layer.num_experts
+        if by is Counts.EXPERTS:
+            is_gate = self.routing.is_nothing_elsewhere(node)
+            if not is_gate and node in self.by_choices:
+                return False
+            layout = Layout.of(shape[:lead], [Part(by, num_experts)], shape[lead + 1 :])
+            flat, index = [self.num_tokens, num_experts, *shape[lead + 1 :]], [self.token, self.expert]
+            self.zero |= {node} if is_gate else set()
+        elif by is Counts.CHOICES:
+            rest = shape[lead:] if prod(shape[:lead]) == self.routing.num_rows else shape[lead + 1 :]
+            found = self._by_choice(shape)
+            if found is None:
+                return False
+            layout, flat, index = found, [self.routing.num_rows, *rest], [self.order]
+        else:
+            layout = Layout.of(shape[:lead], features=shape[lead:])
+            flat, index = [self.num_tokens, *shape[lead:]], [self.token]
+        rows = self.build.call(aten.index.Tensor, self.build.call(aten.reshape.default, node, flat), index)
+        rows = self.build.call(exchange.dispatch, rows, self.here, domain=ROWS, val=rows.meta["val"])
+        self.ops.held[node] = Held(self.ops.shaped(rows, self.ops.row_shape(layout, shape)), layout)
+        return True
+
+    # ---- the end
+
+    def _at_end(self, end: fx.Node) -> fx.Node:
+        """The rows that are given back."""
+        if self.looked_up:
+            self._rows_of(end)
+            return self.ops.held[end].node
+        if packet_of(end.target) is aten.gather:
+            source = end.all_input_nodes[0]
+            self._rows_of(source)
+            layout = self.ops.held[source].layout
+            dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
+            if layout.dim_of(Counts.EXPERTS) != dim or not layout.without(dim).is_by_token():
+                raise self._refusal(end, "the indexed results are not in the order of the tokens")
+            return self.ops.held[source].node
+        for n in end.all_input_nodes:
+            self._rows_of(n)
+        if not any(n in self.zero for n in end.all_input_nodes):
+            raise self._refusal(end, "a token may get a result from an expert that it did not choose")
+        return self._summed_product(end) if end.target in PRODUCTS else self._summed(end)
+
+    def _summed(self, end: fx.Node) -> fx.Node:
+        """A sum over experts alone: each row is a part of it."""
+        (source,) = end.all_input_nodes
+        layout = self.ops.held[source].layout
+        dim = layout.dim_of(Counts.EXPERTS)
+        same = end.meta["val"].dtype == source.meta["val"].dtype
+        if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
+            raise self._refusal(end, "the results of experts are not summed directly")
+        if not layout.without(dim).is_by_token():
+            raise self._refusal(end, "the results of experts are not in the order of the tokens")
+        return self.ops.held[source].node
+
+    def _summed_product(self, end: fx.Node) -> fx.Node:
+        rule, factors = rule_of(end), self.ops.factors_of(end)
+        given = {i: held.layout for i, held in enumerate(factors)}
+        summed = [f for f in rule.factors if f.size > 1 and f.at(RESULT) is None] if rule is not None else []
+        layout = followed(rule, given, len(shape_of(end)), summed=Counts.EXPERTS) if rule is not None else None
+        is_direct = len(summed) == 1 and layout is not None and layout.is_by_token()
+        if rule is None or layout is None or not is_direct or any(h.is_stack for h in factors):
+            raise self._refusal(end, "the results of experts are not weighted and summed directly")
+        return self.ops.multiplied(end, rule, layout)
+
+    def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
+        """Rows in the order of the pairs: as they are, or summed over a token's choices."""
+        build, shape = self.build, list(shape_of(end))
+        rows = self.routing.unsorted(build, back, self.order)
+        if not self.looked_up and packet_of(end.target) is not aten.gather:
+            pairs = build.call(aten.reshape.default, rows, [self.num_tokens, self.top_k, *shape_of(rows)[1:]])
+            rows = build.call(aten.sum.dim_IntList, pairs, [1])
+        elif self.looked_up and not self.ops.held[end].layout.is_by_token():
+            raise self._refusal(end, "the results of experts are not in the order of the tokens")
+        if prod(shape) != rows.meta["val"].numel():
+            raise self._refusal(end, "the results of experts do not have one value per token")
+        return build.call(aten.reshape.default, rows, shape)

@@ -1,0 +1,267 @@
+"""Facts of the values that a model makes of its router's choices: shown by computing them for random choices.
+
+A model may sort, count and mask in any way; only the results matter: that rows are sorted by expert, the ends of each
+expert's rows, and the tokens that an expert's gate lets through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.moe import exchange
+from passes.moe.building import Builder
+from passes.moe.domain import Domain
+from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from passes.program.ops.flops import node_flops
+from passes.program.ops.groups import BEST, FILLED
+from passes.program.walks import in_order, readers, walk
+
+TRIALS = 3
+MOST = 1 << 26  # elements of a value that is worth a trial
+FLOPS = 1 << 34  # of a trial for figures only
+
+
+class Routing:
+    """Choices ``chosen`` of ``size`` experts, each of all tokens. Owns: the random ones that were tried."""
+
+    def __init__(self, size: int, chosen: list[fx.Node]) -> None:
+        self.size, self.chosen = size, chosen
+        self.num_rows = sum(n.meta["val"].numel() for n in chosen)
+
+    def meet(self, build: Builder) -> fx.Node:
+        """Count the rows of each expert, and exchange the counts."""
+        val = torch.empty(self.size, dtype=torch.int64, device="meta")
+        counts = build.call(exchange.count_experts, self.size, *self.chosen, val=val)
+        return build.call(exchange.meet, counts, self.num_rows, val=val, domain=Domain(experts=0))
+
+    def sorted(self, build: Builder) -> tuple[fx.Node, fx.Node]:
+        """The pairs of token and choice by expert, and the expert of each pair in their own order."""
+        flat = build.call(aten.reshape.default, self.chosen[0], [self.num_rows])
+        return build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1), flat
+
+    def unsorted(self, build: Builder, rows: fx.Node, order: fx.Node) -> fx.Node:
+        """Rows by expert, in the order of the pairs."""
+        inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
+        return build.call(aten.index.Tensor, rows, [inverse])
+
+    def are_ends(self, node: fx.Node) -> bool:
+        """Whether it holds the ends of each expert's rows, sorted by expert."""
+        return self._holds(node, lambda found, counts, _: torch.equal(found.long(), counts.cumsum(0)))
+
+    def are_ids(self, node: fx.Node) -> bool:
+        """Whether it is the expert of each row, sorted."""
+        numbers = torch.arange(self.size)
+        return self._holds(node, lambda found, counts, _: torch.equal(found.long(), numbers.repeat_interleave(counts)))
+
+    def lets_through(self, node: fx.Node, number: int, tokens: int) -> bool:
+        """Whether a value [tokens.., rest..] is exactly zero, or False, and gives no gradient, for all tokens that did
+        not choose ``number``."""
+
+        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
+            return found.numel() % tokens == 0 and _is_nothing(found.reshape(tokens, -1), ~_chose(ids, number, tokens))
+
+        return self._holds(node, only)
+
+    def is_nothing_elsewhere(self, node: fx.Node) -> bool:
+        """The same of a value [tokens.., experts, rest..] for all experts at once."""
+        tokens = self.num_rows // self.top_k
+
+        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
+            others = torch.stack([~_chose(ids, e, tokens) for e in range(self.size)], 1)
+            return _is_nothing(found.reshape(tokens, self.size, -1), others)
+
+        return self._holds(node, only)
+
+    def groups_filled(self, node: fx.Node, slots: int) -> int:
+        """The number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as many
+        slots as tokens of the group chose it, up to all, even if all chose one; 0 if that does not hold.
+        """
+        made = [n for n in self._order([node])[0] if n.op == "call_function"]
+        if any(t.numel() > MOST for n in made for t in tensors_of(n)) or sum(map(node_flops, made)) > FLOPS:
+            return 0
+        left = list(_fillings(shape_of(node), self.size, slots, self.num_rows if len(self.chosen) == 1 else 1))
+
+        def full(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
+            left[:] = [f for f in left if f.holds(found[0], ids, self.size, slots)]
+            return bool(left)
+
+        return left[0].groups if self.holds([node], full, [*self._trials, *self._skewed]) else 0
+
+    def are_choices(self, node: fx.Node) -> bool:
+        """Whether it is the choices themselves, token by token, each repeated along the dims after it."""
+
+        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
+            (chosen,) = ids
+            same = found.reshape(chosen.numel(), -1)
+            return bool((same == chosen.reshape(-1, 1)).all())
+
+        return len(self.chosen) == 1 and self._holds(node, only)
+
+    @property
+    def top_k(self) -> int:
+        """How many a token has, of the one that chooses."""
+        shape = shape_of(self.chosen[0])
+        return shape[-1] if self.is_of_many else 1
+
+    @property
+    def choice(self) -> fx.Node:
+        """The call that chooses."""
+        node = self.chosen[0]
+        return node.all_input_nodes[0] if node.target is getitem else node
+
+    @cached_property
+    def is_of_many(self) -> bool:
+        """Whether the last dim of the choices counts them; max and argmax make one a token, with no dim for it."""
+        return packet_of(self.choice.target) is aten.topk or bool(named(self.choice).get("keepdim"))
+
+    @cached_property
+    def are_distinct(self) -> bool:
+        """Whether no token can have an expert twice: one call chooses, along the last dim."""
+        if len(self.chosen) != 1 or self.choice.target not in BEST:
+            return False
+        shape = shape_of(self.choice.all_input_nodes[0])
+        return shape[-1] == self.size and int(named(self.choice).get("dim", -1)) % len(shape) == len(shape) - 1
+
+    def _holds(self, node: fx.Node, fact: Callable[[Tensor, Tensor, list[Tensor]], bool]) -> bool:
+        """Whether ``fact(value, counts, choices)`` holds of a value in every trial."""
+        return self.holds([node], lambda found, counts, ids: fact(found[0], counts, ids))
+
+    def holds(
+        self,
+        nodes: list[fx.Node],
+        fact: Callable[[list[Tensor], Tensor, list[Tensor]], bool],
+        trials: list[list[Tensor]] | None = None,
+    ) -> bool:
+        """The same of several values; values that do not depend on the choices are random."""
+        order, below = self._order(nodes)
+        if any(node not in below for node in nodes):
+            return False
+        for ids in self._trials if trials is None else trials:
+            values = _computed(order, dict(zip(self.chosen, ids, strict=True)), below)
+            if values is None or not fact([values[n] for n in nodes], exchange.count_experts(self.size, *ids), ids):
+                return False
+        return True
+
+    def _order(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The nodes to compute for them, and all that depend on the choices up to the last of them."""
+        last = max(nodes)  # nodes of one graph are in its order: no walk beyond
+        below = set(walk(self.chosen, readers, into=lambda n: n <= last))
+        step = lambda n: n.all_input_nodes if _computes(n, below) else ()  # noqa: E731
+        return in_order(nodes, given=self.chosen, step=step), below
+
+    @cached_property
+    def _trials(self) -> list[list[Tensor]]:
+        return _choices(self.size, tuple((shape_of(n), n.meta["val"].dtype) for n in self.chosen))
+
+    @property
+    def _skewed(self) -> list[list[Tensor]]:
+        """Choices of which the first experts are all; and such that two tokens alone chose the last ones: neighbours,
+        which compete wherever some do, and the first and the last of all."""
+        first = [torch.arange(n.numel()).view_as(n) % (n.shape[-1] if self.is_of_many else 1) for n in self._trials[0]]
+        token = [torch.arange(n.numel()).view_as(n) // self.top_k for n in first]
+        last = [int(n.max()) for n in token]
+        beside = [torch.where(t < 2, self.size - 1 - n, n) for t, n in zip(token, first, strict=True)]
+        apart = [
+            torch.where((t == 0) | (t == end), self.size - 1 - n, n)
+            for t, end, n in zip(token, last, first, strict=True)
+        ]
+        return [first, beside, apart]
+
+
+@lru_cache(maxsize=4)  # layers of one model are alike
+def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> list[list[Tensor]]:
+    """Choices in which a token has no expert twice; in the last trial, some experts have no token."""
+    generator = torch.Generator().manual_seed(0)
+    return [[_drawn(size, *kind, generator, trial == TRIALS - 1) for kind in chosen] for trial in range(TRIALS)]
+
+
+def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, some: bool) -> Tensor:
+    if not shape or shape[-1] > size:
+        return torch.randint(size, shape, generator=generator, dtype=dtype)
+    among = max(shape[-1], size // 2) if some else size
+    return torch.rand((*shape[:-1], among), generator=generator).argsort(-1)[..., : shape[-1]].to(dtype)
+
+
+def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
+    """Whether a value is to be computed: it depends on the choices, or is made of numbers alone."""
+    return node in below or not node.all_input_nodes or node.target in FILLED
+
+
+def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:
+    """[tokens]: whether each chose an expert."""
+    return torch.cat([x.reshape(tokens, -1) for x in ids], 1).eq(number).any(1)
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Which dims of a value may count experts, slots, and ``groups`` of tokens; -1 for one group."""
+
+    experts: int
+    slots: int
+    dim: int = -1
+    groups: int = 1
+
+    def holds(self, found: Tensor, ids: list[Tensor], size: int, slots: int) -> bool:
+        dims = [d for d in (self.dim, self.experts, self.slots) if d >= 0]
+        rest = [d for d in range(found.dim()) if d not in dims]
+        filled = found.ne(0).permute(*dims, *rest).reshape(self.groups, size, slots, -1).any(3).sum(2)
+        return torch.equal(filled, exchange.count_by_group(size, self.groups, *ids).clamp(max=slots))
+
+
+def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> Iterator[_Filling]:
+    places = [(e, c) for e, n in enumerate(shape) for c, m in enumerate(shape) if e != c and (n, m) == (size, slots)]
+    yield from (_Filling(e, c) for e, c in places)
+    for e, c in places:
+        groups = [(g, n) for g, n in enumerate(shape) if g not in (e, c) and n > 1 and num_rows % n == 0]
+        yield from (_Filling(e, c, g, n) for g, n in groups)
+
+
+def _is_nothing(found: Tensor, where: Tensor) -> bool:
+    """Whether all is zero there, and whatever it is made of gets no gradient by it."""
+    there = found[where]
+    if bool(there.any()):
+        return False
+    leaves = list(_leaves(there))
+    if not leaves:
+        return True
+    grads = torch.autograd.grad((there * torch.rand_like(there)).sum(), leaves, allow_unused=True)
+    return not any(g is not None and bool(g.any()) for g in grads)
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """The leaves of its autograd graph."""
+    work, seen = [value.grad_fn], set[Any]()
+    while work:
+        function = work.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            work += [before for before, _ in function.next_functions]
+            if isinstance(leaf := getattr(function, "variable", None), Tensor):
+                yield leaf
+
+
+def _computed(
+    order: list[fx.Node], known: Mapping[fx.Node, Tensor], below: set[fx.Node]
+) -> Mapping[fx.Node, Tensor] | None:
+    values: dict[fx.Node, Any] = dict(known)
+    for node in order:
+        if node.op == "call_function" and _computes(node, below):
+            target: Any = node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            try:
+                values[node] = target(*args, **kwargs)
+            except Exception:  # an op that fails for a random choice
+                return None
+        else:
+            value = node.meta["val"]
+            if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.numel() > MOST:
+                return None
+            values[node] = (torch.rand(shape_of(node), dtype=value.dtype) + 0.5).requires_grad_()
+    return values

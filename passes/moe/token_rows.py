@@ -1,0 +1,119 @@
+"""Values [tokens.., rest..] seen as rows: a branch computes some rows instead of all tokens.
+
+    [b, s, h]  →  rows [m, h], as [1, m, h]: all dims of tokens but the last are 1
+
+The tokens' dims are the shortest run of leading dims that has as many elements as there are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.moe.building import Builder
+from passes.moe.domain import Domain
+from passes.moe.refusals import Refusal
+from passes.program.ops.aten import aten, draws, is_pointwise, shape_of
+from passes.program.ops.groups import WITH_SIZES
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, OpRule, Role
+from passes.rules.table import rule_of
+
+
+class TokenRows:
+    """Rows of ``num_tokens`` tokens, for ``num_experts``: each one is written as if all experts had as many."""
+
+    def __init__(self, num_tokens: int, num_experts: int) -> None:
+        self.num_tokens, self.num_experts = num_tokens, num_experts
+        self.num_rows = 0
+
+    def domain(self, rows: int, number: int) -> Domain:
+        """The mark of a value of one expert."""
+        return Domain(rows=rows, number=number, num_experts=self.num_experts)
+
+    def lead(self, shape: tuple[int, ...]) -> int:
+        """How many leading dims are those of the tokens; 0 if none are."""
+        for length in range(1, len(shape) + 1):
+            if prod(shape[:length]) == self.num_tokens:
+                return length
+        return 0
+
+    def flat(self, node: fx.Node, refusal: Refusal) -> list[int]:
+        """The shape with one dim of tokens."""
+        shape = shape_of(node)
+        lead = self.lead(shape)
+        if not lead:
+            raise refusal(node, f"they read {node.name} {list(shape)}, which has no dim of tokens")
+        return [self.num_tokens, *shape[lead:]]
+
+    def part(self, rows: fx.Node) -> Tensor:
+        """The meta value of one expert's part of ``rows``."""
+        self.num_rows = shape_of(rows)[0]
+        length = max(1, self.num_rows // self.num_experts)
+        return torch.empty((length, *shape_of(rows)[1:]), dtype=rows.meta["val"].dtype, device="meta")
+
+    def joined(self, part: fx.Node) -> Tensor:
+        """The meta value of all experts' parts, concatenated."""
+        return torch.empty((self.num_rows, *shape_of(part)[1:]), dtype=part.meta["val"].dtype, device="meta")
+
+    def shaped(self, build: Builder, part: fx.Node, like: fx.Node, number: int) -> fx.Node:
+        """Rows [m, rest..] with as many dims as ``like`` has."""
+        shape = shape_of(like)
+        lead = self.lead(shape)
+        sizes = [1] * (lead - 1) + [shape_of(part)[0], *shape[lead:]]
+        if lead == 1:
+            return part
+        return build.call(aten.reshape.default, part, sizes, domain=self.domain(lead - 1, number))
+
+    def flattened(self, build: Builder, node: fx.Node, number: int) -> fx.Node:
+        """The other way round."""
+        rows = node.meta["domain"].rows
+        if not rows:
+            return node
+        sizes = [shape_of(node)[rows], *shape_of(node)[rows + 1 :]]
+        return build.call(aten.reshape.default, node, sizes, domain=self.domain(0, number))
+
+    def again(
+        self, build: Builder, node: fx.Node, own: Mapping[fx.Node, fx.Node], number: int, refusal: Refusal
+    ) -> fx.Node:
+        """A call of the branch once more, on rows. Raises the error of ``refusal`` if it mixes tokens."""
+        lead = self.lead(shape_of(node))
+        if not lead or not self._keeps_tokens(node, own):
+            raise refusal(node, "the result of one token depends on others")
+        given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
+        args, kwargs = given
+        if node.target in WITH_SIZES:
+            length = next(shape_of(own[n])[own[n].meta["domain"].rows] for n in node.all_input_nodes if n in own)
+            args = (args[0], [1] * (lead - 1) + [length, *shape_of(node)[lead:]], *args[2:])
+        made = build.call(node.target, *args, **kwargs, domain=self.domain(lead - 1, number))
+        made.meta["grad"] = node.meta["grad"]
+        return made
+
+    def _keeps_tokens(self, node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> bool:
+        """Whether the tokens' dims of all that it reads are those of the result, in the same order, and no other
+        operand has them."""
+        rule = rule_of(node)
+        operands = operands_of(node)
+        if rule is None or (draws(node.target) and not is_pointwise(node.target)):
+            return False
+        found = [self._token_factors(rule, i, shape_of(n)) for i, n in enumerate(operands) if n in own]
+        out = self._token_factors(rule, RESULT, shape_of(node))
+        if not found or any(f.role is not Role.EACH for factors in (out, *found) for f in factors):
+            return False
+        if any(f.at(i) for f in _counting(out) for i, n in enumerate(operands) if n not in own):
+            return False
+        lead = self.lead(shape_of(node))
+        stay = all((p := f.at(RESULT)) is not None and p.dim < lead for factors in found for f in factors)
+        return stay and all(_counting(factors) == _counting(out) for factors in found)
+
+    def _token_factors(self, rule: OpRule, operand: int, shape: tuple[int, ...]) -> list[Factor]:
+        """From the outermost to the innermost."""
+        return [f for dim in range(self.lead(shape)) for f in reversed(rule.along(operand, dim))]
+
+
+def _counting(factors: list[Factor]) -> list[Factor]:
+    return [f for f in factors if f.size > 1]

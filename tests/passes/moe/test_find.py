@@ -1,0 +1,341 @@
+"""Experts are found in families and spellings that nobody listed, with all that they are made of.
+
+That the record is right is shown by numbers: change expert e's part of each weight, and the combined outputs that
+change are those of the tokens that chose e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from passes.moe.find import find_experts
+from passes.moe.layers import Dispatch, ExpertLayer
+from passes.program.program import Program
+from tests.models import experts, hugging_face, selected_rows
+from tests.models.hugging_face import EXPERTS, LLAMA, Member
+from tests.tools.captured import capture
+from tests.tools.captures import program_again
+from tests.tools.examples import examples
+
+FOUR = {"num_experts": 4}
+LOCAL = {"num_local_experts": 4}
+MORE = {
+    "olmoe": Member("OlmoeForCausalLM", "OlmoeConfig", EXPERTS | FOUR | {"eos_token_id": 1}),
+    "granitemoe": Member("GraniteMoeForCausalLM", "GraniteMoeConfig", EXPERTS | LOCAL),
+    "phimoe": Member("PhimoeForCausalLM", "PhimoeConfig", EXPERTS | LOCAL),
+    "llama4": Member(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA | LOCAL | {"head_dim": 8, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
+    ),
+    "ernie": Member(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
+    ),
+    "mixtral with its loss": Member(
+        "MixtralForCausalLM", "MixtralConfig", EXPERTS | LOCAL | {"output_router_logits": True}
+    ),
+}
+LISTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+PLAIN = {way.__name__: way for way in experts.WAYS}
+
+
+@cache
+def made(name: str) -> tuple[Program, nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    if name in PLAIN:
+        model, batch = experts.Net(experts.Layer(PLAIN[name])), experts.batch()
+    else:
+        model = hugging_face.made(MORE[name] if name in MORE else hugging_face.ZOO[name])
+        batch = hugging_face.batch("mixtral")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return program_again(model, batch), model, batch
+
+
+def layers_of(name: str) -> tuple[ExpertLayer, ...]:
+    found = find_experts(made(name)[0])
+    assert found.doubts == ()
+    return found.layers
+
+
+def words(name: str) -> str:
+    layers = layers_of(name)
+    layer = layers[0]
+    lines = [
+        f"{len(layers)} x {layer.num_experts} experts, {layer.top_k} a token, {layer.dispatch}, {layer.capacity}",
+        f"{layer.tokens} -> {layer.logits} -> {' '.join(layer.chosen)}, {' '.join(layer.probs)} -> {layer.combined}",
+    ]
+    for w in layer.weights:
+        line = f"{len(w.nodes)} {list(w.shape)} experts {w.dim} hidden {w.hidden} width {w.width} {w.style}"
+        lines.append(line.strip())
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [*LISTED, *MORE])
+def test_stacks_of_a_family_are_cut_between_experts_and_along_their_width(name):
+    layers = layers_of(name)
+    assert [(x.num_experts, x.top_k) for x in layers] == [(4, 1 if name == "llama4" else 2)] * len(layers)
+    assert len(layers) == (1 if name == "deepseek_v3" else 2)
+    for layer in layers:
+        up, down = layer.weights[:2]
+        assert (up.dim, up.style, down.dim, down.style) == (0, "column", 0, "row")
+        assert up.shape[up.hidden] == down.shape[down.hidden] == hugging_face.WIDTH
+        assert up.shape[up.width] == 2 * down.shape[down.width]
+        assert [(w.dim, w.style) for w in layer.weights[2:]] == [(0, "")] * (2 if name == "gpt_oss" else 0)
+        assert layer.dispatch == (Dispatch.EVERY_TOKEN if name == "llama4" else Dispatch.OFFSETS)
+        assert len(layer.orders) == (0 if name == "llama4" else 1)
+        assert len(layer.router) == len(layer.chosen) == len(layer.probs) == 1
+
+
+# ---- by numbers
+
+
+def changed_rows(name: str, layer: ExpertLayer, expert: int) -> tuple[Tensor, Tensor]:
+    """Of each token: whether its combined output changes with the expert's weights, and whether it chose the expert."""
+    program, model, batch = made(name)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+    def values(change: bool) -> dict[str, Tensor]:
+        given: list[Tensor] = []
+        for node in program.graph.graph.find_nodes(op="placeholder"):
+            key = program.parameters.get(node.name) or program.buffers.get(node.name)
+            value = own[key] if key else batch[node.name] if node.name in batch else program.constants[node.name]
+            value = value.detach().clone()
+            for weight in layer.weights if change else ():
+                if node.name in weight.nodes:
+                    stack = weight.dim >= 0
+                    part = value.select(weight.dim, expert) if stack else value
+                    part.add_(1.0 if stack or weight.nodes[expert] == node.name else 0.0)
+            given.append(value)
+        torch.manual_seed(5)
+        recorder = _Recorder(program.graph)
+        recorder.run(*given)
+        return recorder.values
+
+    with torch.no_grad():
+        before, after = values(False), values(True)
+    tokens = before[layer.combined].reshape(-1, before[layer.tokens].shape[-1])
+    rows = (tokens - after[layer.combined].reshape(tokens.shape)).abs().amax(-1) > 1e-6
+    chosen = torch.cat([before[ids].reshape(len(tokens), -1) for ids in layer.chosen], -1)
+    return rows, (chosen == expert).any(-1)
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> object:
+        self.values[n.name] = value = super().run_node(n)
+        return value
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", [*PLAIN, *LISTED, *MORE])
+def test_tokens_that_chose_an_expert_change_with_its_weights_and_no_others(name):
+    layer = layers_of(name)[0]
+    seen = 0
+    for expert in range(layer.num_experts):
+        rows, chose = changed_rows(name, layer, expert)
+        seen += int(rows.sum())
+        if layer.capacity:
+            assert not (rows & ~chose).any()
+        else:
+            assert rows.tolist() == chose.tolist()
+    assert seen == layer.top_k * len(rows) or (layer.capacity and 0 < seen <= layer.num_experts * layer.capacity)
+
+
+# ---- plain models
+
+
+def test_golden_of_stacks():
+    assert_expected_inline(
+        words("stacked"),
+        """\
+1 x 4 experts, 2 a token, every token, weighted, 0
+layer_norm -> linear -> getitem_1, scatter -> einsum_2
+1 [4, 8, 12] experts 0 hidden 1 width 2 column
+1 [4, 12, 8] experts 0 hidden 2 width 1 row
+""",
+    )
+    assert_expected_inline(
+        words("copied"),
+        """\
+1 x 4 experts, 2 a token, every token, weighted, 0
+layer_norm -> linear -> getitem_1, sum_1 -> sum_2
+1 [4, 8, 12] experts 0 hidden 1 width 2 column
+1 [4, 12, 8] experts 0 hidden 2 width 1 row
+""",
+    )
+    assert_expected_inline(
+        words("looked_up"),
+        """\
+1 x 4 experts, 2 a token, matrices of each token, 0
+layer_norm -> linear -> getitem_1, getitem -> sum_1
+1 [4, 8, 12] experts 0 hidden 1 width 2 column
+1 [4, 12, 8] experts 0 hidden 2 width 1 row
+""",
+    )
+    assert_expected_inline(
+        words("slots"),
+        """\
+1 x 4 experts, 2 a token, slots of each expert, 3
+layer_norm -> linear -> getitem_1, einsum_1 -> einsum_5
+1 [4, 8, 12] experts 0 hidden 1 width 2 column
+1 [4, 12, 8] experts 0 hidden 2 width 1 row
+""",
+    )
+
+
+def test_golden_of_loops():
+    assert_expected_inline(
+        words("masks"),
+        """\
+1 x 4 experts, 2 a token, every token, weighted, 0
+layer_norm -> linear -> getitem_1, sum_1 sum_2 sum_3 sum_4 -> add_3
+4 [12, 8] experts -1 hidden 1 width 0 column
+4 [8, 12] experts -1 hidden 0 width 1 row
+4 [8] experts -1 hidden -1 width -1
+4 [12] experts -1 hidden -1 width -1
+""",
+    )
+    assert_expected_inline(
+        words("columns"),
+        """\
+1 x 4 experts, 2 a token, every token, weighted, 0
+layer_norm -> linear -> getitem_1, select select_2 select_4 select_6 -> add_3
+4 [12, 8] experts -1 hidden 1 width 0 column
+4 [8, 12] experts -1 hidden 0 width 1 row
+4 [8] experts -1 hidden -1 width -1
+4 [12] experts -1 hidden -1 width -1
+""",
+    )
+    assert_expected_inline(
+        words("picked"),
+        """\
+1 x 4 experts, 2 a token, every token, weighted, 0
+layer_norm -> linear -> getitem_1, getitem -> sum_1
+4 [12, 8] experts -1 hidden 1 width 0 column
+4 [8, 12] experts -1 hidden 0 width 1 row
+4 [8] experts -1 hidden -1 width -1
+4 [12] experts -1 hidden -1 width -1
+""",
+    )
+
+
+def test_golden_of_families():
+    assert_expected_inline(
+        words("mixtral"),
+        """\
+2 x 4 experts, 2 a token, tokens sorted by expert, 0
+mul_10 -> linear_4 -> getitem_7, div_ -> sum_2
+1 [4, 128, 32] experts 0 hidden 2 width 1 column
+1 [4, 32, 64] experts 0 hidden 1 width 2 row
+""",
+    )
+    assert_expected_inline(
+        words("gpt_oss"),
+        """\
+2 x 4 experts, 2 a token, tokens sorted by expert, 0
+mul_15 -> linear_8 -> getitem_15, softmax_1 -> sum_1
+1 [4, 32, 128] experts 0 hidden 1 width 2 column
+1 [4, 64, 32] experts 0 hidden 2 width 1 row
+1 [4, 128] experts 0 hidden -1 width -1
+1 [4, 32] experts 0 hidden -1 width -1
+""",
+    )
+    assert_expected_inline(
+        words("deepseek_v3"),
+        """\
+1 x 4 experts, 2 a token, tokens sorted by expert, 0
+mul_35 -> linear_13 -> getitem_23, mul_36 -> sum_3
+1 [4, 64, 32] experts 0 hidden 2 width 1 column
+1 [4, 32, 32] experts 0 hidden 1 width 2 row
+""",
+    )
+    assert_expected_inline(
+        words("llama4"),
+        """\
+2 x 4 experts, 1 a token, every token, weighted, 0
+mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
+1 [4, 32, 128] experts 0 hidden 1 width 2 column
+1 [4, 64, 32] experts 0 hidden 2 width 1 row
+""",
+    )
+
+
+@pytest.mark.thorough
+@examples(25)
+@given(
+    way=st.sampled_from(experts.WAYS),
+    num_experts=st.integers(2, 9),
+    hidden=st.integers(2, 9),
+    width=st.integers(2, 9),
+    data=st.data(),
+)
+def test_sizes_that_are_equal_or_odd_do_not_confuse(way, num_experts, hidden, width, data):
+    top_k = data.draw(st.integers(1, num_experts - 1))
+    layer = experts.Layer(way, hidden, width, num_experts, top_k)
+    found = find_experts(capture(experts.Net(layer, hidden), experts.batch()))
+    assert found.doubts == ()
+    (only,) = found.layers
+    up, down = only.weights[:2]
+    is_loop = way in experts.LOOPS
+    assert (only.num_experts, only.top_k, only.is_stacked) == (num_experts, top_k, not is_loop)
+    assert (up.style, up.shape[up.hidden], up.shape[up.width]) == ("column", hidden, width)
+    assert (down.style, down.shape[down.hidden], down.shape[down.width]) == ("row", hidden, width)
+    if is_loop:
+        assert (up.hidden, down.hidden, len(up.nodes)) == (1, 0, num_experts)
+    else:
+        assert (up.dim, up.hidden, up.width, down.dim, down.width, down.hidden) == (0, 1, 2, 0, 1, 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", selected_rows.WAYS, ids=lambda way: way.__name__)
+def test_loops_over_selected_rows_are_branches(way):
+    """Also one that visits experts once for each choice, or that guards what may divide by zero."""
+    found = find_experts(capture(experts.Net(selected_rows.Selecting(way)), experts.batch()))
+    assert found.doubts == ()
+    (only,) = found.layers
+    assert (only.num_experts, only.top_k, only.is_stacked, only.tokens) == (4, 2, False, "layer_norm")
+    styles = [w.style for w in only.weights if len(w.shape) == 2]
+    assert sorted(styles) == ["column", "column", "row"]
+    assert len(only.probs) in (1, 4, 8)
+
+
+# ---- what is none
+
+
+@pytest.mark.parametrize("layer", experts.NO_EXPERTS, ids=lambda layer: layer.__name__)
+def test_what_chooses_something_else_is_no_layer_of_experts(layer):
+    found = find_experts(capture(experts.Net(layer()), experts.batch()))
+    assert (found.layers, found.doubts) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (experts.Differing, "the branches of its 4 numbers differ from each other"),
+        (experts.Missing, "they have weights for 3 of its 4 numbers, in 3 branches"),
+        (experts.OfOthers, "its 4 experts read 2 values, not only the tokens"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_not_understood_is_told_with_its_line(layer: Callable[[], nn.Module], why: str):
+    found = find_experts(capture(experts.Net(layer()), experts.batch()))
+    assert found.layers == ()
+    assert [doubt.why for doubt in found.doubts] == [why]
+    assert found.doubts[0].where.file.endswith("experts.py")
+    assert "topk" in found.doubts[0].where.code
