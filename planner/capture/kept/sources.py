@@ -202,7 +202,7 @@ def _stamp(path: str) -> str:
 @lru_cache(1)
 def _our_sources() -> str:
     found = hashlib.sha256()
-    for path in sorted((_HOUSES / "planner").rglob("*.py")):
+    for path in sorted(path for house in ("planner", "passes") for path in (_HOUSES / house).rglob("*.py")):
         content = path.read_bytes()
         found.update(f"{path.relative_to(_HOUSES)}:{len(content)}:".encode() + content)
     return found.hexdigest()
