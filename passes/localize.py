@@ -33,13 +33,13 @@ from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option
 from passes.program.ops.aten import arguments, named, position_of
 from passes.program.ops.groups import WITH_SIZES
 from passes.types.types import Placement
 from planner.context.local_calls import local_arguments
 from planner.mesh import Mesh
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option
 
 aten = torch.ops.aten
 

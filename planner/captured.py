@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from passes.canonical.masks import simplify_masks
 from passes.canonical.norms import fuse_norms
 from passes.errors import PlanError
+from passes.partition.options.table import has_rule
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.capture.batch.fixed_lookups import check_fixed_lookups
@@ -30,7 +31,6 @@ from planner.capture.kept.same_model import ModelState
 from planner.capture.loss.shares import LossTerms, share_loss
 from planner.capture.real_forward import refuse_another_forward
 from planner.draws.places import name_draws
-from planner.placement.rules.table import has_rule
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.options.base import Option
+from passes.partition.options.forms import Form
+from passes.partition.options.layout import pieces_of
 from passes.program.ops.aten import shape_of
 from passes.types.types import Placement
-from planner.placement.rules.base import Option
-from planner.placement.rules.forms import Form
-from planner.placement.rules.layout import pieces_of
 
 
 def local_arguments(node: fx.Node, option: Option, cp: int) -> list[Any]:

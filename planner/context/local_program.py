@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.options.base import Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
@@ -27,8 +29,6 @@ from planner.context.builder import Builder, resized
 from planner.context.local_calls import local_arguments
 from planner.context.rules import options_over_cp
 from planner.context.types import Types, gathered_from
-from planner.placement.rules.base import Option, Site
-from planner.placement.rules.forms import Form
 
 
 class LocalProgram:

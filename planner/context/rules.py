@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.options.base import Option, Site, aligned
+from passes.partition.options.forms import Form
+from passes.partition.options.table import rule_of
 from passes.program.ops.aten import aten, is_random, named, packet_of, packets
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
 from passes.program.ops.products import is_made_of_weights
 from passes.types.types import P, R
 from planner.capture.loss.loss_ops import MEAN, NONE, SUM
-from planner.placement.rules.base import Option, Site, aligned
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import rule_of
 
 FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
 FORMS |= {Form.SEGMENT, Form.STRIDED}

@@ -18,6 +18,8 @@ from math import prod
 import torch
 from torch import fx
 
+from passes.partition.options.base import Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
 from passes.program.program import Program
@@ -26,8 +28,6 @@ from passes.types.types import I, P, Placement, R
 from planner.context.flow import begins, sequence_flow
 from planner.context.refusals import no_typing, not_divisible, reads_whole
 from planner.context.rules import options_over_cp
-from planner.placement.rules.base import Option, Site
-from planner.placement.rules.forms import Form
 
 SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equally many bytes
 

@@ -19,14 +19,14 @@ import torch
 from torch import fx
 
 from passes.moe.domain import axis_of, in_domain, is_here, share_of_rows
+from passes.partition.options.forms import Form
+from passes.partition.options.reduction import EXCHANGES
 from passes.program.ops.groups import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from passes.program.ops.over_data import over_data
 from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange
 from planner.exchanges.sequence import sequence_exchanges, sequence_rows
-from planner.placement.rules.forms import Form
-from planner.placement.rules.reduction import EXCHANGES
 from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from passes.moe.domain import axis_of, domain_of
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option, Site, options_of
 from passes.program.ops.products import computed_of_weights
 from passes.rules.rule import OpRule
 from passes.types.types import I, Placement, R
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option, Site, options_of
 
 MAX_CUTS = 12
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import axis_of
+from passes.partition.options.table import Option
 from passes.program.blocks.blocks import Blocks
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.flops import node_flops
@@ -21,7 +22,6 @@ from passes.types.types import Placement, evenly
 from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides
-from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, solve
 
 

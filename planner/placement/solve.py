@@ -22,11 +22,11 @@ import numpy as np
 from torch import fx
 
 from passes.errors import PlanError
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option
 from passes.types.conversions import conversion
 from passes.types.types import I, Placement
 from planner.placement.candidates import Candidates
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option
 
 
 @dataclass(frozen=True)

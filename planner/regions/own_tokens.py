@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from torch import fx
 
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import VIEWS
 from passes.program.ops.sequence import gather_sequence
 from planner.context.facts import Context, Exchange
 from planner.decisions import Decisions
-from planner.placement.rules.forms import Form
 from planner.sharding.shards import Shards
 
 SAME_OP = {Form.WHOLE, Form.PARTS, Form.COLUMN, Form.ROW}

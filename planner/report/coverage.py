@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError
+from passes.partition.options.table import has_rule
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from planner.capture.export import capture
 from planner.capture.model.reference import load_model
-from planner.placement.rules.table import has_rule
 from planner.spec.spec import Spec
 
 BATCH, LENGTH = 2, 8

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.options.forms import Form
 from passes.program.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 from planner.decisions import Decisions
-from planner.placement.rules.forms import Form
 from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten

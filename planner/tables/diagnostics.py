@@ -16,6 +16,8 @@ from torch import fx
 
 from passes.canonical.norms import spelled_norms
 from passes.errors import Where
+from passes.partition.options.forms import Form
+from passes.partition.options.table import rule_of
 from passes.program.ops.aten import is_random, named, packet_of
 from passes.program.ops.flops import node_cost, node_flops
 from passes.program.ops.groups import CONVOLUTIONS
@@ -28,8 +30,6 @@ from planner.decisions import Decisions
 from planner.exchanges.collectives import scalars_of_loss
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import rule_of
 from planner.saved.attention_kernels import MATH, kernel_of
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option, rule_of
 from passes.program.ops.flops import has_flops
 from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
 from planner.placement.divisibility import nearest_words
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option, rule_of
 
 aten = torch.ops.aten
 _MAX_WALK = 300

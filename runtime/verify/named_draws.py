@@ -23,12 +23,12 @@ from passes.canonical.masks import simplify_masks
 from passes.errors import PlanError, Where
 from passes.ops.counted import Place, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
 from passes.ops.random_state import RandomState
+from passes.partition.options.table import has_rule
 from passes.program.ops.aten import aten
 from passes.program.source_lines import lines_of, where_of
 from planner.capture.export import capture
 from planner.capture.gradients.call_sites import CallSites
 from planner.draws.places import BERNOULLI, KINDS, NORMAL, UNIFORM, Draw, name_draws
-from planner.placement.rules.table import has_rule
 from planner.spec.spec import Spec
 
 DROPOUT = "dropout"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from passes.ops import collectives
 from passes.ops.scores import COUNT, LOG_PROBABILITY
+from passes.partition.options import reduction
+from passes.partition.options.base import Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import reduced_dims
 from passes.types.types import P
 from planner import PlanError
-from planner.placement.rules import reduction
-from planner.placement.rules.base import Option, Site
-from planner.placement.rules.forms import Form
 from tests.models import uneven
 from tests.models.families import IGNORED, build
 from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL

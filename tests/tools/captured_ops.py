@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.partition.options.table import Option
 from passes.peephole import place
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _edges
-from planner.placement.rules.table import Option
 from tests.tools.captured import capture
 from tests.tools.simulated_ranks import Op, check
 

@@ -30,10 +30,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from passes.base import StageGraph
 from passes.localize import localize
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option
 from passes.types.types import Placement
 from planner.placement.decide import Placements
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option
 from tests.tools.graphs import bare_context
 
 TOLERANCE = {

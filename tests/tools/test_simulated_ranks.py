@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option
 from passes.types.types import I, P, Placement, R, V
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option
 from tests.tools.random_ops import Weight, op_of, real
 from tests.tools.simulated_ranks import check
 

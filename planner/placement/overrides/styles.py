@@ -16,6 +16,9 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.partition.options.contraction import contraction
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option, rule_of
 from passes.program.ops.flops import has_flops
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
@@ -24,9 +27,6 @@ from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words
 from planner.placement.overrides.kinds import Asked
-from planner.placement.rules.contraction import contraction
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option, rule_of
 
 aten = torch.ops.aten
 OF_FORM = {Form.ROW: "row", Form.VOCABULARY: "vocab", Form.CLASSES: "vocab"}

@@ -58,8 +58,7 @@ def test_every_listed_key_is_used():
 
 
 def test_only_passes_capture_draws_context_and_placement_write_a_captured_graph():
-    """Draws where they are named, a cut over cp. Lowering writes its own copies of it, the graphs of stages.
-    """
+    """Draws where they are named, a cut over cp. Lowering writes its own copies of it, the graphs of stages."""
     rooms = ("capture", "draws", "context", "placement")
     allowed = [ROOT / "passes", *(ROOT / "planner" / room for room in rooms)]
     others = [path for path in HOUSES if not any(path.is_relative_to(room) for room in allowed)]

@@ -13,6 +13,7 @@ from tests.planner.rules.test_table import EXAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from passes.partition.options.table import has_rule
 from passes.program.ops.aten import draws, packet_of
 from passes.program.ops.flops import OF_OWN_OPS
 from passes.rules.call import call_of, operands_of
@@ -22,7 +23,6 @@ from passes.rules.table import rule_of
 from passes.rules.trials import called
 from planner import Plan, plan
 from planner.capture.inferred_rules import infer_rules, inferred
-from planner.placement.rules.table import has_rule
 from tests.tools import own_ops
 from tests.tools.captures import program_again
 

@@ -9,12 +9,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+from passes.partition.options.table import Site, options_of
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from passes.types.types import I, R, V
 from planner.placement.candidates import MAX_CUTS, Candidates
 from planner.placement.decide import _edges
-from planner.placement.rules.table import Site, options_of
 from tests.models.small import Body, Layer, captured, in_order, layers
 from tests.tools.captured import capture
 

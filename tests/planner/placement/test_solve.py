@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from passes.errors import PlanError
+from passes.partition.options.table import Option
 from passes.program.blocks.blocks import find_blocks
 from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _costs, _edges
-from planner.placement.rules.table import Option
 from planner.placement.solve import Costs, Edge, Weights, _Program, solve
 from tests.tools.captured import capture
 from tests.tools.examples import examples

@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from passes.errors import PlanError, Where
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Option, Site, options_of
 from passes.program.blocks.structure import Structure
 from passes.program.ops.own_backward import Cut, OwnBackward
 from passes.types.types import I, Placement, R, Segment, V
 from planner.capture.own_backward.applications import Application
 from planner.capture.own_backward.custom_functions import CustomFunctions, calls_in
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Option, Site, options_of
 from tests.models.custom_functions import (
     Clamped,
     FusedLoss,

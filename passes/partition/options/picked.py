@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import named
 from passes.types.types import P
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.forms import Form
 
 
 def gather(site: Site) -> Iterator[Option]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.moe import exchange
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.forms import Form
 from passes.types.types import I, P, Placement, R
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.forms import Form
 
 
 def dispatch(site: Site) -> Iterator[Option]:

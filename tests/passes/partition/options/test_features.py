@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from planner.placement.rules.forms import Form
-from planner.placement.rules.table import Site, options_of
+from passes.partition.options.forms import Form
+from passes.partition.options.table import Site, options_of
 from tests.tools.random_ops import Weight, check_options, op_of, real, rule_property, sizes
 
 pytestmark = pytest.mark.check

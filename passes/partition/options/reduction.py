@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import aten, named, reduced_dims
 from passes.types.types import I, P, Placement
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.forms import Form
 
 EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
     aten.logsumexp.default: (2, 0),

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import ops_named
 from passes.program.ops.own_backward import adds_up
 from passes.program.ops.products import is_made_of_weights
 from passes.rules.rule import OpRule
 from passes.rules.table import rule_of
 from passes.types.types import I, P, Placement, R
-from planner.placement.rules.forms import Form
 
 NO_RULE = OpRule(())
 

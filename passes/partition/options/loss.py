@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.embedding import vocabulary_cuts
+from passes.partition.options.forms import Form
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.over_data import over_data
 from passes.types.types import I, R
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.embedding import vocabulary_cuts
-from planner.placement.rules.forms import Form
 
 
 def cross_entropy(site: Site) -> Iterator[Option]:

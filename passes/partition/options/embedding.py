@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.forms import Form
 from passes.types.types import P, Placement, Segment, V, padded_vocabulary
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.forms import Form
 
 
 def embedding(site: Site) -> Iterator[Option]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from passes.partition.options.base import Covers, Option, Site, aligned
+from passes.partition.options.forms import Form
 from passes.types.types import Placement, R, V
-from planner.placement.rules.base import Covers, Option, Site, aligned
-from planner.placement.rules.forms import Form
 
 
 def attention(site: Site) -> Iterator[Option]:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from passes.localize import REWRITES, SAME_OP, STATISTICS
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.forms import Form
+from passes.partition.options.own_backward import own_backward
+from passes.partition.options.reduction import EXCHANGES
+from passes.partition.options.table import GIVES, RULES, Site, forms_of, options_of
 from passes.program.ops.aten import op_named
 from passes.program.ops.sequence import causal_attention
 from passes.types.types import Placement, V
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.forms import Form
-from planner.placement.rules.own_backward import own_backward
-from planner.placement.rules.reduction import EXCHANGES
-from planner.placement.rules.table import GIVES, RULES, Site, forms_of, options_of
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import check
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from passes.partition.options.base import Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import draws
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, Role
 from passes.types.types import P, Placement
-from planner.placement.rules.base import Option, Site
-from planner.placement.rules.forms import Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from passes.partition.options.base import Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.own_backward import Cut, OwnBackward
 from passes.types.types import Placement
-from planner.placement.rules.base import Option, Site
-from planner.placement.rules.forms import Form
 
 
 def own_backward(site: Site) -> Iterator[Option]:

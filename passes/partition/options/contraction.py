@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import Dims, dims_of_factors, given_of
+from passes.partition.options.forms import Form
 from passes.rules.rule import Role
 from passes.types.types import P, Placement, Segment
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import Dims, dims_of_factors, given_of
-from planner.placement.rules.forms import Form
 
 
 def contraction(site: Site) -> Iterator[Option]:

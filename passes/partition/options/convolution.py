@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.contraction import contraction
+from passes.partition.options.forms import Form
 from passes.program.ops.aten import named
 from passes.types.types import Placement, Segment
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.contraction import contraction
-from planner.placement.rules.forms import Form
 
 aten = torch.ops.aten
 

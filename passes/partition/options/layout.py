@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.by_factors import by_factors, each, linear
+from passes.partition.options.forms import Form
+from passes.partition.options.projection import projected
 from passes.rules.rule import RESULT
 from passes.types.types import Placement, R, Segment
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.by_factors import by_factors, each, linear
-from planner.placement.rules.forms import Form
-from planner.placement.rules.projection import projected
 
 aten = torch.ops.aten
 

@@ -6,12 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import aten, draws, packet_of, packets
-from passes.program.ops.own_backward import OwnBackward
-from passes.program.ops.products import is_grouped
-from passes.rules.own import own_rule
-from passes.rules.table import builder_of
-from planner.placement.rules import (
+from passes.partition.options import (
     attention,
     contraction,
     convolution,
@@ -23,10 +18,15 @@ from planner.placement.rules import (
     reduction,
     sequence,
 )
-from planner.placement.rules.base import Covers, Option, Rule, Site
-from planner.placement.rules.by_factors import by_factors
-from planner.placement.rules.forms import Form
-from planner.placement.rules.own_backward import own_backward
+from passes.partition.options.base import Covers, Option, Rule, Site
+from passes.partition.options.by_factors import by_factors
+from passes.partition.options.forms import Form
+from passes.partition.options.own_backward import own_backward
+from passes.program.ops.aten import aten, draws, packet_of, packets
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.ops.products import is_grouped
+from passes.rules.own import own_rule
+from passes.rules.table import builder_of
 
 __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 

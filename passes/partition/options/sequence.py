@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.partition.options.attention import attention
+from passes.partition.options.base import Covers, Option, Site
+from passes.partition.options.forms import Form
 from passes.program.ops.sequence import causal_attention, gathered_attention
-from planner.placement.rules.attention import attention
-from planner.placement.rules.base import Covers, Option, Site
-from planner.placement.rules.forms import Form
 
 
 def of_own_keys(site: Site) -> Iterator[Option]:
