@@ -21,8 +21,8 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import collectives, context
 from passes.ops.scores import own_places, part_of_places, scores_of_targets
+from passes.partition.loss.scored import Pick, Scored
 from passes.program.ops.places import PlaceWriter
-from planner.capture.loss.scored import Pick, Scored
 from planner.exchanges.scores import is_over_classes
 
 aten = torch.ops.aten

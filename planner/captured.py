@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from passes.canonical.masks import simplify_masks
 from passes.canonical.norms import fuse_norms
 from passes.errors import PlanError
+from passes.partition.batch.fixed_lookups import check_fixed_lookups
+from passes.partition.batch.two_captures import wider
+from passes.partition.loss.shares import LossTerms, share_loss
 from passes.partition.options.table import has_rule
 from passes.program.copied import copied
 from passes.program.program import Program
-from planner.capture.batch.fixed_lookups import check_fixed_lookups
-from planner.capture.batch.two_captures import wider
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
-from planner.capture.loss.shares import LossTerms, share_loss
 from planner.capture.real_forward import refuse_another_forward
 from planner.draws.places import name_draws
 from planner.slow_steps import shown_if_slow

@@ -16,13 +16,13 @@ from torch import nn
 from passes.moe.layers import Asked, Experts
 from passes.moe.parts import ExpertPart, expert_parts
 from passes.moe.resting import asked_of, resting
+from passes.partition.batch.id_ranges import IdRange, id_ranges
+from passes.partition.loss.ignored_labels import ignored_labels
+from passes.partition.loss.scored import Scored, find_scored
+from passes.partition.loss.shares import LossTerms
 from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
-from planner.capture.batch.id_ranges import IdRange, id_ranges
-from planner.capture.loss.ignored_labels import ignored_labels
-from planner.capture.loss.scored import Scored, find_scored
-from planner.capture.loss.shares import LossTerms
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.context.facts import Context
 from planner.mesh import Mesh

@@ -27,7 +27,7 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):
-        return None  # batch norm is recognised by its name (planner.capture.loss.shares)
+        return None  # batch norm is recognised by its name (passes.partition.loss.shares)
     whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
     inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
     if whole is None or not any(n.meta["grad"] for n in inputs):

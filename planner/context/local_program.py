@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.loss.loss_ops import MEAN, SUM
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
@@ -24,7 +25,6 @@ from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
 from passes.program.ops.sequence import causal_attention, sum_over_ranks
 from passes.types.types import P, Placement, R
-from planner.capture.loss.loss_ops import MEAN, SUM
 from planner.context.builder import Builder, resized
 from planner.context.local_calls import local_arguments
 from planner.context.rules import options_over_cp

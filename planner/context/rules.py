@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.loss.loss_ops import MEAN, NONE, SUM
 from passes.partition.options.base import Option, Site, aligned
 from passes.partition.options.forms import Form
 from passes.partition.options.table import rule_of
@@ -26,7 +27,6 @@ from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
 from passes.program.ops.products import is_made_of_weights
 from passes.types.types import P, R
-from planner.capture.loss.loss_ops import MEAN, NONE, SUM
 
 FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
 FORMS |= {Form.SEGMENT, Form.STRIDED}

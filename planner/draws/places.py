@@ -16,12 +16,12 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
+from passes.partition.batch.flow import Run, batch_runs
 from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
 from passes.types.types import Placement
-from planner.capture.batch.flow import Run, batch_runs
 from planner.draws.attention import spell_out_attention
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from math import prod
 
 from passes.errors import PlanError
+from passes.partition.loss.scored import Pick
 from passes.program.places import Places
 from passes.program.source_lines import where_of
 from passes.types.conversions import ALL_REDUCE
-from planner.capture.loss.scored import Pick
 from planner.decisions import Decisions
 from planner.sharding.collectives import CollectivePlan
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from passes.partition.batch.id_ranges import IdRange
 from passes.program.assumptions import Assumption
-from planner.capture.batch.id_ranges import IdRange
 from runtime.data.assumption_checks import check_assumptions
 from runtime.data.id_checks import check_ids
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.batch.id_ranges import IdRange
+from passes.partition.batch.id_ranges import IdRange
 
 
 def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:

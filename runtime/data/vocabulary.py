@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from passes.errors import PlanError
-from planner.capture.batch.id_ranges import IdRange
+from passes.partition.batch.id_ranges import IdRange
 from planner.spec.sections import InputSpec
 from runtime.data.roles import OF_IDS
 from runtime.data.tokens import Tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.loss.scored import Scored
+from passes.partition.loss.scored import Scored
 from planner.spec.spec import Spec
 from runtime.data.roles import length_of, roles_of
 from runtime.evaluation.windows import Row

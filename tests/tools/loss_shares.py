@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.partition.batch.two_captures import wider
+from passes.partition.loss.counts import LossTerms
+from passes.partition.loss.shares import share_loss
 from passes.program.program import Program
-from planner.capture.batch.two_captures import wider
-from planner.capture.loss.counts import LossTerms
-from planner.capture.loss.shares import share_loss
 from tests.tools.captured import capture
 
 LENGTH, WIDTH, CLASSES, IGNORED = 6, 4, 8, -100

@@ -8,9 +8,9 @@ from math import prod
 
 import torch
 
+from passes.partition.batch.flow import batch_flow
 from passes.program.ops.aten import value_bytes
 from passes.program.walks import readers, walk
-from planner.capture.batch.flow import batch_flow
 from planner.cost.cut.homes import Homes, Units, following
 from planner.cost.cut.keeping import Keeping, Kept, loose_of
 from planner.cost.cut.messages import MessagesOf

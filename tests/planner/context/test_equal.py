@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.partition.loss.shares import LossTerms
 from passes.program.copied import copied
 from passes.program.program import Program
-from planner.capture.loss.shares import LossTerms
 from planner.captured import prepare
 from planner.spec.spec import Spec
 from tests.models import families, own, sequences

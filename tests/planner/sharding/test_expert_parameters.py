@@ -11,10 +11,10 @@ import pytest
 
 from passes.moe.find import find_experts
 from passes.moe.parts import ExpertPart
+from passes.partition.loss.shares import share_loss
 from passes.program.blocks.blocks import find_blocks
 from passes.types.types import V
 from planner import Plan, PlanError, plan
-from planner.capture.loss.shares import share_loss
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages

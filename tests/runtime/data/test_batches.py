@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from passes.errors import PlanError
-from planner.capture.batch.id_ranges import IdRange
+from passes.partition.batch.id_ranges import IdRange
 from runtime.data.batches import BatchLayout, num_tokens
 from runtime.data.first_batch import check_here
 

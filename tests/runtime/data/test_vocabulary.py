@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
-from planner.capture.batch.id_ranges import IdRange
+from passes.partition.batch.id_ranges import IdRange
 from planner.spec.sections import InputSpec
 from runtime.data.tokens import Tokens
 from runtime.data.vocabulary import check_vocabulary

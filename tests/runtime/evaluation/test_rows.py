@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from passes.partition.loss.scored import Pick, Scored
 from planner import PlanError
-from planner.capture.loss.scored import Pick, Scored
 from planner.spec.spec import Spec
 from runtime.evaluation.rows import RowBatches
 from runtime.evaluation.windows import Row

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from passes import localize
 from passes.ops.axis import AxisHandle
+from passes.partition.loss.shares import _Rewriter
 from passes.partition.options.forms import Form
-from planner.capture.loss.shares import _Rewriter
 from runtime import intake
 from runtime.optimizer import adamw
 from runtime.optimizer.average import WeightAverage

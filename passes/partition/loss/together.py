@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, UNKNOWN, WHOLE, Kind
 from passes.program.ops.aten import aten, named, packet_of
 from passes.program.ops.over_data import over_data
-from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNKNOWN, WHOLE, Kind
 
 Emit = Callable[..., fx.Node]
 

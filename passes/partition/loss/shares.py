@@ -5,17 +5,17 @@ they hold different numbers of valid tokens. So each value that a model computes
 global batch, of n microbatches:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
-    mask.sum(), mask.mean()   → their value over the global batch, for all readers (planner.capture.loss.counts)
+    mask.sum(), mask.mean()   → their value over the global batch, for all readers (passes.partition.loss.counts)
     8, ones(8).sum() …        → their value in a graph of the global batch, if that differs (capture.loss.scaling)
     sum over the batch        → itself: shares are sums
     mean over the batch       → itself / n     (equal sizes: exact)
     value without a batch     → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
-    a product of means …      → of all ranks, if they run all microbatches at once (planner.capture.loss.together)
+    a product of means …      → of all ranks, if they run all microbatches at once (passes.partition.loss.together)
     anything else             → itself / n, and a warning that names the line
-    sums of half precision    → in float32     (planner.capture.loss.widen)
+    sums of half precision    → in float32     (passes.partition.loss.widen)
 
-The kind of a value decides which of these applies (planner.capture.loss.kinds): by the graph's form if that leaves no
+The kind of a value decides which of these applies (passes.partition.loss.kinds): by the graph's form if that leaves no
 doubt (capture.loss.form), else by a second capture (capture.batch.by_captures). An op that mixes the sequences of a
 batch before the loss is reported too: no share can correct it.
 
@@ -31,15 +31,8 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from passes.program.constants import SHAPE_READERS, Constants
-from passes.program.ops.aten import arguments, aten
-from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
-from passes.program.ops.own_backward import adds_up
-from passes.program.program import Program
-from passes.program.source_lines import where_of
-from passes.program.walks import operands, walk
-from planner.capture.batch.by_captures import Typing
-from planner.capture.batch.mixing import (
+from passes.partition.batch.by_captures import Typing
+from passes.partition.batch.mixing import (
     computed_along,
     has_gradient,
     is_own_loss,
@@ -48,12 +41,12 @@ from planner.capture.batch.mixing import (
     mixes,
     mixes_along_a_dim,
 )
-from planner.capture.batch.order import in_other_orders
-from planner.capture.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
-from planner.capture.loss.counts import Counts, LossTerms, input_only
-from planner.capture.loss.form import is_certain, kinds_by_form, loss_region
-from planner.capture.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
-from planner.capture.loss.loss_ops import (
+from passes.partition.batch.order import in_other_orders
+from passes.partition.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
+from passes.partition.loss.counts import Counts, LossTerms, input_only
+from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
+from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
+from passes.partition.loss.loss_ops import (
     AFFINE,
     MEAN,
     SUM,
@@ -62,9 +55,16 @@ from planner.capture.loss.loss_ops import (
     is_mean,
     linear_in,
 )
-from planner.capture.loss.scaling import Scaling
-from planner.capture.loss.together import Together
-from planner.capture.loss.widen import widen
+from passes.partition.loss.scaling import Scaling
+from passes.partition.loss.together import Together
+from passes.partition.loss.widen import widen
+from passes.program.constants import SHAPE_READERS, Constants
+from passes.program.ops.aten import arguments, aten
+from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
+from passes.program.ops.own_backward import adds_up
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import operands, walk
 
 __all__ = ["LossTerms", "share_loss"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.loss.loss_ops import MEAN, SUM, reduction_of, unreduced
 from passes.program.ops.aten import aten, is_pointwise, packet_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.walks import operands, walk
-from planner.capture.loss.loss_ops import MEAN, SUM, reduction_of, unreduced
 
 HALF = (torch.float16, torch.bfloat16)
 WIDE = torch.float32

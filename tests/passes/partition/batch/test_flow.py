@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.partition.batch.flow import batch_flow
 from planner import capture as capture_once
 from planner import plan
-from planner.capture.batch.flow import batch_flow
 from tests.tools.captured import capture
 
 SPEC = {

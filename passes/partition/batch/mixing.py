@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.loss.counts import input_only
 from passes.program.ops.aten import aten, is_pointwise, packet_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from passes.program.ops.own_backward import OwnBackward
@@ -25,7 +26,6 @@ from passes.program.walks import operands, walk
 from passes.rules.call import operands_of
 from passes.rules.rule import Factor, OpRule, Role
 from passes.rules.table import rule_of
-from planner.capture.loss.counts import input_only
 
 # They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
 ELSEWHERE = PLACING | JOINS | Ops("index gather embedding pad constant_pad_nd")
@@ -84,7 +84,7 @@ def mixes_along_a_dim(node: fx.Node) -> bool:
 
 
 def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
-    """Of an op that may mix: whether a dim that it mixes may hold the batch (planner.capture.batch.flow)."""
+    """Of an op that may mix: whether a dim that it mixes may hold the batch (passes.partition.batch.flow)."""
     held = [flow.get(n) for n in operands_of(node)]
     return (
         _has_own_backward(node) or any(dims is None for dims in held) or _mixes(node, [d or frozenset() for d in held])

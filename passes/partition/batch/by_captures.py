@@ -1,4 +1,4 @@
-"""The kind of every value of a captured graph (planner.capture.loss.kinds), from two captures of different batch sizes.
+"""The kind of every value of a captured graph (passes.partition.loss.kinds), from two captures of different batch sizes.
 
     of a batch tensor, row by row                  ROWS        rows[i], or split and chunk along the batch  → of a part
     sum, mean over the batch; cross-entropy        SHARE       of one sequence alone, by any op             → UNIT
@@ -6,7 +6,7 @@
     a small SHARE of batch tensors alone           WHOLE       (a count: of the global batch, known before the forward)
 
 Ops are trusted to keep rows apart if exactly one dim of their result grows with the batch and they are none of those
-that could mix it (planner.capture.batch.mixing). Before the loss, an op that mixes sequences is reported, and its
+that could mix it (passes.partition.batch.mixing). Before the loss, an op that mixes sequences is reported, and its
 result counts as rows.
 """
 
@@ -22,14 +22,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from passes.program.ops.aten import arguments
-from passes.program.ops.groups import CROSS_ENTROPIES
-from passes.program.program import Program
-from planner.capture.batch.mixing import mixes
-from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
-from planner.capture.loss.counts import MOST_SUMS, input_only
-from planner.capture.loss.joins import Joins
-from planner.capture.loss.kinds import (
+from passes.partition.batch.mixing import mixes
+from passes.partition.batch.two_captures import TwoCaptures, aten, cut_of, splits
+from passes.partition.loss.counts import MOST_SUMS, input_only
+from passes.partition.loss.joins import Joins
+from passes.partition.loss.kinds import (
     LOOSE,
     MEANS,
     PLACES,
@@ -44,7 +41,7 @@ from planner.capture.loss.kinds import (
     unknown,
     whole,
 )
-from planner.capture.loss.loss_ops import (
+from passes.partition.loss.loss_ops import (
     MEAN,
     NONE,
     adds_rows,
@@ -55,9 +52,12 @@ from planner.capture.loss.loss_ops import (
     reduces_rows,
     reduction_of,
 )
-from planner.capture.loss.loss_ops import share as shared
-from planner.capture.loss.parts import UNITS, Likeness, Parts
-from planner.capture.loss.scaling import Scaling
+from passes.partition.loss.loss_ops import share as shared
+from passes.partition.loss.parts import UNITS, Likeness, Parts
+from passes.partition.loss.scaling import Scaling
+from passes.program.ops.aten import arguments
+from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.program.program import Program
 
 
 def _size(node: fx.Node, dim: int) -> int:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
+from passes.partition.batch.flow import Run, batch_runs
 from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.program import Program
 from passes.rules.call import operands_of
 from passes.rules.table import rule_of
-from planner.capture.batch.flow import Run, batch_runs
 
 
 def batch_size(program: Program) -> int:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.partition.loss.scored import find_scored
 from planner import PlanError
-from planner.capture.loss.scored import find_scored
 from tests.models import loss_idioms
 from tests.tools.captured import capture
 from tests.tools.loss_shares import CLASSES, IGNORED, Loss, Small, built, inputs_of

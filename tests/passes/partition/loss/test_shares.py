@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.partition.batch.two_captures import lay_on, wider
+from passes.partition.loss.shares import share_loss
 from passes.program.constants import Constants
 from passes.program.program import Program
-from planner.capture.batch.two_captures import lay_on, wider
-from planner.capture.loss.shares import share_loss
 from tests.tools import loss_shares
 from tests.tools.captured import capture
 from tests.tools.loss_shares import IGNORED, LENGTH, Small, inputs_of, rows

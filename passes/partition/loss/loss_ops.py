@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.loss.kinds import SHARE, Kind
 from passes.program.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import Ops
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, Role
 from passes.rules.table import rule_of
-from planner.capture.loss.kinds import SHARE, Kind
 
 NONE, MEAN, SUM = 0, 1, 2
 AFFINE = Ops("add sub subtract rsub where masked_fill")  # linear in their tensors and numbers together

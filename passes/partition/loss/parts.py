@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.batch.two_captures import TwoCaptures, aten, cut_of, splits
+from passes.partition.loss.kinds import Part, tile
 from passes.program.ops.groups import WITH_SIZES
-from planner.capture.batch.two_captures import TwoCaptures, aten, cut_of, splits
-from planner.capture.loss.kinds import Part, tile
 
 UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture.batch.two_captures import TwoCaptures, aten, pieces_of, spine_of, terms_of
-from planner.capture.loss.kinds import LOOSE, MEANS, ROWS, SHARE, UNIT, WHOLE, Kind, are_complete, unknown
-from planner.capture.loss.loss_ops import share as shared
-from planner.capture.loss.parts import Parts
+from passes.partition.batch.two_captures import TwoCaptures, aten, pieces_of, spine_of, terms_of
+from passes.partition.loss.kinds import LOOSE, MEANS, ROWS, SHARE, UNIT, WHOLE, Kind, are_complete, unknown
+from passes.partition.loss.loss_ops import share as shared
+from passes.partition.loss.parts import Parts
 
 
 class Joins(ABC):

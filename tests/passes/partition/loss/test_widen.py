@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.partition.loss.widen import HALF
 from planner import Plan, plan
-from planner.capture.loss.widen import HALF
 from runtime import Engine
 
 SIZE, LENGTH, CLASSES = 64, 1100, 16  # 70,400 tokens; float16 ends at 65,504

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from passes.partition.batch.id_ranges import id_ranges
 from planner import PlanError, plan
-from planner.capture.batch.id_ranges import id_ranges
 from runtime.data.id_checks import check_ids
 from tests.models.families import build
 from tests.tools.captured import capture

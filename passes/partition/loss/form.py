@@ -12,6 +12,13 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from passes.partition.batch.flow import batch_flow
+from passes.partition.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
+from passes.partition.batch.order import may_repeat_batch
+from passes.partition.loss.counts import input_only
+from passes.partition.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
+from passes.partition.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
+from passes.partition.loss.scaling import numeric_places
 from passes.program.ops.aten import aten, packet_of, tensors_of
 from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
 from passes.program.program import Program
@@ -19,13 +26,6 @@ from passes.program.walks import operands, walk
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, OpRule, Role
 from passes.rules.table import rule_of
-from planner.capture.batch.flow import batch_flow
-from planner.capture.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
-from planner.capture.batch.order import may_repeat_batch
-from planner.capture.loss.counts import input_only
-from planner.capture.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
-from planner.capture.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
-from planner.capture.loss.scaling import numeric_places
 
 LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers are class ids, fillings and exponents
 

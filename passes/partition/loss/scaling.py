@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.partition.batch.two_captures import TwoCaptures, is_number
+from passes.partition.loss.kinds import PLACES, ROWS, Kind, unknown, whole
 from passes.program.constants import Constants
-from planner.capture.batch.two_captures import TwoCaptures, is_number
-from planner.capture.loss.kinds import PLACES, ROWS, Kind, unknown, whole
 
 CLOSE = 1e-9
 

@@ -3,7 +3,7 @@
     WHOLE     the same: parameters, constants, counts of the global batch, and values made of them
     ROWS(d)   the microbatches' values, one after the other along dim d, are the global one
     UNIT      made of one sequence alone: a loop over the batch takes them one by one
-    SHARE     the microbatches' values add up to the global one, term by term (planner.capture.loss.shares)
+    SHARE     the microbatches' values add up to the global one, term by term (passes.partition.loss.shares)
     LOOSE(d)  … if summed over dim d too
     UNKNOWN   none of these
 
