@@ -24,10 +24,10 @@ from passes.ops.counted import (
     counted_normal,
     counted_uniform,
 )
+from passes.partition.sequence import zigzag
 from passes.program.ops.aten import aten, named
+from passes.rng.places import BERNOULLI, KINDS, UNIFORM, Draw
 from passes.types.types import Placement
-from planner.context import zigzag
-from planner.draws.places import BERNOULLI, KINDS, UNIFORM, Draw
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:

@@ -24,8 +24,8 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.counted_draws import counted
 from passes.ops.dropout import OWN_ATTENTION, stream_attention, stream_dropout, stream_random
+from passes.partition.sequence.own_tokens import names_of_own_tokens
 from passes.program.ops.aten import is_random
-from planner.context.own_tokens import names_of_own_tokens
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@
     causal_attention    of this rank's rows to the keys before them, by chunks     (passes.ops.causal_attention)
     gathered_attention  of this rank's rows, to keys that it gathers itself        (passes.ops.gathered_attention)
 
-Needs:   a program over one cp rank's tokens (planner.context).
+Needs:   a program over one cp rank's tokens (passes.partition.sequence).
 Leaves:  no call of passes.program.ops.sequence.
 """
 

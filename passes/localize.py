@@ -35,10 +35,10 @@ from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_s
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
+from passes.partition.sequence.local_calls import local_arguments
 from passes.program.ops.aten import arguments, named, position_of
 from passes.program.ops.groups import WITH_SIZES
 from passes.types.types import Placement
-from planner.context.local_calls import local_arguments
 from planner.mesh import Mesh
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops.own_tokens import of_gathered
-from planner.context.facts import Exchange
+from passes.partition.sequence.facts import Exchange
 
 
 def keep_own_tokens(stage: StageGraph, context: LowerContext) -> None:

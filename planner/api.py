@@ -18,17 +18,17 @@ from torch import nn
 from passes.errors import PlanError
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
+from passes.partition.sequence.cut import cut_sequence
+from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.program import Program
+from passes.rng.places import check_draws
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
-from planner.context.cut import cut_sequence
-from planner.context.own_keys import keep_own_keys
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
-from planner.draws.places import check_draws
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of

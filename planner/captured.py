@@ -26,11 +26,11 @@ from passes.partition.loss.shares import LossTerms, share_loss
 from passes.partition.options.table import has_rule
 from passes.program.copied import copied
 from passes.program.program import Program
+from passes.rng.places import name_draws
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
 from planner.capture.real_forward import refuse_another_forward
-from planner.draws.places import name_draws
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec

@@ -3,7 +3,7 @@
     local_rows        whole → this rank's     nothing       backward: the gradient at its places, zeros elsewhere
     gather_sequence   this rank's → whole     all-gather    backward: reduce-scatter
 
-A rank holds two chunks of a sequence (planner.context.zigzag); gathered tokens have the order of the sequence.
+A rank holds two chunks of a sequence (passes.partition.sequence.zigzag); gathered tokens have the order of the sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import note
 from passes.ops.runs import all_gather_single, reduce_scatter_single
-from planner.context import zigzag
+from passes.partition.sequence import zigzag
 
 
 def local_rows(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:

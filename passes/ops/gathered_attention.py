@@ -25,7 +25,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle, widened
 from passes.ops.context import gathered_together, scattered_sums
 from passes.ops.flash import Result, flash, flash_backward, takes
-from planner.context import zigzag
+from passes.partition.sequence import zigzag
 
 
 def gathered_attention(

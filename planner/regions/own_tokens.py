@@ -3,7 +3,7 @@
     scores = q @ gather(k)ᵀ: a saved k of all tokens would be equally large for every cp; if the backward gathers it
     again, a rank keeps only its own tokens.
 
-The values that attention itself gathers are not among them (planner.context.own_keys).
+The values that attention itself gathers are not among them (passes.partition.sequence.own_keys).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 from torch import fx
 
 from passes.partition.options.forms import Form
+from passes.partition.sequence.facts import Context, Exchange
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import VIEWS
 from passes.program.ops.sequence import gather_sequence
-from planner.context.facts import Context, Exchange
 from planner.decisions import Decisions
 from planner.sharding.shards import Shards
 

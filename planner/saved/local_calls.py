@@ -12,10 +12,10 @@ from passes.moe import exchange
 from passes.moe.domain import domain_of
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
+from passes.partition.sequence.local_calls import local_arguments
 from passes.program.ops.aten import arguments, is_random, named
 from passes.program.ops.groups import WITH_SIZES
 from passes.program.ops.over_data import over_data
-from planner.context.local_calls import local_arguments
 from planner.saved import attention_kernels, of_sequence, stand_ins
 from planner.saved.fused import loses_logits
 from planner.saved.of_sequence import OF_SEQUENCE

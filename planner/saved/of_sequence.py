@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.partition.sequence import zigzag
 from passes.program.ops import sequence
-from planner.context import zigzag
 from planner.saved.stand_ins import summed
 
 

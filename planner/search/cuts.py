@@ -16,13 +16,13 @@ from math import lcm
 from passes.moe.find import find_experts
 from passes.moe.layers import Experts
 from passes.moe.open import open_experts
+from passes.partition.sequence.cut import cut_sequence
+from passes.partition.sequence.facts import Context
+from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.captured import Prepared
-from planner.context.cut import cut_sequence
-from planner.context.facts import Context
-from planner.context.own_keys import keep_own_keys
 from planner.cost.cut.units import CutWork
 from planner.cost.work import cut_work, own_tokens
 from planner.decisions import Decisions

@@ -16,7 +16,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
-from planner.context import zigzag
+from passes.partition.sequence import zigzag
 from tests.tools.examples import examples
 from tests.tools.simulated_ranks import on_threads
 

@@ -20,15 +20,15 @@ from torch import fx
 from passes.partition.loss.loss_ops import MEAN, SUM
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
+from passes.partition.sequence.builder import Builder, resized
+from passes.partition.sequence.local_calls import local_arguments
+from passes.partition.sequence.rules import options_over_cp
+from passes.partition.sequence.types import Types, gathered_from
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
 from passes.program.ops.sequence import causal_attention, sum_over_ranks
 from passes.types.types import P, Placement, R
-from planner.context.builder import Builder, resized
-from planner.context.local_calls import local_arguments
-from planner.context.rules import options_over_cp
-from planner.context.types import Types, gathered_from
 
 
 class LocalProgram:

@@ -5,7 +5,7 @@
 From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
 a float input; from there on each op takes the typing that moves least. Values without a sharded input (positions,
 masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
-(planner.context.local_program). Weights are R, so gradients of all replicated values are partial, and are summed with
+(passes.partition.sequence.local_program). Weights are R, so gradients of all replicated values are partial, and are summed with
 those of the weights.
 """
 
@@ -20,14 +20,14 @@ from torch import fx
 
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
+from passes.partition.sequence.flow import begins, sequence_flow
+from passes.partition.sequence.refusals import no_typing, not_divisible, reads_whole
+from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.types.types import I, P, Placement, R
-from planner.context.flow import begins, sequence_flow
-from planner.context.refusals import no_typing, not_divisible, reads_whole
-from planner.context.rules import options_over_cp
 
 SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equally many bytes
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.sequence.facts import Context, Exchange
 from passes.program.ops.aten import aten, is_random, named, shape_of
 from passes.program.ops.groups import ATTENTION
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from passes.program.program import Program
-from planner.context.facts import Context, Exchange
 
 SEQUENCE = 2  # the dim of tokens in q, k, v [b, h, s, d]
 

@@ -19,10 +19,10 @@ from torch import fx
 from passes.moe.building import Builder, erase_unread
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
+from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.types.types import P, Placement, V
-from planner.context.rules import options_over_cp
 
 ROW_BY_ROW = {Form.PARTS, Form.SIZES, Form.COLUMN, Form.SPLIT}
 

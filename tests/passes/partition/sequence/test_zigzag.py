@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.context import zigzag
+from passes.partition.sequence import zigzag
 
 
 @given(st.integers(1, 9), st.integers(1, 5))

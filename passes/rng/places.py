@@ -21,8 +21,8 @@ from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
+from passes.rng.attention import spell_out_attention
 from passes.types.types import Placement
-from planner.draws.attention import spell_out_attention
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {

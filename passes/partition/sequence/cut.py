@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.partition.sequence.facts import Context, Exchange
+from passes.partition.sequence.lengthen import lengthen
+from passes.partition.sequence.local_program import LocalProgram
+from passes.partition.sequence.refusals import no_sequence
+from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
 from passes.program.ops.sequence import gather_sequence, sum_over_ranks
 from passes.program.program import Program
-from planner.context.facts import Context, Exchange
-from planner.context.lengthen import lengthen
-from planner.context.local_program import LocalProgram
-from planner.context.refusals import no_sequence
-from planner.context.types import decide_types
 
 
 def cut_sequence(program: Program, cp: int) -> Context:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from torch import fx
 
 from passes.partition.options.base import Site
+from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
 from passes.program.ops.groups import MOVES
 from passes.program.program import Program
 from passes.types.types import Placement, V
-from planner.context.rules import options_over_cp
 
 
 def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
