@@ -3,7 +3,7 @@
     local_rows        whole → this rank's     nothing       backward: the gradient at its places, zeros elsewhere
     gather_sequence   this rank's → whole     all-gather    backward: reduce-scatter
 
-A rank holds two chunks of a sequence (passes.partition.sequence.zigzag); gathered tokens have the order of the sequence.
+A rank holds two chunks of a sequence (passes.partition.sequence.zigzag); gathered tokens have its order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kind of every value of a captured graph (passes.partition.loss.kinds), from two captures of different batch sizes.
+"""The kind of every value (passes.partition.loss.kinds), from two captures of different batch sizes.
 
     of a batch tensor, row by row                  ROWS        rows[i], or split and chunk along the batch  → of a part
     sum, mean over the batch; cross-entropy        SHARE       of one sequence alone, by any op             → UNIT

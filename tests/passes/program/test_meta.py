@@ -57,9 +57,9 @@ def test_every_listed_key_is_used():
     assert {k for path in HOUSES for k in keys(ast.parse(path.read_text()))} >= set(STAGE_META) | set(META)
 
 
-def test_only_passes_capture_draws_context_and_placement_write_a_captured_graph():
+def test_only_passes_capture_and_placement_write_a_captured_graph():
     """Draws where they are named, a cut over cp. Lowering writes its own copies of it, the graphs of stages."""
-    rooms = ("capture", "draws", "context", "placement")
+    rooms = ("capture", "placement")
     allowed = [ROOT / "passes", *(ROOT / "planner" / room for room in rooms)]
     others = [path for path in HOUSES if not any(path.is_relative_to(room) for room in allowed)]
     assert [(str(p), line) for p in others for line in writes(ast.parse(p.read_text()))] == []
