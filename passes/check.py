@@ -45,12 +45,12 @@ from passes.ops.region import run_region
 from passes.ops.scores import scores_of_targets
 from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy
+from passes.partition.type_changes import sent_type
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.sequence import CALLS
 from passes.recompute import block_calls
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
 from passes.types.types import I, Placement
-from planner.sharding.type_changes import sent_type
 
 META = torch.device("meta")
 

@@ -16,9 +16,9 @@ from torch import fx, nn
 from passes.base import LowerContext, StageGraph
 from passes.moe import exchange
 from passes.moe.domain import is_here
+from passes.partition.type_changes import runs_here
 from passes.program.program import Program
-from planner.pipeline.stages import StageAssignment
-from planner.sharding.type_changes import runs_here
+from passes.program.stages import StageAssignment
 
 
 def extract(context: LowerContext, index: int) -> StageGraph:

@@ -14,8 +14,8 @@ from torch.fx.graph import _register_custom_builtin
 from passes.base import LowerContext, StageGraph
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
+from passes.partition.type_changes import type_at
 from passes.types.types import Placement, Segment
-from planner.sharding.type_changes import type_at
 
 # the generated code of the graph names a collective's cut, and must find these names
 NAMES_IN_CODE: dict[str, tuple[str, type]] = {

@@ -18,6 +18,7 @@ from torch import nn
 from passes.errors import PlanError
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
+from passes.partition.placements import Placements
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.blocks.blocks import Blocks, find_blocks
@@ -36,7 +37,7 @@ from planner.pipeline.simulate import planned
 from planner.pipeline.stages import assign_stages
 from planner.pipeline.zero_bubble import StageCosts
 from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
-from planner.placement.decide import Placements, decide_placements
+from planner.placement.decide import decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.uncut import check_something_is_cut
 from planner.recompute.decide import decide_recompute

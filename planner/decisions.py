@@ -20,14 +20,14 @@ from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.ignored_labels import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored
 from passes.partition.loss.shares import LossTerms
+from passes.partition.placements import Placements
 from passes.partition.sequence.facts import Context
 from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
+from passes.program.stages import StageAssignment
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.mesh import Mesh
-from planner.pipeline.stages import StageAssignment
-from planner.placement.decide import Placements
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import fx
 from passes.moe.domain import axis_of, in_domain, is_here, share_of_rows
 from passes.partition.options.forms import Form
 from passes.partition.options.reduction import EXCHANGES
+from passes.partition.type_changes import TypeChange
 from passes.program.ops.groups import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from passes.program.ops.over_data import over_data
 from passes.program.places import Places
@@ -30,7 +31,6 @@ from planner.exchanges.sequence import sequence_exchanges, sequence_rows
 from planner.recompute.pieces import Piece
 from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
 

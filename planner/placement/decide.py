@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from passes.errors import PlanError
-from passes.moe.domain import axis_of
-from passes.partition.options.table import Option
+from passes.partition.placements import Placements
 from passes.program.blocks.blocks import Blocks
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.flops import node_flops
@@ -23,38 +22,6 @@ from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of
 from planner.placement.overrides.styles import Overrides
 from planner.placement.solve import Costs, Edge, Weights, solve
-
-
-@dataclass(frozen=True)
-class Placements:
-    """The chosen option of every node (parameters included), by node name.
-
-    ``origins``: "solver", or the override that decided. ``styles``: the overrides' styles, of the parameters that they
-    decided.
-    ``etp``: the size of the axis over which values in the experts' domain are typed.
-    """
-
-    tp: int
-    options: dict[str, Option]
-    origins: dict[str, str]
-    styles: dict[str, str] = field(default_factory=dict)
-    etp: int = 0
-
-    def size(self, node: fx.Node) -> int:
-        """Ranks over which the value of ``node`` is typed."""
-        return self.tp if axis_of(node) == "tp" else self.etp or self.tp
-
-    def of(self, node: fx.Node) -> Placement:
-        """The type of the value that ``node`` makes."""
-        return self.options[node.name].out
-
-    def wanted(self, node: fx.Node, position: int) -> Placement:
-        """The type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
-        return self.options[node.name].args[position]
-
-    def reads_unchanged(self, node: fx.Node, operand: fx.Node) -> bool:
-        """Whether ``node`` reads ``operand`` in the type of its value: no conversion stands between them."""
-        return self.wanted(node, node.all_input_nodes.index(operand)) == self.of(operand)
 
 
 def decide_placements(

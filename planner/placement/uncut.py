@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.errors import PlanError
+from passes.partition.placements import Placements
 from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from planner.placement.attention.sites import AttentionSite
-from planner.placement.decide import Placements, decide_placements
+from planner.placement.decide import decide_placements
 from planner.placement.divisibility import divisors
 
 _TRIES = 3  # sizes tried on each side; each costs a decision of its own

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.partition.type_changes import TypeChange
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.regions.regions import Region, calls_of, home_of
-from planner.sharding.type_changes import TypeChange
 
 Key = tuple[str, Placement]  # captured name of a value, and the type in which it is here
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from passes.partition.type_changes import TypeChange
 from passes.program.ops.groups import WITH_WEIGHT
 from planner.decisions import Decisions
 from planner.regions.regions import Region
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
+from passes.partition.type_changes import TypeChange, runs_here, type_at, wanted_types
 from passes.program.blocks.blocks import Block
 from passes.program.ops.addends import num_addends
 from passes.program.program import Program
@@ -28,7 +29,6 @@ from planner.regions.parts import REST, parts_of
 from planner.regions.refusals import Refusal, refusal, uncapturable
 from planner.sharding.boundaries import BoundaryPlan, value_at
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import TypeChange, runs_here, type_at, wanted_types
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 LAYER = "layer"

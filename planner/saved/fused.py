@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from passes.partition.options.forms import Form
+from passes.partition.type_changes import TypeChange
 from passes.program.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 from planner.decisions import Decisions
-from planner.sharding.type_changes import TypeChange
 
 aten = torch.ops.aten
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from passes.moe.domain import domain_of, in_domain, is_here, share_of_rows
+from passes.partition.type_changes import TypeChange, sent_type, type_at
 from passes.program.ops.groups import WITH_WEIGHT
 from passes.types.types import Placement
 from planner.decisions import Decisions
@@ -26,7 +27,6 @@ from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
 from planner.saved.local_calls import ON_GPU, local_call
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import TypeChange, sent_type, type_at
 
 
 @dataclass(frozen=True, slots=True)

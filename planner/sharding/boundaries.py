@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from passes.partition.type_changes import sent_type
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.sharding.type_changes import sent_type
 
 
 @dataclass(frozen=True, slots=True)

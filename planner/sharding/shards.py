@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
+from passes.partition.type_changes import TypeChange, check_experts_alike, type_changes
 from planner.decisions import Decisions
 from planner.sharding.boundaries import BoundaryPlan, boundary
 from planner.sharding.buffers import Buffer, buffers_at, buffers_of
 from planner.sharding.collectives import CollectivePlan, step_collectives
-from planner.sharding.type_changes import TypeChange, check_experts_alike, type_changes
 from planner.spec.spec import Spec
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from passes.partition.type_changes import TypeChange
 from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import TypeChange
 from planner.tables.rows import Diagnostic
 from planner.tables.sizes import format_bytes
 

@@ -12,9 +12,9 @@ from passes.extract import extract
 from passes.lower import PASSES, context_of, run_passes
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
+from passes.partition.placements import Placements
 from planner import Plan
 from planner.decisions import Decisions
-from planner.placement.decide import Placements
 
 
 def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int = 0, seed: int = 0) -> LowerContext:

@@ -32,8 +32,8 @@ from passes.base import StageGraph
 from passes.localize import localize
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
+from passes.partition.placements import Placements
 from passes.types.types import Placement
-from planner.placement.decide import Placements
 from tests.tools.graphs import bare_context
 
 TOLERANCE = {

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from passes.partition.batch.flow import batch_flow
+from passes.partition.type_changes import sent_type
 from passes.program.ops.aten import value_bytes
 from passes.program.walks import readers, walk
 from planner.cost.cut.homes import Homes, Units, following
@@ -36,7 +37,6 @@ from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
 from planner.sharding.parameters import LocalParameter, local_parameter
 from planner.sharding.shards import Shards
-from planner.sharding.type_changes import sent_type
 from planner.spec.spec import Spec
 
 

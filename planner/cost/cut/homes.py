@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import fx
 
+from passes.partition.type_changes import TypeChange
 from passes.program.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
 from planner.decisions import Decisions
 from planner.saved.trace import Call
-from planner.sharding.type_changes import TypeChange
 
 Units = tuple[int, ...]
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
+from passes.partition.placements import Placements
 from passes.program.blocks.blocks import Blocks
 from passes.program.ops.groups import ATTENTION
 from passes.program.ops.products import PRODUCTS, equation, holds_weight
@@ -24,7 +25,6 @@ from passes.program.program import Program
 from passes.program.source_lines import module_of, where_of
 from passes.program.walks import operands, walk
 from planner.placement.attention.scores import has_scores, is_product_of_activations
-from planner.placement.decide import Placements
 from planner.placement.divisibility import nearest_tp, nearest_words
 
 aten = torch.ops.aten

@@ -9,8 +9,9 @@ import pytest
 
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
+from passes.program.stages import StageAssignment
 from planner.pipeline.balance import balance
-from planner.pipeline.stages import WORTH_IT, StageAssignment, assign_stages
+from planner.pipeline.stages import WORTH_IT, assign_stages
 from tests.models.small import captured, layers
 from tests.planner.pipeline.test_stages import check_equals_whole, sizes, stages_of
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
-from planner.pipeline.stages import StageAssignment, assign_stages
+from passes.program.stages import StageAssignment
+from planner.pipeline.stages import assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from passes.moe.domain import domain_of
+from passes.partition.type_changes import TypeChange, check_experts_alike
 from passes.types.conversions import conversion
 from passes.types.types import I, P
 from planner import PlanError, plan
-from planner.sharding.type_changes import TypeChange, check_experts_alike
 from tests.models.plannable import build, spec_of
 
 

@@ -14,13 +14,13 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import axis_of, domain_of, is_here
+from passes.partition.placements import Placements
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.stages import StageAssignment
 from passes.types.conversions import Conversion, conversion
+from passes.types.sizes import Sizes
 from passes.types.types import I, Placement
-from planner.mesh import Mesh
-from planner.pipeline.stages import StageAssignment
-from planner.placement.decide import Placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def type_changes(
     return tuple(changes)
 
 
-def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Program, mesh: Mesh) -> None:
+def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Program, mesh: Sizes) -> None:
     """Raise PlanError if the experts of one ep rank communicate over etp otherwise than those of another: a plan's row
     is of all ranks of a stage. Experts that are branches are typed each for itself, as its frozen parameters ask.
     """
