@@ -22,12 +22,11 @@ from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
+from passes.pieces import CompiledPiece, Piece
 from passes.program.source_lines import where_of
-from planner.compiled.pieces import CompiledPiece
+from passes.regions import Region
+from passes.types.collectives import CollectivePlan
 from planner.decisions import Decisions
-from planner.recompute.pieces import Piece
-from planner.regions.regions import Region
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.shards import Shards
 
 

@@ -18,9 +18,9 @@ from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph, text_of
 from passes.ops.compiled import CompiledCall, run_piece
+from passes.pieces import CompiledPiece
 from passes.program.source_lines import where_of
 from passes.units import comes_of_region, in_order, module_of, regions_in
-from planner.compiled.pieces import CompiledPiece
 
 
 def compile_pieces(stage: StageGraph, context: LowerContext) -> None:

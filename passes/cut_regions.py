@@ -18,10 +18,10 @@ from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
 from passes.ops.region import RegionCall, run_region
+from passes.program.stages import BoundaryPlan
+from passes.regions import Region, home_of
 from passes.types.types import Placement
 from passes.units import in_order, module_of
-from planner.regions.regions import Region, home_of
-from planner.sharding.boundaries import BoundaryPlan
 
 
 def cut_regions(stage: StageGraph, context: LowerContext) -> None:

@@ -29,7 +29,7 @@ from passes.ops.meeting import ends_of, grouped_mm
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.program.ops.aten import aten
-from planner.regions.weight_gradients import homes, lies_in_a_graph
+from passes.regions import homes, lies_in_a_graph
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
 

@@ -23,7 +23,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
 from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
 from passes.program.ops.aten import arguments
-from planner.saved.fused import OVERWRITTEN, loses_logits
+from passes.program.ops.overwritten import OVERWRITTEN, loses_logits
 
 aten = torch.ops.aten
 

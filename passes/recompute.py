@@ -35,8 +35,8 @@ from passes.ops.recompute import (
     unwatch_inside,
     watch_inside,
 )
+from passes.pieces import Homes, Piece
 from passes.units import comes_of_region, regions_in
-from planner.recompute.pieces import Homes, Piece
 
 OF_SHAPE_ALONE = {stream_dropout, counted_dropout}  # their internal tensors do not depend on input values
 

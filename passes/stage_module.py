@@ -17,8 +17,8 @@ from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
-from planner.sharding.boundaries import BoundaryPlan
-from planner.sharding.parameters import LocalParameter
+from passes.parameters import LocalParameter
+from passes.program.stages import BoundaryPlan
 
 
 @dataclass

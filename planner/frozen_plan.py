@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from passes.errors import PlanError
-from planner.compiled.pieces import Compiled, CompiledPiece
+from passes.pieces import CompiledPiece, Piece
+from passes.regions import Region
+from planner.compiled.pieces import Compiled
 from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
-from planner.recompute.pieces import Piece
-from planner.regions.regions import Region
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
 from planner.tables.codec import decode, to_text

@@ -12,11 +12,11 @@ from torch.distributed import PrefixStore, Store
 
 from passes.lower import lower
 from passes.own_linears import contributions
+from passes.parameters import LocalParameter
 from passes.stage_module import RankProgram
 from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.pipeline.actions import without_weights
-from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.sharding.boundaries import BoundaryPlan
+from passes.program.stages import BoundaryPlan
 
 
 class RegionCall:

@@ -34,3 +34,15 @@ class StageAssignment:
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Placeholders that several stages read."""
         return {name: stages for name, stages in self.parameter_stages.items() if len(stages) > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryPlan:
+    """A value that one stage sends to the next: ``shape`` and ``bytes`` on one rank, ``placement`` over tp."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    placement: str = "I"
+    requires_grad: bool = True

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.pieces import Piece
 from passes.program.ops.aten import is_view
 from passes.program.ops.groups import RESHAPES
-from planner.recompute.pieces import Piece
-from planner.regions.regions import Region
+from passes.regions import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,36 +18,20 @@ from typing import Any
 
 from torch import fx
 
+from passes.pieces import CompiledPiece, Piece
 from passes.program.ops.aten import tensors_of
 from passes.program.walks import readers, walk
+from passes.regions import Region
 from planner.compiled.biases import joined_biases
 from planner.compiled.borders import Borders
 from planner.compiled.homes import OUTSIDE, Home, Homes, is_free
 from planner.decisions import Decisions
-from planner.recompute.pieces import Piece
-from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 
 FEWEST_OPS = 2
 FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
 TOO_FEW = "a single op between borders"
 ALONE = f"fewer than {FEWEST_ALONE} ops, and no copies"
-
-
-@dataclass
-class CompiledPiece:
-    """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one.
-
-    ``leaves``: its results; unread ones too if another piece with the same function needs them.
-    ``again``: whether the backward of a recomputed block reruns it.
-    """
-
-    index: int
-    stage: int
-    nodes: tuple[str, ...]
-    function: int
-    leaves: frozenset[str]
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planner.recompute.pieces import Piece
+from passes.pieces import Piece
 from planner.saved.trace import Call, StageTrace
 
 

@@ -31,6 +31,7 @@ from itertools import pairwise
 from math import ceil, prod
 
 from passes.errors import require
+from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
 from planner.cost.cut.ops import multiplies_weight
 from planner.cost.let_go import let_go_of
@@ -40,7 +41,6 @@ from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.links import received_by
 from planner.pipeline.schedule import SchedulePlan
-from planner.recompute.pieces import Piece
 from planner.regions.static_memory import GraphSlots
 from planner.saved.trace import StageTrace, trace_stage
 from planner.sharding.parameters import parameters_of_rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from passes.pieces import Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.estimate import cost_of, stage_ranges, stage_seconds
 from planner.cost.layout import Layout
@@ -14,7 +15,6 @@ from planner.cost.work import AS_PLANNED, planned_work
 from planner.decisions import Decisions
 from planner.pipeline.schedule import KINDS, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
-from planner.recompute.pieces import Piece
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from copy import copy
 
+from passes.pieces import Piece
+from passes.regions import Region
 from planner.cost.cut.build import Builder
 from planner.cost.cut.units import CutWork
 from planner.decisions import Decisions
 from planner.recompute.asked import NONE
 from planner.recompute.decide import decide_recompute
-from planner.recompute.pieces import Piece
 from planner.regions.own_tokens import keep_own_tokens
 from planner.regions.regather import gather_again
-from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 

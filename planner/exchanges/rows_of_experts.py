@@ -17,10 +17,10 @@ from passes.moe import exchange
 from passes.moe.domain import share_of_slots
 from passes.program.ops.aten import shape_of
 from passes.program.places import Places
+from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.decisions import Decisions
 from planner.mesh import Mesh
-from planner.sharding.collectives import CollectivePlan
 
 MOVING = (exchange.dispatch, exchange.give_back)
 OF_SLOTS = (exchange.send_slots, exchange.return_slots)

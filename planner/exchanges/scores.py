@@ -15,9 +15,9 @@ from passes.errors import PlanError
 from passes.partition.loss.scored import Pick
 from passes.program.places import Places
 from passes.program.source_lines import where_of
+from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_REDUCE
 from planner.decisions import Decisions
-from planner.sharding.collectives import CollectivePlan
 
 WIDE = 8  # bytes of a float64
 FIGURES = 3  # of each label: log P, whether it is the top, how often it was scored

@@ -18,9 +18,9 @@ from torch import fx
 from passes.program.ops.aten import shape_of
 from passes.program.ops.sequence import gather_sequence, gathered_attention
 from passes.program.places import Places
+from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from planner.decisions import Decisions
-from planner.sharding.collectives import CollectivePlan
 
 
 def sequence_exchanges(decisions: Decisions) -> list[fx.Node]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from passes.pieces import AgainCall, Homes, Piece
+from passes.regions import Region
 from planner.decisions import Decisions
 from planner.recompute.asked import FULL, kinds_of_blocks
 from planner.recompute.memories import Memories, Scene, closure, sources_of
-from planner.recompute.pieces import AgainCall, Homes, Piece, pieces_of
+from planner.recompute.pieces import pieces_of
 from planner.recompute.selective import kept_memories, worth_inside
-from planner.regions.regions import Region
 from planner.saved.trace import Call, StageTrace, trace_stage
 from planner.sharding.shards import Shards
 

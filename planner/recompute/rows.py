@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.errors import require
+from passes.pieces import AgainCall, Piece
 from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.recompute.asked import FULL, SELECTIVE
-from planner.recompute.pieces import AgainCall, Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch import fx
 
 from passes.partition.type_changes import TypeChange
 from passes.program.ops.groups import WITH_WEIGHT
+from passes.regions import Region
 from planner.decisions import Decisions
-from planner.regions.regions import Region
 from planner.sharding.shards import Shards
 
 aten = torch.ops.aten

@@ -8,63 +8,30 @@ Partial sums are summed in the region that makes them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
-from passes.partition.type_changes import TypeChange, runs_here, type_at, wanted_types
+from passes.partition.type_changes import runs_here, type_at, wanted_types
 from passes.program.blocks.blocks import Block
 from passes.program.ops.addends import num_addends
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import operands, readers, walk
+from passes.regions import Region, home_of
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
 from planner.regions.parts import REST, parts_of
 from planner.regions.refusals import Refusal, refusal, uncapturable
-from planner.sharding.boundaries import BoundaryPlan, value_at
+from planner.sharding.boundaries import value_at
 from planner.sharding.shards import Shards
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 LAYER = "layer"
-
-
-@dataclass
-class Region:
-    """A part of a block that runs as one call. ``refused``: why no graph captures it, empty if one does.
-
-    ``nodes``: captured names. ``inputs`` and ``outputs``: the crossing values, by (name, type), in the order of its
-    first use.
-    ``through``: inputs that are read more than once here and again after it, as a residual is. Their later gradient
-    comes in, so that addends are summed in the same order as without graphs: sums are equal to the last bit.
-    """
-
-    index: int
-    stage: int
-    block: str
-    scope: str
-    nodes: frozenset[str]
-    refused: str = ""
-    inputs: dict[tuple[str, Placement], BoundaryPlan] = field(default_factory=dict)
-    outputs: dict[tuple[str, Placement], BoundaryPlan] = field(default_factory=dict)
-    through: set[tuple[str, Placement]] = field(default_factory=set)
-
-    @property
-    def static_bytes(self) -> int:
-        """Of one slot: inputs and outputs, the gradients of those that carry one, and of inputs that pass through."""
-        crossing = (*self.inputs.values(), *self.outputs.values())
-        of_later = sum(self.inputs[key].bytes for key in self.through)
-        return sum(value.bytes * (2 if value.requires_grad else 1) for value in crossing) + of_later
-
-    @property
-    def num_graphs(self) -> int:
-        """Of one slot: a forward, and a backward if an output carries a gradient."""
-        return 1 + any(value.requires_grad for value in self.outputs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +223,3 @@ def _some_after(outer: Collection[fx.Node], region: Region, program: Program) ->
     first = nodes[0]
     needed = set(walk(nodes, operands, into=lambda node: node >= first))
     return any(node > first and node not in needed for node in outer)
-
-
-_Home = TypeVar("_Home")
-
-
-def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
-    """The region (or other part of the graph) in which a change of type runs; None outside of all.
-
-    A gathered value never crosses a border in full.
-    """
-    made = owner.get(change.value)
-    if change.before.kind == "P":
-        return made
-    homes = {id(home): home for home in map(owner.get, change.readers)}
-    only = next(iter(homes.values())) if len(homes) == 1 else None
-    return only if only is not None or (change.how.name == "gather" and len(homes) == 1) else made

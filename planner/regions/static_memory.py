@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from passes.regions import Region
 from planner.decisions import Decisions
 from planner.pipeline.message_slots import message_slots, ring_sizes
 from planner.pipeline.schedule import Order, SchedulePlan
 from planner.pipeline.slots import graph_slots, num_graphs_by_microbatch, slots_by_kind
-from planner.regions.regions import Region
 from planner.sharding.boundaries import boundary, crossing
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.program.ops.aten import packet_of, shares_memory
+from passes.program.ops.aten import packet_of
 from passes.program.ops.groups import WITH_WEIGHT
+from passes.regions import Region, homes, lies_in_a_graph
 from planner.decisions import Decisions
-from planner.regions.regions import Region
 from planner.saved.fused import is_fused_bias
 
 aten = torch.ops.aten
@@ -61,24 +61,6 @@ def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: frozenset[st
         else:
             value, stage = product.all_input_nodes[0], decisions.stages.stage_of[product.name]
             yield WeightGradient(fqn, AT_ONCE if lies_in_a_graph(decisions, value, stage, home) else CAN_WAIT)
-
-
-def homes(regions: Sequence[Region]) -> frozenset[str]:
-    """The captured names of all ops that run inside a graph."""
-    return frozenset(name for region in regions if not region.refused for name in region.nodes)
-
-
-def lies_in_a_graph(decisions: Decisions, value: fx.Node, stage: int, home: frozenset[str]) -> bool:
-    """Whether ``value``, as ``stage`` reads it, is in the static memory of a graph: a region's output or a view of it.
-
-    A stage hands its values to the next one on the same rank without a copy.
-    """
-    while value.name not in home:
-        if not shares_memory(value):
-            return False
-        value = value.all_input_nodes[0]
-    rank_of = decisions.mesh.pp_rank_of
-    return rank_of(decisions.stages.stage_of[value.name]) == rank_of(stage)
 
 
 def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.Node | None:

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from passes.program.stages import BoundaryPlan
+from passes.types.collectives import CollectivePlan
 from planner.fold import V
 from planner.regions.regions import GraphRegion
 from planner.report.compiled import compiled_section
@@ -14,8 +16,6 @@ from planner.report.experts import experts_section
 from planner.report.fold import Fold, fold, ranges, unfolded
 from planner.report.recompute import recompute_section
 from planner.report.section import TIMES, Section
-from planner.sharding.boundaries import BoundaryPlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables

@@ -16,8 +16,8 @@ from passes.partition.sequence.local_calls import local_arguments
 from passes.program.ops.aten import arguments, is_random, named
 from passes.program.ops.groups import WITH_SIZES
 from passes.program.ops.over_data import over_data
+from passes.program.ops.overwritten import loses_logits
 from planner.saved import attention_kernels, of_sequence, stand_ins
-from planner.saved.fused import loses_logits
 from planner.saved.of_sequence import OF_SEQUENCE
 
 aten = torch.ops.aten

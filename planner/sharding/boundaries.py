@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from passes.partition.type_changes import sent_type
+from passes.program.stages import BoundaryPlan
 from passes.types.types import Placement
 from planner.decisions import Decisions
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryPlan:
-    """A value that one stage sends to the next: ``shape`` and ``bytes`` on one rank, ``placement`` over tp."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    placement: str = "I"
-    requires_grad: bool = True
 
 
 def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:

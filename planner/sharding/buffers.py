@@ -16,10 +16,11 @@ from math import prod
 
 import torch
 
+from passes.parameters import LocalParameter
 from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
-from planner.sharding.parameters import LocalParameter, parameters_of_rank
+from planner.sharding.parameters import parameters_of_rank
 from planner.spec.sections import OptimizerSpec
 from planner.spec.spec import Spec
 

@@ -10,45 +10,17 @@ edp and etp are those of experts that have axes of their own; dp-cp takes the pl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from passes.errors import require
+from passes.types.collectives import CollectivePlan
 from planner.mesh import Mesh
 from planner.sharding import buckets
 from planner.sharding.buffers import Buffer
 
-PHASES = ("forward", "backward", "step")
-PERIODS = ("microbatch", "step")
 SUMS = ("tp", "etp", "embedding")  # in this order, which all ranks share though they hold different buffers
 # Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
 NOTES_OF_A_RANK = 5
-
-
-@dataclass(frozen=True, slots=True)
-class CollectivePlan:
-    """An exchange over ``axis``: ``count`` messages of ``bytes`` each on one rank, per microbatch or step.
-
-    ``where``: the user's module and line; ``stage``: None if no single stage runs it; ``block``: the block it is in.
-    ``again``: a forward collective that the backward's recomputation repeats.
-    """
-
-    kind: str
-    axis: str
-    phase: str
-    where: str
-    bytes: int
-    count: int
-    per: str
-    stage: int | None = None
-    block: str = ""
-    again: bool = False
-
-    def __post_init__(self) -> None:
-        require(self.phase in PHASES, f"{self.kind} at {self.where} has the unknown phase {self.phase}")
-        require(self.per in PERIODS, f"{self.kind} at {self.where} is counted per {self.per}")
-        require(self.bytes >= 0 and self.count >= 0, f"{self.kind} at {self.where} has a negative size")
 
 
 def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from functools import partial
 import torch
 
 from passes.partition.type_changes import TypeChange, check_experts_alike, type_changes
+from passes.program.stages import BoundaryPlan
+from passes.types.collectives import CollectivePlan
 from planner.decisions import Decisions
-from planner.sharding.boundaries import BoundaryPlan, boundary
+from planner.sharding.boundaries import boundary
 from planner.sharding.buffers import Buffer, buffers_at, buffers_of
-from planner.sharding.collectives import CollectivePlan, step_collectives
+from planner.sharding.collectives import step_collectives
 from planner.spec.spec import Spec
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.moe.domain import domain_of
+from passes.pieces import Piece
 from passes.program.places import Places
+from passes.regions import Region
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
 from planner.compiled.rows import rows_of as compiled_rows
@@ -16,9 +18,8 @@ from planner.decisions import Decisions
 from planner.exchanges.collectives import collective_rows
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
-from planner.recompute.pieces import Piece
 from planner.recompute.rows import rows_of as recompute_rows
-from planner.regions.regions import Region, rows_of
+from planner.regions.regions import rows_of
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec

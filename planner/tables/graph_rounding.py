@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from passes.regions import Region
 from planner.decisions import Decisions
-from planner.regions.regions import Region
 from planner.regions.weight_gradients import IN_GRAPH, weight_gradients
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec

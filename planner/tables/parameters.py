@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.parameters import axis_of
 from passes.program.places import Places
 from planner.decisions import Decisions
-from planner.sharding.parameters import ParameterPlan, axis_of, part_of_node
+from planner.sharding.parameters import ParameterPlan, part_of_node
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.errors import require
-from planner.sharding.boundaries import BoundaryPlan
+from passes.program.stages import BoundaryPlan
 
 LEVELS = ("info", "warning", "error")
 

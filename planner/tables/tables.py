@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.errors import require
+from passes.types.collectives import CollectivePlan
 from planner.compiled.rows import CompiledRow
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
@@ -17,7 +18,6 @@ from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.buffers import OptimizerPlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.codec import encode
 from planner.tables.experts import ExpertsPlan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from passes.program.places import glob_of
+from passes.regions import Region
 from planner.decisions import Decisions
 from planner.pipeline.schedule import SchedulePlan
-from planner.regions.regions import Region
 from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients
 from planner.tables.rows import Diagnostic
 

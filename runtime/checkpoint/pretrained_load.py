@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from passes.parameters import LocalParameter
 from passes.stage_module import StageModule
 from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import LocalParameter, ParameterPlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import part_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 from runtime.distributed.agreement import agree, agreed

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.ops.random_state import Draw
+from passes.program.stages import BoundaryPlan
 from passes.stage_module import RankProgram
-from planner.sharding.boundaries import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
 from runtime.cuda_graphs.region_graphs import copy_in

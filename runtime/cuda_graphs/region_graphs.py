@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall
 from passes.ops.weight_gradients import AtOnce
-from planner.sharding.boundaries import BoundaryPlan
+from passes.program.stages import BoundaryPlan
 from runtime.cuda_graphs.calls import Counted, axes_of, count_again, uncounted
 from runtime.cuda_graphs.graphs import Graph, Maker
 from runtime.optimizer.places import add_product, add_products, add_rows, add_whole

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from passes.ops.region import RegionCall
+from passes.program.stages import BoundaryPlan
 from planner.pipeline.schedule import Order
 from planner.pipeline.slots import slots_by_kind
-from planner.sharding.boundaries import BoundaryPlan
 
 NUM_WARMUP = 3  # its own, on its own stream, beside the steps before
 Signature = tuple[tuple[tuple[int, ...], str], ...]

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import Buffer
-from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.in_place import all_gather, reduce_scatter
 from runtime.optimizer.places import ParameterPlace
 from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot

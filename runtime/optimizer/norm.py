@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from planner.sharding.parameters import LocalParameter
+from passes.parameters import LocalParameter
 
 _NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many elements; chunks add up in float64
 

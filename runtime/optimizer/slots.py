@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, Range
-from planner.sharding.parameters import LocalParameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from passes.parameters import LocalParameter
 from planner.sharding.buckets import Range
-from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.adamw import MOMENTS
 from runtime.optimizer.zero1 import DistributedOptimizer
 

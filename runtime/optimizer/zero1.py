@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.parameters import LocalParameter
 from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
-from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.adamw import FlatAdamW, Part
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers

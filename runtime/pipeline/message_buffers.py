@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from passes.program.stages import BoundaryPlan
 from planner.pipeline.links import Message
 from planner.pipeline.message_slots import Ring, message_slots, ring_of, ring_sizes
 from planner.pipeline.schedule import Order
-from planner.sharding.boundaries import BoundaryPlan, crossing
+from planner.sharding.boundaries import crossing
 from runtime.distributed.groups import Groups
 
 

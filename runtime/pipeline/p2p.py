@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.program.stages import BoundaryPlan
 from planner.pipeline.links import Message, Progress
 from planner.pipeline.schedule import Order
-from planner.sharding.boundaries import BoundaryPlan
 from runtime.distributed.groups import Groups
 from runtime.distributed.marks import Marks
 from runtime.pipeline.message_buffers import FreshBuffers, MessageBuffers

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.errors import PlanError
+from passes.parameters import LocalParameter
 from passes.stage_module import RankProgram, StageModule
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import part_of
 from runtime.distributed.fingerprint import fingerprint
 from runtime.distributed.groups import Groups

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.parameters import LocalParameter
 from passes.stage_module import StageModule
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.sharding.parameters import LocalParameter, ParameterPlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, Ranges, part_of
 from runtime.weights.sources import WeightSource
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from passes.program.stages import BoundaryPlan
+from passes.types.collectives import CollectivePlan
 from passes.types.types import I, Placement, Segment, V
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import CostPlan
@@ -12,9 +14,7 @@ from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
-from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
 from planner.tables.rows import Diagnostic, StagePlan, Summary

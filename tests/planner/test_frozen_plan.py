@@ -11,11 +11,11 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes.errors import PlanError
+from passes.types.collectives import CollectivePlan
 from passes.types.types import I, Placement, Segment
 from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import SchedulePlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
 from planner.tables.rows import Diagnostic, Summary

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.moe.parts import ExpertPart
+from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.buffers import buffers_of_rank
-from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import Part, part_of
 from planner.spec.sections import OptimizerSpec
 from runtime.distributed.opening import open_groups

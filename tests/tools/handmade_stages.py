@@ -15,16 +15,17 @@ from torch import Tensor, fx, nn
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
+from passes.parameters import LocalParameter
 from passes.program.program import Program
+from passes.program.stages import BoundaryPlan
 from passes.stage_module import RankProgram, StageModule
 from passes.types.types import I
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
-from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import buffers_of_rank
-from planner.sharding.parameters import LocalParameter, ParameterPlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec

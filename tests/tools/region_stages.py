@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from passes.ops.random_state import RandomState
 from passes.ops.region import RegionCall, run_region
+from passes.program.stages import BoundaryPlan
 from passes.stage_module import RankProgram, StageModule
 from planner.pipeline.schedule import Order
-from planner.sharding.boundaries import BoundaryPlan
 
 SHAPE = (2, 3)
 Walked = tuple[list[Tensor], dict[str, Tensor]]

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.lower import lower
+from passes.parameters import LocalParameter
 from passes.stage_module import RankProgram
 from planner import Plan
 from planner.mesh import Mesh
-from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.norm import whole_elements
 from runtime.weights.gather import assemble, senders_of
 from runtime.weights.shards import fill

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
-from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
 

@@ -8,8 +8,10 @@ from math import prod
 
 import torch
 
+from passes.parameters import LocalParameter
 from passes.partition.batch.flow import batch_flow
 from passes.partition.type_changes import sent_type
+from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
 from passes.program.walks import readers, walk
 from planner.cost.cut.homes import Homes, Units, following
@@ -31,11 +33,10 @@ from planner.cost.cut.units import (
 from planner.cost.let_go import let_go_of
 from planner.cost.memory import after_blocks
 from planner.decisions import Decisions
-from planner.recompute.pieces import Piece
 from planner.saved.trace import Call, StageTrace, trace_stage
 from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
-from planner.sharding.parameters import LocalParameter, local_parameter
+from planner.sharding.parameters import local_parameter
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from passes.program.places import Places
+from passes.types.collectives import CollectivePlan
 from planner.cost.cut.ops import Op, Size
 from planner.cost.cut.units import Message
 from planner.decisions import Decisions
 from planner.exchanges.collectives import change_rows, rows_of_call
 from planner.saved.fused import is_overlapped
 from planner.saved.trace import Call
-from planner.sharding.collectives import CollectivePlan
 
 
 class MessagesOf:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from passes.program.stages import BoundaryPlan
+from passes.types.collectives import CollectivePlan
 from planner.pipeline.schedule import SchedulePlan
 from planner.report.differences.change import SHARE, Change, change
 from planner.report.differences.matching import Column, Table, changes_of
 from planner.report.fold import fold, ranges
 from planner.report.sections import cut_of, format_order, format_shape
-from planner.sharding.boundaries import BoundaryPlan
 from planner.sharding.buffers import BufferPlan, OptimizerPlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.rows import StagePlan
 from planner.tables.sizes import format_bytes

@@ -11,11 +11,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from passes.types.collectives import CollectivePlan
 from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
 from planner.report.fold import fold
 from planner.report.sections import collective_key
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.tables import Tables
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from passes.types.collectives import CollectivePlan
 from planner.mesh import Mesh
 from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
@@ -29,7 +30,6 @@ from planner.report.page.blocks import (
 )
 from planner.report.page.cuts import Drawing, draw
 from planner.report.sections import collective_key, cut_of, format_shape
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables

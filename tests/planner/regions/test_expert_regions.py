@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from passes.moe import exchange
 from passes.moe.domain import domain_of
+from passes.regions import Region
 from planner import Plan, PlanError, plan
-from planner.regions.regions import Region
 from tests.models import experts, hugging_face, selected_rows
 from tests.tools.captures import plan_again
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from passes.regions import Region
 from planner import Plan, PlanError, plan
 from planner.pipeline.schedule import build_schedule
-from planner.regions.regions import Region
 from planner.regions.static_memory import num_slots, slots_of
 from tests.models import families
 from tests.tools.captures import plan_again

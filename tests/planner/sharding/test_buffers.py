@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.parameters import LocalParameter
 from passes.types.types import V
 from planner import plan
 from planner.sharding.buffers import Buffer, buffers_of_rank
-from planner.sharding.parameters import LocalParameter
 from planner.spec.sections import OptimizerSpec
 from tests.models.plannable import build, spec_of
 

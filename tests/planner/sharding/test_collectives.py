@@ -7,11 +7,12 @@ from typing import Literal
 import pytest
 import torch
 
+from passes.parameters import LocalParameter
+from passes.types.collectives import CollectivePlan
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.buffers import Buffer, buffers_of_rank
-from planner.sharding.collectives import CollectivePlan, step_collectives, sums_of
-from planner.sharding.parameters import LocalParameter
+from planner.sharding.collectives import step_collectives, sums_of
 from planner.spec.sections import OptimizerSpec
 
 CUT = V(0, 16)

@@ -8,11 +8,11 @@ from math import prod
 import pytest
 import torch
 
+from passes.parameters import LocalParameter
 from passes.types.types import Placement, Segment
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.divisibility import divisors, nearest_tp
-from planner.sharding.parameters import LocalParameter
 from planner.tables.diagnostics import ops_without_rule
 from tests.models.plannable import build, spec_of
 

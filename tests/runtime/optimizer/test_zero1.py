@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from passes.parameters import LocalParameter
 from passes.types.types import I
-from planner.sharding.parameters import LocalParameter
 from runtime.optimizer.norm import squared_norm
 from tests.tools.paths import ROOT
 

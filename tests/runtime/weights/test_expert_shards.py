@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.moe.parts import ExpertPart
+from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
-from planner.sharding.parameters import LocalParameter, ParameterPlan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.weights.gather import assemble, senders_of

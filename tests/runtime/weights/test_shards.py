@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from passes.errors import PlanError
+from passes.parameters import LocalParameter
 from passes.program.roles import parameter_roles
 from passes.types.types import I, Placement, R, Segment, V
-from planner.sharding.parameters import LocalParameter
 from planner.sharding.parts import Part
 from runtime.weights.gather import assemble
 from runtime.weights.shards import fresh_shard, shard

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
+from passes.types.collectives import CollectivePlan
 from planner.compiled.rows import CompiledRow
 from planner.cost.step_time import CostPlan
 from planner.frozen_plan import Plan
@@ -21,7 +22,6 @@ from planner.recompute.rows import RecomputeRow
 from planner.report.differences.change import ROW, Change
 from planner.report.differences.compare import covered, differences
 from planner.report.differences.show import NOTHING, differences_text
-from planner.sharding.collectives import CollectivePlan
 from planner.tables.experts import ExpertsPlan
 from planner.tables.tables import Tables
 from tests.tools import paths

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from passes.program.stages import BoundaryPlan
+from passes.types.collectives import CollectivePlan
 from passes.types.types import I, Placement, V
 from planner import plan
 from planner.cost.memory import MemoryRow
@@ -16,8 +18,6 @@ from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.report.page.plan_page import plan_page
-from planner.sharding.boundaries import BoundaryPlan
-from planner.sharding.collectives import CollectivePlan
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part
 from planner.tables.rows import Diagnostic, StagePlan, Summary
