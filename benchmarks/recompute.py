@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from passes.lower import lower
 from passes.stage_module import RankProgram, StageModule
 from planner import plan
+from planner.lower import lower
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.tools.live_memory import Made

@@ -21,9 +21,8 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import collectives, context
 from passes.ops.scores import own_places, part_of_places, scores_of_targets
-from passes.partition.loss.scored import Pick, Scored
+from passes.partition.loss.scored import Pick, Scored, find_scored, is_over_classes
 from passes.program.ops.places import PlaceWriter
-from planner.exchanges.scores import is_over_classes
 
 aten = torch.ops.aten
 PARTS = (collectives.slice_part, collectives.cut_part)
@@ -32,8 +31,8 @@ MOVES = (context.local_rows, *PARTS)
 
 def add_scores(stage: StageGraph, context: LowerContext) -> None:
     """One call for each look-up of targets; their results add up, as each is zero at labels without a target."""
-    scored = context.decisions.scored
-    program = context.decisions.program
+    program = context.staged.program
+    scored = find_scored(program)
     (name,) = (name for name, key in program.inputs.items() if key == scored.key)
     labels = stage.env[name]
     parts = [_scores(stage, context, labels, scored, pick) for pick in scored.picks]
@@ -51,7 +50,8 @@ def _scores(stage: StageGraph, context: LowerContext, labels: fx.Node, scored: S
     logits, target = reader.args[0], reader.args[pick.target]
     assert isinstance(logits, fx.Node)
     assert isinstance(target, fx.Node)
-    cut, over_classes = logits.meta["placement"], is_over_classes(context.decisions, pick)
+    cut = logits.meta["placement"]
+    over_classes = is_over_classes(context.staged.placements, context.staged.program.node(pick.node), pick)
     is_mine = context.tp.rank == 0 or (cut.is_sharded and not over_classes)  # rows that are cut are this rank's own
     handle = axis_node(stage, context.tp) if over_classes else None
     with stage.graph.inserting_before(reader):

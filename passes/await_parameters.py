@@ -35,14 +35,7 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
 
 def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
     """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
-    pp_rank, ep_rank = context.decisions.mesh.pp_rank_of(stage.index), context.place.get("ep", 0)
-    buffers = context.shards.buffers_of_rank(pp_rank, ep_rank)
-    places = {
-        slot.name: (number, slot.bucket)
-        for number, buffer in enumerate(buffers)
-        for slot in buffer.layout.slots
-        if buffer.layout.num_ranks > 1
-    }
-    names = {attribute: context.decisions.program.parameters[name] for name, attribute in stage.parameters.items()}
-    nodes = stage.graph.find_nodes(op="get_attr") if places else []
-    return {node: places[names[node.target]] for node in nodes if names.get(node.target) in places}
+    buckets, parameters = context.buckets, context.staged.program.parameters
+    names = {attribute: parameters[name] for name, attribute in stage.parameters.items()}
+    nodes = stage.graph.find_nodes(op="get_attr") if buckets else []
+    return {node: buckets[names[node.target]] for node in nodes if names.get(node.target) in buckets}

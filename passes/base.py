@@ -17,17 +17,22 @@ import torch
 from torch import fx, nn
 
 from passes.moe.domain import axis_of
+from passes.moe.layers import Asked, Experts
 from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
+from passes.partition.placements import Placements
+from passes.partition.sequence.facts import Context
+from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
+from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.stages import StageAssignment
 from passes.regions import Region
 from passes.types.collectives import CollectivePlan
-from planner.decisions import Decisions
-from planner.sharding.shards import Shards
+from passes.types.sizes import Sizes
 
 
 @dataclass
@@ -49,13 +54,33 @@ class StageGraph:
 
 
 @dataclass(frozen=True)
-class LowerContext:
-    """The context that a pass may read beside the stage: the decisions, the plan's rows of collectives, and this rank's
-    handles.
+class Staged:
+    """The captured program with its types and stages, as they were decided: all that lowering reads of a model.
+
+    ``changes``: of type, by stage. ``denominators``: placeholders for the counts that the loss is divided by.
+    ``asked``: layers of experts for which a step counts choices.
     """
 
-    decisions: Decisions
-    shards: Shards
+    program: Program
+    placements: Placements
+    stages: StageAssignment
+    sizes: Sizes
+    changes: tuple[tuple[TypeChange, ...], ...]
+    denominators: tuple[str, ...]
+    experts: Experts
+    asked: tuple[Asked, ...]
+    sequence: Context
+
+
+@dataclass(frozen=True)
+class LowerContext:
+    """The context that a pass may read beside the stage: the staged program, the plan's rows of collectives, and this
+    rank's handles.
+
+    ``buckets``: parameter that other ranks update → its buffer on this rank, and the bucket in it.
+    """
+
+    staged: Staged
     rows: tuple[CollectivePlan, ...]
     tp: AxisHandle
     random: RandomState
@@ -65,6 +90,7 @@ class LowerContext:
     regions: tuple[Region, ...] = ()
     recomputed: tuple[Piece, ...] = ()
     pieces: tuple[CompiledPiece, ...] = ()
+    buckets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     thorough: bool = False  # whether facts that take long to prove are looked at too
     place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
     data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))

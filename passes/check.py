@@ -74,7 +74,7 @@ def readers_get_the_type_that_they_want(stage: StageGraph, context: LowerContext
 
 def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, fx.Node, Placement]]:
     """(reader, value, wanted type) of all values that the stage reads or sends, and of its loss."""
-    program, placements = context.decisions.program, context.decisions.placements
+    program, placements = context.staged.program, context.staged.placements
     for node in stage.graph.nodes:
         if change := node.meta.get("change"):
             yield node, node.all_input_nodes[0], change.before
@@ -199,7 +199,7 @@ class _Trials:
     """
 
     def __init__(self, stage: StageGraph, context: LowerContext) -> None:
-        self.program, mesh = context.decisions.program, context.decisions.mesh
+        self.program, mesh = context.staged.program, context.staged.sizes
         axes = {a.name: AxisHandle(a.name, a.size, a.rank) for a in (context.tp, context.data, *context.axes.values())}
         self.due: dict[fx.Node, tuple[int, ...]] = {}
         self.held: dict[fx.Node, Any] = {}  # the part of a call's key for a value

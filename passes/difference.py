@@ -13,37 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
-import torch
 from torch import fx
 
 from passes.base import StageGraph, kind_of, text_of
-from passes.errors import PlanError
-from passes.extract import extract
-from passes.lower import PASSES, context_of, run_passes
-from planner.frozen_plan import Plan
-
-
-def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
-    """The changes of every pass to every stage of ``rank``; ``full`` shows each repeated block in full.
-
-    Needs no process group. Raises PlanError for an unknown rank.
-    """
-    world_size = plan.mesh.world_size
-    if not 0 <= rank < world_size:
-        known = f"from 0 to {world_size - 1}" if world_size > 1 else "0"
-        raise PlanError(
-            f"there is no rank {rank}: the mesh has {world_size}", where="--rank", fix=f"give a rank {known}"
-        )
-    context, indices = context_of(plan, rank, torch.device("cpu"), thorough=True)
-    lines = []
-    for index in indices:
-        lines.append(f"stage {index} of rank {rank}")
-        differences = Differences({} if full else context.decisions.blocks.representative)
-        stage = extract(context, index)
-        differences.seen("extract", stage)
-        run_passes(stage, context, PASSES, differences.seen)
-        lines += differences.lines
-    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ NAMES_IN_CODE: dict[str, tuple[str, type]] = {
 
 def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
     """One call for each change, right after its value, shared by all its readers."""
-    decisions = context.decisions
+    staged = context.staged
     for name, node in stage.env.items():
-        captured = decisions.program.node(name)
-        node.meta["placement"] = type_at(decisions.placements, decisions.stages, captured, stage.index)
-    changes = context.shards.changes[stage.index]
+        captured = staged.program.node(name)
+        node.meta["placement"] = type_at(staged.placements, staged.stages, captured, stage.index)
+    changes = staged.changes[stage.index]
     if not changes:
         return
     for name, (line, kind) in NAMES_IN_CODE.items():

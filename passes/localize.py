@@ -38,8 +38,8 @@ from passes.partition.options.table import Option
 from passes.partition.sequence.local_calls import local_arguments
 from passes.program.ops.aten import arguments, named, position_of
 from passes.program.ops.groups import WITH_SIZES
+from passes.types.sizes import Sizes
 from passes.types.types import Placement
-from planner.mesh import Mesh
 
 aten = torch.ops.aten
 
@@ -47,10 +47,10 @@ aten = torch.ops.aten
 def localize(stage: StageGraph, context: LowerContext) -> None:
     """Rewrite every op of the stage, unless its form is the same op on a rank's tensors."""
     for name, node in list(stage.env.items()):
-        option = context.decisions.placements.options[name]
+        option = context.staged.placements.options[name]
         axis = context.axis_of(node)
         if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
-            _sizes_among_experts(_Scene(stage, node, option, axis), context.decisions.mesh)
+            _sizes_among_experts(_Scene(stage, node, option, axis), context.staged.sizes)
         elif node.op == "call_function" and axis.size > 1 and option.form not in SAME_OP:
             REWRITES[option.form](_Scene(stage, node, option, axis))
 
@@ -102,7 +102,7 @@ def _sized(scene: _Scene) -> None:
     scene.node.args = tuple(local_arguments(scene.node, scene.option, scene.axis.size))
 
 
-def _sizes_among_experts(scene: _Scene, mesh: Mesh) -> None:
+def _sizes_among_experts(scene: _Scene, mesh: Sizes) -> None:
     """Experts are those of this rank, and how many rows there are follows the routing."""
     domain = domain_of(scene.node)
     if domain is not None:

@@ -77,8 +77,10 @@ def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home
     value: Any = node.args[0] if node.target in PRODUCTS else (operands(node) or (None,))[0]
     change = value.meta.get("change")
     name = value.meta.get("origin", "") if change is None else change.value
-    decisions = context.decisions
-    return bool(home) and lies_in_a_graph(decisions, decisions.program.node(name), stage.index, home)
+    if not home:
+        return False
+    staged = context.staged
+    return lies_in_a_graph(staged.program.node(name), stage.index, staged.stages, staged.sizes.pp_rank_of, home)
 
 
 def _handle(stage: StageGraph, context: LowerContext, at_once: bool) -> fx.Node:

@@ -21,7 +21,7 @@ from passes.partition.sequence.facts import Exchange
 def keep_own_tokens(stage: StageGraph, context: LowerContext) -> None:
     """One op for each reader, of all that it gathers."""
     found: dict[str, list[Exchange]] = {}
-    for exchange in context.decisions.context.exchanges:
+    for exchange in context.staged.sequence.exchanges:
         if exchange.reader in stage.env:
             found.setdefault(exchange.reader, []).append(exchange)
     for reader, exchanges in found.items():

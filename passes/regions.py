@@ -6,7 +6,7 @@ one, else in the region that makes the value: so a gather before a region belong
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from torch import fx
 
 from passes.partition.type_changes import TypeChange
 from passes.program.ops.aten import shares_memory
-from passes.program.stages import BoundaryPlan
+from passes.program.stages import BoundaryPlan, StageAssignment
 from passes.types.types import Placement
 
 
@@ -72,7 +72,9 @@ def homes(regions: Sequence[Region]) -> frozenset[str]:
     return frozenset(name for region in regions if not region.refused for name in region.nodes)
 
 
-def lies_in_a_graph(decisions: Decisions, value: fx.Node, stage: int, home: frozenset[str]) -> bool:
+def lies_in_a_graph(
+    value: fx.Node, stage: int, stages: StageAssignment, rank_of: Callable[[int], int], home: frozenset[str]
+) -> bool:
     """Whether ``value``, as ``stage`` reads it, is in the static memory of a graph: a region's output or a view of it.
 
     A stage hands its values to the next one on the same rank without a copy.
@@ -81,5 +83,4 @@ def lies_in_a_graph(decisions: Decisions, value: fx.Node, stage: int, home: froz
         if not shares_memory(value):
             return False
         value = value.all_input_nodes[0]
-    rank_of = decisions.mesh.pp_rank_of
-    return rank_of(decisions.stages.stage_of[value.name]) == rank_of(stage)
+    return rank_of(stages.stage_of[value.name]) == rank_of(stage)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore, Store
 
-from passes.lower import lower
 from passes.own_linears import contributions
 from passes.parameters import LocalParameter
 from passes.stage_module import RankProgram
 from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
+from planner.lower import lower
 from planner.pipeline.actions import without_weights
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec

@@ -46,7 +46,7 @@ def plan_command(
     _check_options(format, passes, rank)
     result = plan(load_model(model), Spec.load(spec))
     if passes:
-        from passes.difference import passes_text
+        from planner.lower import passes_text
 
         write_text(passes_text(result, rank or 0, full=full), output)
     elif format is PlanFormat.table and output is None:

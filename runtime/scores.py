@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.errors import PlanError
-from passes.lower import lower_scoring
 from passes.ops.scores import COUNT, IS_TOP, LOG_PROBABILITY
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
+from planner.lower import lower_scoring
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Executor, Step

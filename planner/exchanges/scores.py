@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import prod
 
 from passes.errors import PlanError
-from passes.partition.loss.scored import Pick
+from passes.partition.loss.scored import Pick, is_over_classes
 from passes.program.places import Places
 from passes.program.source_lines import where_of
 from passes.types.collectives import CollectivePlan
@@ -21,12 +21,6 @@ from planner.decisions import Decisions
 
 WIDE = 8  # bytes of a float64
 FIGURES = 3  # of each label: log P, whether it is the top, how often it was scored
-
-
-def is_over_classes(decisions: Decisions, pick: Pick) -> bool:
-    """Whether the logits that ``pick`` reads are cut over the vocabulary."""
-    cut = decisions.placements.wanted(decisions.program.node(pick.node), 0)
-    return decisions.mesh.tp > 1 and cut.is_sharded and cut.dim == pick.class_dim
 
 
 def score_rows(decisions: Decisions, num_sequences: int) -> tuple[CollectivePlan, ...]:
@@ -56,9 +50,9 @@ def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
 
 
 def _rows_of_pick(decisions: Decisions, pick: Pick) -> Iterator[CollectivePlan]:
-    if not is_over_classes(decisions, pick):
-        return
     node = decisions.program.node(pick.node)
+    if not is_over_classes(decisions.placements, node, pick):
+        return
     logits, where = node.all_input_nodes[0].meta["val"], Places(decisions.blocks).text(node)
     num_tokens = logits.numel() // pick.num_classes
     for size in (max(4, logits.element_size()), FIGURES * WIDE):

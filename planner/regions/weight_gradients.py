@@ -60,7 +60,12 @@ def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: frozenset[st
             yield WeightGradient(fqn, IN_GRAPH)
         else:
             value, stage = product.all_input_nodes[0], decisions.stages.stage_of[product.name]
-            yield WeightGradient(fqn, AT_ONCE if lies_in_a_graph(decisions, value, stage, home) else CAN_WAIT)
+            yield WeightGradient(
+                fqn,
+                AT_ONCE
+                if lies_in_a_graph(value, stage, decisions.stages, decisions.mesh.pp_rank_of, home)
+                else CAN_WAIT,
+            )
 
 
 def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.Node | None:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError, Where
-from passes.lower import check_stages
 from planner import Captured, plan
 from planner.frozen_plan import Plan
+from planner.lower import check_stages
 from planner.spec.spec import Spec
 from runtime.fuzz import memory
 from runtime.fuzz.captures import Captures

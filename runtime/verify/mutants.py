@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.errors import PlanError
-from passes.lower import lower
 from passes.ops import collectives, context, meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention
@@ -30,6 +29,7 @@ from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.stage_module import RankProgram, StageModule
 from passes.types.types import Placement
 from planner.frozen_plan import Plan
+from planner.lower import lower
 from planner.sharding.shards import decide_shards
 from planner.spec.spec import Spec
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from passes.lower import check_stages
 from passes.stage_module import RankProgram
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
+from planner.lower import check_stages
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained

@@ -12,11 +12,12 @@ from torch import fx
 
 from passes import lower as lowering
 from passes.base import LowerContext, Pass, PassError, StageGraph
-from passes.lower import PASSES, lower
+from passes.lower import PASSES
 from passes.ops import collectives
 from passes.ops.parameter_gate import await_bucket
 from passes.types.types import P
 from planner import Plan, plan
+from planner.lower import lower
 from tests.models.own_functions import FUNCTIONS
 from tests.models.plannable import build, spec_of
 from tests.models.tiny import planned
@@ -136,7 +137,7 @@ def test_a_listed_collective_that_no_stage_runs_is_found(mlps):
 def test_a_size_that_stayed_global_is_found(attention, monkeypatch, target):
     def forgotten(stage: StageGraph, context: LowerContext) -> None:
         node = find(stage, target)
-        node.update_arg(1, context.decisions.program.node(node.meta["origin"]).args[1])
+        node.update_arg(1, context.staged.program.node(node.meta["origin"]).args[1])
 
     broken(monkeypatch, "localize", forgotten)
     error = caught(attention)

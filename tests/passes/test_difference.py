@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from passes.difference import passes_text
 from passes.errors import PlanError
+from planner.lower import passes_text
 from tests.models.tiny import planned
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from passes.base import StageGraph
 from passes.dropout import name_streams
-from passes.lower import lower
 from passes.ops.axis import AxisHandle
 from passes.ops.dropout import OWN_ATTENTION, stream_dropout, stream_random
 from passes.ops.random_state import RandomState
 from passes.types.types import I, Placement, V
 from planner import plan
+from planner.lower import lower
 from tests.models.plannable import Decoder, Sizes, spec_of
 from tests.tools.graphs import bare_context
 

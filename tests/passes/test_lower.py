@@ -8,8 +8,9 @@ from expecttest import assert_expected_inline
 
 from passes import lower as lowering
 from passes.base import LowerContext, Pass, StageGraph
-from passes.lower import PASSES, check_stages, lower
+from passes.lower import PASSES
 from passes.ops.random_state import RandomState
+from planner.lower import check_stages, lower
 from tests.models.tiny import planned
 from tests.tools.graphs import shown, stage_after
 

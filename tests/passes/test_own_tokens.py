@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.lower import lower
 from passes.ops.own_tokens import of_gathered
+from planner.lower import lower
 from tests.models.families import Entry, build
 from tests.tools.saved_memory import measured
 from tests.tools.simulated_mesh import counted, run_mesh

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.lower import lower
 from passes.ops import recompute
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import BlockCall
 from passes.stage_module import RankProgram
 from planner import Plan
+from planner.lower import lower
 from planner.saved.trace import trace_stage
 from runtime.verify import mutants
 from runtime.weights.shards import fill

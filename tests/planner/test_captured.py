@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from passes.difference import passes_text
 from planner import Captured, Plan, PlanError, capture, plan
 from planner.api import find_layouts
+from planner.lower import passes_text
 from runtime import Engine
 from tests.models.families import Entry, build
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import passes.dropout
 from examples.moe import MoE
-from passes.lower import lower
 from passes.ops.dropout import stream_attention, stream_dropout
 from planner import Plan, plan
+from planner.lower import lower
 from runtime import Engine
 from runtime.optimizer.zero1 import DistributedOptimizer, StepResult
 from tests.models.families import Entry, hugging_face

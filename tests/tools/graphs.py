@@ -6,23 +6,22 @@ from typing import Any, cast
 
 import torch
 
-from passes.base import LowerContext, StageGraph, text_of
-from passes.difference import passes_text
+from passes.base import LowerContext, Staged, StageGraph, text_of
 from passes.extract import extract
-from passes.lower import PASSES, context_of, run_passes
+from passes.lower import PASSES, run_passes
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.partition.placements import Placements
 from planner import Plan
-from planner.decisions import Decisions
+from planner.lower import context_of, passes_text
 
 
 def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int = 0, seed: int = 0) -> LowerContext:
     """For passes that read the placements, the axis and the random state alone."""
     nothing = cast(Any, None)
-    decisions = Decisions(nothing, nothing, placements or Placements(tp, {}, {}), nothing, nothing, nothing, seed)
+    staged = Staged(nothing, placements or Placements(tp, {}, {}), nothing, nothing, (), (), nothing, (), nothing)
     handle = AxisHandle("tp", tp, tp_rank)
-    return LowerContext(decisions, nothing, (), handle, RandomState(seed, tp_rank), torch.device("cpu"))
+    return LowerContext(staged, (), handle, RandomState(seed, tp_rank), torch.device("cpu"))
 
 
 def stage_after(plan: Plan, last: str, rank: int = 0, chunk: int = 0) -> StageGraph:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import planner
 from passes.errors import PlanError
-from passes.lower import lower
 from passes.ops.dropout import stream_dropout
 from passes.stage_module import RankProgram
+from planner.lower import lower
 from planner.mesh import Mesh
 from planner.sharding.buckets import lay_out
 from planner.sharding.buffers import Buffer

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.lower import lower
 from planner import Plan, plan
 from planner.cluster.read import read_cluster
+from planner.lower import lower
 from planner.search.search import search
 from planner.search.table import result_sections
 from tests.models import deep, families, hugging_face

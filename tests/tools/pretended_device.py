@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from passes.lower import lower
 from passes.ops.random_state import RandomState
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
+from planner.lower import lower
 from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups

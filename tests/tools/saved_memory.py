@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.lower import lower
 from passes.stage_module import RankProgram, StageModule
 from planner import Plan
+from planner.lower import lower
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.lower import lower, lower_scoring
 from passes.stage_module import RankProgram, StageModule
 from planner import Plan, plan
+from planner.lower import lower, lower_scoring
 from planner.mesh import Mesh
 from runtime.weights.shards import fill, share
 from runtime.weights.sources import ModelWeights

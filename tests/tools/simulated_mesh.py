@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.lower import lower
 from passes.parameters import LocalParameter
 from passes.stage_module import RankProgram
 from planner import Plan
+from planner.lower import lower
 from planner.mesh import Mesh
 from runtime.optimizer.norm import whole_elements
 from runtime.weights.gather import assemble, senders_of

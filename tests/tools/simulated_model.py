@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.lower import lower
 from planner import Plan, plan
+from planner.lower import lower
 from planner.sharding.parts import Part
 from runtime.weights.shards import shard
 from tests.tools.simulated_mesh import run_step

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from passes.errors import PlanError
+from passes.partition.placements import Placements
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, LOG_SOFTMAXES
 from passes.program.ops.places import PlaceWriter
@@ -157,3 +158,9 @@ def _key_of(program: Program, target: fx.Node) -> str | None:
         )
     (found,) = writer.sources
     return program.inputs[found.name]
+
+
+def is_over_classes(placements: Placements, reader: fx.Node, pick: Pick) -> bool:
+    """Whether the logits that ``reader`` looks ``pick`` up in are sharded over the vocabulary."""
+    cut = placements.wanted(reader, 0)
+    return placements.tp > 1 and cut.is_sharded and cut.dim == pick.class_dim

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from passes.lower import lower
 from passes.ops import grouped_linear as room
 from passes.ops import meeting
 from passes.ops.grouped_linear import grouped_linear
 from passes.ops.weight_gradients import WeightGradients
 from planner import plan
+from planner.lower import lower
 from runtime.optimizer.places import add_products, add_whole
 from tests.models import experts, stacked_experts
 from tests.numeric.test_expert_layouts import batch_of, built, layer_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from passes.lower import lower
 from planner import plan
 from planner.cost.liveness import StageMemory, stage_memory
+from planner.lower import lower
 from planner.saved.allocations import Allocations
 from planner.saved.trace import trace_stage
 from runtime.build import parameters_of

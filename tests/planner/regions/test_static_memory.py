@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from passes.lower import lower
 from planner import Plan, plan
+from planner.lower import lower
 from planner.regions.static_memory import slots_of
 from planner.report.sections import format_slots
 from tests.models import families

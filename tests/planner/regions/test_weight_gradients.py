@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import fx
 
-from passes.lower import lower
 from passes.own_linears import PRODUCTS
 from planner import plan
+from planner.lower import lower
 from planner.regions.weight_gradients import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
 from tests.models import families
 from tests.models.tiny import planned

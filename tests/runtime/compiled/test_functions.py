@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.lower import lower
 from passes.stage_module import RankProgram
 from planner import plan
+from planner.lower import lower
 from runtime.compiled import functions
 from runtime.compiled.functions import CompiledPieces, calls_of
 from runtime.weights.shards import fill

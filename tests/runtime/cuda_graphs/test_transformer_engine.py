@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from passes.lower import lower
 from passes.ops.axis import AxisHandle
 from planner import PlanError, plan
+from planner.lower import lower
 from planner.pipeline.schedule import Action, build_schedule
 from runtime import Engine, build
 from runtime.cuda_graphs import te_random

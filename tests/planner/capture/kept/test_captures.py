@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from passes.difference import passes_text
 from passes.partition.options.table import has_rule
 from planner.api import plan
 from planner.capture import export
 from planner.captured import Captured
 from planner.frozen_plan import Plan
+from planner.lower import passes_text
 from tests.models.families import Entry, build
 from tests.tools.kept_captures import Processes
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT
-from passes.lower import lower
 from planner import Plan, PlanError, plan
+from planner.lower import lower
 from planner.spec.sections import STYLES
 from tests.tools.simulated_model import assert_equals_one_process, built, num_collectives, planned, spec_of
 

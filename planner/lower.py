@@ -1,0 +1,185 @@
+"""Lower a plan for one rank: captured graph → this rank's stage modules, by the passes of passes/lower.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.base import LowerContext, Staged
+from passes.difference import Differences
+from passes.errors import PlanError
+from passes.extract import extract
+from passes.lower import PASSES, lower_scores, lower_stage, run_passes
+from passes.ops.axis import AxisHandle
+from passes.ops.load import ExpertLoad
+from passes.ops.random_state import RandomState
+from passes.parameters import LocalParameter
+from passes.peephole import place
+from passes.program.program import Program
+from passes.stage_module import RankProgram, StageModule
+from planner.capture.model.meta_init import buffer_value
+from planner.decisions import Decisions
+from planner.exchanges.scores import rows_over_classes
+from planner.frozen_plan import Plan
+from planner.sharding.parameters import local_parameter
+from planner.sharding.shards import Shards
+
+
+def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
+    """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill.
+
+    ``thorough``: run the slow checks too. Raises PassError if a pass did not leave a fact that it must.
+    """
+    context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
+    decisions, shards = plan.to_run()
+    modules = []
+    for chunk, index in enumerate(indices):
+        borders = shards.received(index), shards.sent(index)
+        modules.append(lower_stage(context, index, chunk, _local(decisions, context, index), borders))
+    counts = decisions.terms.counts
+    if counts is not None:
+        counts = fx.GraphModule(_constants_of(decisions, counts), _with_constants(decisions.program, counts))
+        place(counts.graph, context.device)
+        counts.recompile()
+    inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
+    return RankProgram(
+        modules,
+        {"tp": context.tp, context.data.name: context.data, **context.axes},
+        context.random,
+        counts,
+        inputs,
+        context.gate,
+        load=context.load,
+        weight_gradients=context.weight_gradients,
+    )
+
+
+def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, tuple[int, ...]]:
+    """The context of the passes for ``rank``, and the indices of its stages, chunk by chunk."""
+    decisions, shards = plan.to_run()
+    here = plan.mesh.place(rank)
+    tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
+    asked: dict[str, Any] = {"regions": plan.regions, "recomputed": plan.recomputed, "pieces": plan.pieces}
+    asked |= {"thorough": thorough, "place": here, "buckets": _buckets(shards, here)}
+    data = plan.mesh.data_axis
+    asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
+    asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
+    asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in _more_axes(plan)}
+    context = LowerContext(_staged(decisions, shards), plan.collectives, tp, random, device, **asked)
+    return context, plan.mesh.stages_of(here["pp"])
+
+
+def _staged(decisions: Decisions, shards: Shards) -> Staged:
+    return Staged(
+        decisions.program,
+        decisions.placements,
+        decisions.stages,
+        decisions.mesh,
+        shards.changes,
+        tuple(decisions.terms.denominators),
+        decisions.experts,
+        decisions.asked,
+        decisions.context,
+    )
+
+
+def _buckets(shards: Shards, here: dict[str, int]) -> dict[str, tuple[int, int]]:
+    return {
+        slot.name: (number, slot.bucket)
+        for number, buffer in enumerate(shards.buffers_of_rank(here["pp"], here["ep"]))
+        for slot in buffer.layout.slots
+        if buffer.layout.num_ranks > 1
+    }
+
+
+def _local(decisions: Decisions, context: LowerContext, stage: int) -> Callable[[str], LocalParameter]:
+    return lambda name: local_parameter(decisions, decisions.program.node(name), stage, context.place)
+
+
+def _more_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes of experts, if they have their own, and cp, if cp > 1."""
+    return (("etp", "ep") if plan.mesh.has_expert_axes else ()) + (("cp",) if plan.mesh.cp > 1 else ())
+
+
+def lower_scoring(
+    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+) -> StageModule | None:
+    """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
+
+    It shares the handles of ``program``, the training program of ``rank``; parameters and buffers are on meta. Raises
+    PlanError, on every rank, if the loss gives no label a probability.
+    """
+    context, _ = context_of(plan, rank, torch.device(device), thorough=False)
+    decisions, shards = plan.to_run()
+    more = rows_over_classes(decisions)
+    trained = next((stage for stage in program.stages if stage.has_loss), None)
+    if trained is None:
+        return None
+    handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
+    axes = {name: program.axes[name] for name in context.axes}
+    context = replace(context, **handles, axes=axes, load=program.load or context.load)
+    borders = shards.received(trained.index), shards.sent(trained.index)
+    return lower_scores(context, trained, more, _local(decisions, context, trained.index), borders)
+
+
+def check_stages(plan: Plan) -> None:
+    """Lower every stage for one tp rank, thoroughly. Raises PassError if a pass did not leave a fact that it must."""
+    for pp in range(plan.mesh.pp):
+        context, indices = context_of(plan, plan.mesh.rank_of(pp=pp), torch.device("cpu"), thorough=True)
+        for index in indices:
+            run_passes(extract(context, index), context, PASSES)
+
+
+def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
+    """The changes of every pass to every stage of ``rank``; ``full`` shows each repeated block in full.
+
+    Needs no process group. Raises PlanError for an unknown rank.
+    """
+    world_size = plan.mesh.world_size
+    if not 0 <= rank < world_size:
+        known = f"from 0 to {world_size - 1}" if world_size > 1 else "0"
+        raise PlanError(
+            f"there is no rank {rank}: the mesh has {world_size}", where="--rank", fix=f"give a rank {known}"
+        )
+    context, indices = context_of(plan, rank, torch.device("cpu"), thorough=True)
+    representative = {} if full else plan.to_run()[0].blocks.representative
+    lines = []
+    for index in indices:
+        lines.append(f"stage {index} of rank {rank}")
+        differences = Differences(representative)
+        stage = extract(context, index)
+        differences.seen("extract", stage)
+        run_passes(stage, context, PASSES, differences.seen)
+        lines += differences.lines
+    return "\n".join(lines)
+
+
+def _constants_of(decisions: Decisions, graph: fx.GraphModule) -> nn.Module:
+    """The tensors that the counts read beside the batch: lifted constants, and buffers of the model (such as class
+    weights).
+    """
+    root, program = nn.Module(), decisions.program
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and node.name in program.constants:
+            root.register_buffer(node.name, program.constants[node.name].detach().clone())
+        elif node.op == "placeholder" and node.name in program.buffers:
+            assert decisions.model is not None, "the model was released before its buffers were read"
+            value = buffer_value(decisions.model, program.buffers[node.name])
+            root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
+    return root
+
+
+def _with_constants(program: Program, module: fx.GraphModule) -> fx.Graph:
+    """The graph of the counts with constants as attributes, so that only batch tensors are its arguments."""
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and (node.name in program.constants or node.name in program.buffers):
+            env[node] = graph.create_node("get_attr", node.name)
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return graph
