@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.rules.test_table import EXAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from passes.rules.table import rule_of
 from passes.rules.trials import called
 from planner import Plan, plan
 from planner.capture.inferred_rules import infer_rules, inferred
+from tests.passes.rules.test_table import EXAMPLES
 from tests.tools import own_ops
 from tests.tools.captures import program_again
 

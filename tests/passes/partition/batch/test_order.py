@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.planner.capture.batch.test_flow import Model
 from torch import Tensor, nn
 
 from planner import plan
+from tests.passes.partition.batch.test_flow import Model
 
 HEADS = 2
 

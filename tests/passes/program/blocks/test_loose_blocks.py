@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from tests.planner.graph.blocks.test_blocks import kinds, ops, paths
 from torch import nn
 
 from passes.canonical.masks import simplify_masks
@@ -15,6 +14,7 @@ from passes.program.program import Program
 from planner.api import plan
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
+from tests.passes.program.blocks.test_blocks import kinds, ops, paths
 from tests.planner.pipeline.test_stages import check_equals_whole, stage_of_parameter, stages_of
 from tests.tools.captured import capture
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planner.rules.test_table import EXAMPLES
 from torch import Tensor
 
 from passes.program.ops import groups
 from passes.program.ops.aten import aten, packet_of
 from passes.program.ops.groups import Ops
 from passes.rules.trials import called
+from tests.passes.rules.test_table import EXAMPLES
 
 GROUPS = {name: group for name, group in vars(groups).items() if isinstance(group, Ops)}
 
