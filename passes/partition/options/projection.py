@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import gcd
+from operator import mul
 
 from passes.rules.rule import OpRule
 from passes.types.types import Placement, Segment
@@ -31,12 +33,20 @@ def projected(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], 
 
 
 def _ranks(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp: int) -> Placement | None:
-    """Even segments: the index of a rank is a factor of its own, and follows alone."""
-    at = rule.carried(ends[0], cut.dim, cut.segments[0].local(tp), tp, ends[1])
-    if at is None:
-        return None
-    dim, inner = at
-    return Placement("V", dim, (Segment(tp * inner),) * (shape[dim] // (tp * inner)))
+    """Even segments: the index of a rank in them is a factor of its own, and follows alone; of one rank the outermost
+    part of a segment does."""
+    size = cut.segments[0].size
+    inners = [size // tp] if tp > 1 else [n for n in _strides(rule, ends[0], cut.dim) if size % n == 0 and n < size]
+    for inner in inners:
+        if (at := rule.carried(ends[0], cut.dim, inner, size // inner, ends[1])) is not None:
+            run = size // inner * at[1]
+            return Placement("V", at[0], (Segment(run),) * (shape[at[0]] // run))
+    return None
+
+
+def _strides(rule: OpRule, operand: int, dim: int) -> list[int]:
+    """Of the factors of a dim, innermost first."""
+    return list(accumulate((f.size for f in rule.along(operand, dim)), mul, initial=1))
 
 
 def _segments(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp: int) -> Placement | None:
