@@ -1,1 +1,1 @@
-"""The passes rewrite: (captured graph, Plan, rank) become the modules that this rank runs."""
+"""The captured program, the rules of its ops, and every rewrite. It knows no spec, cluster or schedule."""
