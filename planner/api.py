@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.blocks.blocks import Blocks, find_blocks
 from passes.errors import PlanError
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
 from passes.partition.placements import Placements
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
-from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.program import Program
 from passes.rng.places import check_draws
 from planner.captured import Captured, capture_model, inputs_of, prepare

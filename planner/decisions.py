@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from passes.blocks.blocks import Blocks
 from passes.moe.layers import Asked, Experts
 from passes.moe.parts import ExpertPart, expert_parts
 from passes.moe.resting import asked_of, resting
@@ -22,7 +23,6 @@ from passes.partition.loss.scored import Scored, find_scored
 from passes.partition.loss.shares import LossTerms
 from passes.partition.placements import Placements
 from passes.partition.sequence.facts import Context
-from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment

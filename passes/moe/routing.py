@@ -19,9 +19,9 @@ from passes.moe import exchange
 from passes.moe.building import Builder
 from passes.moe.domain import Domain
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from passes.program.ops.flops import node_flops
 from passes.program.ops.groups import BEST, FILLED
 from passes.program.walks import in_order, readers, walk
+from passes.rules.flops import node_flops
 
 TRIALS = 3
 MOST = 1 << 26  # elements of a value that is worth a trial

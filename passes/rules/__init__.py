@@ -1,3 +1,1 @@
 """The effect of each op on the dims of its operands, in one table. A rule knows no axis, mesh or spec."""
-
-from passes.rules import flops as flops  # gives products their FLOPs

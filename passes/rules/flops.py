@@ -1,25 +1,38 @@
-"""FLOPs of a product, read off its rule: 2 × the sizes of its factors, each index by itself and each that is summed.
+"""The cost of one node: floating-point operations of products, bytes that all other ops move.
 
-linear(x[b, s, i], W[o, i])     2 · b · s · o · i: each factor is in two of the operands and the result
-convolution                     and the kernel, at each position of the result (transposed: of the input)
-einsum                          operands are taken in from left to right, each product over all factors then in play
+    products, convolutions      2 × the sizes of all factors of two operands and the result, as the rule says
+    attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
+    lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
+    ops of a user's own         as their rule says (passes.rules.own)
+    embedding, elementwise, …   0 operations; bytes = inputs + outputs
+
+Forward, for one microbatch and the full (unsharded) tensors. Backward is about twice that, for every node alike, so
+that shares and balances may leave it out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import shape_of
-from passes.program.ops.flops import OF_PRODUCTS
+from passes.program.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
+from passes.program.ops.products import is_grouped
+from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules import products, spatial
 from passes.rules.call import operands_of
+from passes.rules.own import own_rule
 from passes.rules.products import Builder
 from passes.rules.rule import RESULT, Factor
 from passes.rules.table import RULES, builder_of, rule_of
+
+# How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.
+# Only the share of the memory-bound ops matters here, a few per cent of a block; a cluster file knows better.
+FLOPS_PER_BYTE = 8.0
 
 MULTIPLIED: dict[Builder, tuple[int, int]] = {  # builder of a rule → the operands that the op multiplies
     **dict.fromkeys((products.linear, products.matmul, products.grouped, products.einsum, spatial.convolution), (0, 1)),
@@ -31,6 +44,38 @@ def multiplied(target: Any) -> tuple[int, int] | None:
     """Positions of the operands that a product multiplies; None for an op that is none. Of an einsum the first two."""
     builder = builder_of(target)
     return MULTIPLIED.get(builder) if builder is not None else None
+
+
+def node_flops(node: fx.Node) -> int:
+    """Multiplications and additions of one forward call of ``node``; 0 for other ops."""
+    if node.op != "call_function":
+        return 0
+    if (own := own_rule(node.target)) is not None:
+        return own.flops_of(node)
+    flops = FLOPS.get(aten._grouped_mm if is_grouped(node.target) else packet_of(node.target))
+    return flops(node) if flops is not None else 0
+
+
+def has_flops(node: fx.Node) -> bool:
+    """Whether ``node`` is a product, or another op with FLOPs; most are known without their number."""
+    packet = packet_of(node.target)
+    return (packet in FLOPS and packet is not aten.einsum) or node_flops(node) > 0
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes that one forward call reads and writes; 0 for views and placeholders."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    written = value_bytes(node)
+    if packet_of(node.target) is aten.embedding:
+        return 2 * written + value_bytes(node.all_input_nodes[0])  # the gradient of the full table is written
+    return written + sum(value_bytes(n) for n in node.all_input_nodes)
+
+
+def node_cost(node: fx.Node, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
+    """One number to balance by, in operations: a product costs its operations, any other op the bytes that it moves."""
+    flops = node_flops(node)
+    return flops if flops else int(node_bytes(node) * flops_per_byte)
 
 
 def _of_product(operands: tuple[int, int], node: fx.Node) -> int:
@@ -62,9 +107,30 @@ def _of_einsum(node: fx.Node) -> int:
     return flops
 
 
+def _attention(node: fx.Node) -> int:
+    given = arguments(node)
+    is_over_cp = node.target in (causal_attention, gathered_attention)
+    operands = node.args[:3] if is_over_cp else [given[n] for n in ("query", "key", "value")]
+    query, key, value = (shape_of(n) for n in operands if isinstance(n, fx.Node))
+    batch_heads = math.prod(query[:-2])
+    return 2 * batch_heads * query[-2] * key[-2] * (query[-1] + value[-1])
+
+
+def _recurrence(node: fx.Node) -> int:
+    given = arguments(node)
+    x = shape_of(given["input"] if "input" in given else given["data"])
+    matrices = [shape_of(n) for n in given["params"] if len(shape_of(n)) == 2]
+    return 2 * math.prod(x[:-1]) * sum(map(math.prod, matrices))
+
+
 OTHERS = {products.einsum: _of_einsum, spatial.convolution: _of_convolution}
-OF_PRODUCTS.update(
-    (packet, OTHERS.get(builder, partial(_of_product, MULTIPLIED[builder])))
-    for packet, builder in RULES.items()
-    if builder in MULTIPLIED
-)
+FLOPS: dict[Any, Callable[[fx.Node], int]] = {
+    **{
+        packet: OTHERS.get(builder, partial(_of_product, MULTIPLIED[builder]))
+        for packet, builder in RULES.items()
+        if builder in MULTIPLIED
+    },
+    **dict.fromkeys((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu), _recurrence),
+    **dict.fromkeys((aten.scaled_dot_product_attention, causal_attention), _attention),
+    gathered_attention: lambda node: int(node.args[4]) * _attention(node),  # pyright: ignore[reportArgumentType]
+}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import fx
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import packet_of
-from passes.program.ops.flops import OF_OWN_OPS
 from passes.rules.call import Call, call_of
 from passes.rules.notation import Pattern, parse
 from passes.rules.own_trial import NotTrue, try_rule
@@ -40,6 +38,13 @@ class OwnRule:
     def rule(self, call: Call) -> OpRule | None:
         """None for a call with other dims than the text has."""
         return self.pattern.rule(call) if self.pattern.fits(call) else None
+
+    def flops_of(self, node: fx.Node) -> int:
+        """Of one forward call."""
+        call = call_of(node)
+        if self.flops is None or call is None or not self.pattern.fits(call):
+            return 0
+        return int(self.flops(self.pattern.sizes(call)))
 
 
 OWN: dict[Any, OwnRule] = {}
@@ -74,7 +79,6 @@ def rule(op: str, text: str, *, flops: Flops | None = None, example: Sequence[An
     except NotTrue as error:
         raise PlanError(f'the rule of {op}, "{text}", {error}', where=where, fix=error.fix) from None
     OWN[packet_of(target)] = own
-    OF_OWN_OPS[packet_of(target)] = partial(_flops, own)
 
 
 def own_rule(target: Any) -> OwnRule | None:
@@ -84,13 +88,6 @@ def own_rule(target: Any) -> OwnRule | None:
 def own_rule_texts() -> list[list[str]]:
     """All rules: a captured program depends on them."""
     return sorted([own.op, own.text] for own in OWN.values())
-
-
-def _flops(own: OwnRule, node: fx.Node) -> int:
-    call = call_of(node)
-    if own.flops is None or call is None or not own.pattern.fits(call):
-        return 0
-    return int(own.flops(own.pattern.sizes(call)))
 
 
 def _of_product(pattern: Pattern) -> Flops | None:

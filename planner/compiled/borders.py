@@ -19,10 +19,10 @@ from torch import fx
 from passes.moe.domain import axis_of, domain_of
 from passes.partition.options.forms import Form
 from passes.program.ops.aten import aten, is_mutable, is_random, packet_of, tensors_of
-from passes.program.ops.flops import has_flops
 from passes.program.ops.host_stops import reads_on_host
 from passes.program.ops.overwritten import loses_logits
 from passes.program.ops.own_backward import OwnBackward
+from passes.rules.flops import has_flops
 from planner.decisions import Decisions
 
 _MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}

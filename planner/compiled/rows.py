@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.blocks.places import Places
 from passes.errors import require
-from passes.program.places import Places
 from planner.compiled.borders import is_worth_telling
 from planner.compiled.homes import is_free
 from planner.compiled.pieces import Compiled

@@ -18,6 +18,7 @@ from math import ceil, prod
 import torch
 from torch import fx
 
+from passes.blocks.places import Places
 from passes.moe.domain import axis_of, in_domain, is_here, share_of_rows
 from passes.partition.options.forms import Form
 from passes.partition.options.reduction import EXCHANGES
@@ -25,7 +26,6 @@ from passes.partition.type_changes import TypeChange
 from passes.pieces import Piece
 from passes.program.ops.groups import EXTREMES, LOG_SOFTMAXES, SOFTMAXES
 from passes.program.ops.over_data import over_data
-from passes.program.places import Places
 from passes.types.collectives import CollectivePlan
 from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchange_rows, exchanges_of, is_exchange

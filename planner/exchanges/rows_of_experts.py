@@ -13,10 +13,10 @@ from math import ceil, prod
 
 from torch import fx
 
+from passes.blocks.places import Places
 from passes.moe import exchange
 from passes.moe.domain import share_of_slots
 from passes.program.ops.aten import shape_of
-from passes.program.places import Places
 from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.decisions import Decisions

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from passes.blocks.places import Places
 from passes.errors import PlanError
 from passes.partition.loss.scored import Pick, is_over_classes
-from passes.program.places import Places
 from passes.program.source_lines import where_of
 from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_REDUCE

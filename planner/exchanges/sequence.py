@@ -15,9 +15,9 @@ from math import prod
 
 from torch import fx
 
+from passes.blocks.places import Places
 from passes.program.ops.aten import shape_of
 from passes.program.ops.sequence import gather_sequence, gathered_attention
-from passes.program.places import Places
 from passes.types.collectives import CollectivePlan
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from planner.decisions import Decisions

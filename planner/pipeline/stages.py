@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from passes.errors import PlanError, Where
-from passes.program.blocks.blocks import Blocks
-from passes.program.live_sets import (
+from passes.blocks.blocks import Blocks
+from passes.blocks.live_sets import (
     anchors,
     before_and_after_blocks,
     live_values,
@@ -25,9 +24,10 @@ from passes.program.live_sets import (
     recomputed_nodes,
     stages_of_copies,
 )
-from passes.program.ops.flops import node_cost
+from passes.errors import PlanError, Where
 from passes.program.program import Program
 from passes.program.stages import StageAssignment
+from passes.rules.flops import node_cost
 from planner.fold import LOOP, Fold
 from planner.pipeline.balance import balance
 from planner.pipeline.layout import Layout, complaint, layout_of_sizes

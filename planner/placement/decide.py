@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
 from passes.partition.placements import Placements
-from passes.program.blocks.blocks import Blocks
 from passes.program.ops.aten import value_bytes
-from passes.program.ops.flops import node_flops
 from passes.program.ops.products import computed_of_weights
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.rules.flops import node_flops
 from passes.types.types import Placement, evenly
 from planner.placement.candidates import Candidates
 from planner.placement.overrides.kinds import asked_of

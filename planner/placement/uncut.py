@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
 from passes.partition.placements import Placements
-from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 from planner.placement.attention.sites import AttentionSite
 from planner.placement.decide import decide_placements

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
-from passes.program.blocks.blocks import Blocks
 
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 

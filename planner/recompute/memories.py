@@ -13,8 +13,8 @@ from passes.moe.domain import domain_of
 from passes.partition.options.forms import Form
 from passes.partition.type_changes import type_at
 from passes.pieces import Homes, Key, Piece
-from passes.program.ops.flops import FLOPS_PER_BYTE, node_flops
 from passes.program.ops.own_backward import OwnBackward
+from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
 from planner.saved.fused import is_fused_bias, is_overlapped
 from planner.saved.trace import Call, StageTrace

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from passes.blocks.places import Places
 from passes.errors import require
 from passes.pieces import AgainCall, Piece
-from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.recompute.asked import FULL, SELECTIVE
 

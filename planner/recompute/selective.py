@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Operations per freed byte. A linear of 768 features costs 384 in float32, attention scores of heads of 64
 # cost 32, and an op that reads one value and writes one 16 (the bytes that it moves, at
-# passes.program.ops.flops.FLOPS_PER_BYTE).
+# passes.rules.flops.FLOPS_PER_BYTE).
 MOST_PER_BYTE = 128.0
 # Likewise for the internal tensors of an op: scores of attention cost 20, the mask of a dropout, drawn one by one, 64.
 MOST_PER_BYTE_INSIDE = 32.0

@@ -13,10 +13,10 @@ from functools import partial
 
 from torch import fx
 
+from passes.blocks.blocks import Block
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
 from passes.partition.type_changes import runs_here, type_at, wanted_types
-from passes.program.blocks.blocks import Block
 from passes.program.ops.addends import num_addends
 from passes.program.program import Program
 from passes.program.source_lines import where_of

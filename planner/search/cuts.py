@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from passes.blocks.blocks import Blocks, find_blocks
 from passes.moe.find import find_experts
 from passes.moe.layers import Experts
 from passes.moe.open import open_experts
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.own_keys import keep_own_keys
-from passes.program.blocks.blocks import Blocks, find_blocks
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.captured import Prepared

@@ -17,9 +17,9 @@ from itertools import groupby
 
 from torch import fx
 
-from passes.program.blocks.blocks import Block, Blocks
+from passes.blocks.blocks import Block, Blocks
+from passes.blocks.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
 from passes.program.copied import copied, program_of
-from passes.program.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
 from passes.program.program import Program
 
 _LEFT = 3  # blocks of a row: the first, one between, the last

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.blocks.places import Places
 from passes.moe.domain import domain_of
 from passes.pieces import Piece
-from passes.program.places import Places
 from passes.regions import Region
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled

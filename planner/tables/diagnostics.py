@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.blocks.places import Places, glob_of
 from passes.canonical.norms import spelled_norms
 from passes.errors import Where
 from passes.partition.options.forms import Form
 from passes.partition.options.table import rule_of
 from passes.program.ops.aten import is_random, named, packet_of
-from passes.program.ops.flops import node_cost, node_flops
 from passes.program.ops.groups import CONVOLUTIONS
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.products import holds_weight
-from passes.program.places import Places, glob_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.rules.flops import node_cost, node_flops
 from planner.decisions import Decisions
 from planner.exchanges.collectives import scalars_of_loss
 from planner.placement.attention.sites import AttentionSite, weight_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from passes.blocks.places import Places
 from passes.moe import exchange
-from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.exchanges.rows_of_experts import exchanges_of, sent_bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from passes.blocks.places import Places
 from passes.program.ops.aten import shape_of
-from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.sharding.shards import Shards
 from planner.tables.rows import Diagnostic

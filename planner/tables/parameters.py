@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.blocks.places import Places
 from passes.parameters import axis_of
-from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.sharding.parameters import ParameterPlan, part_of_node
 from planner.spec.spec import Spec

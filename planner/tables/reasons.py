@@ -10,8 +10,8 @@ from torch import fx
 
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option, rule_of
-from passes.program.ops.flops import has_flops
 from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
+from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from passes.blocks.places import Places
 from passes.partition.type_changes import TypeChange
-from passes.program.places import Places
 from planner.decisions import Decisions
 from planner.sharding.shards import Shards
 from planner.tables.rows import Diagnostic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from passes.program.places import glob_of
+from passes.blocks.places import glob_of
 from passes.regions import Region
 from planner.decisions import Decisions
 from planner.pipeline.schedule import SchedulePlan

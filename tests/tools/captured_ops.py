@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.blocks.blocks import find_blocks
 from passes.partition.options.table import Option
 from passes.peephole import place
-from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _edges

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from passes.blocks.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
 from passes.partition.type_changes import TypeChange
-from passes.program.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
 from planner.decisions import Decisions
 from planner.saved.trace import Call
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from passes.program.places import Places
+from passes.blocks.places import Places
 from passes.types.collectives import CollectivePlan
 from planner.cost.cut.ops import Op, Size
 from planner.cost.cut.units import Message

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from passes.program.ops.aten import arguments, aten, packet_of
-from passes.program.ops.flops import has_flops, node_flops
 from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from passes.program.ops.sequence import causal_attention, gathered_attention
-from passes.rules.flops import multiplied
+from passes.rules.flops import has_flops, multiplied, node_flops
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 

@@ -1,4 +1,4 @@
-"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.program.live_sets).
+"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.blocks.live_sets).
 
     stage [a, b)     Σ of its units, + what several units share (once), + what is kept of values that are made in
                      one unit and kept in a later one (where both are in the stage; else it was received)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from passes.program.ops.flops import has_flops
 from passes.program.ops.groups import ATTENTION, SOFTMAXES, WITH_WEIGHT
 from passes.program.ops.products import PRODUCTS, is_made_of_weights
 from passes.program.walks import Step, operands, readers, walk
+from passes.rules.flops import has_flops
 
 _MAX_WALK = 400
 

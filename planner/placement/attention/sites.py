@@ -15,12 +15,12 @@ from math import prod
 import torch
 from torch import fx
 
+from passes.blocks.blocks import Blocks
+from passes.blocks.places import glob_of
 from passes.errors import PlanError
 from passes.partition.placements import Placements
-from passes.program.blocks.blocks import Blocks
 from passes.program.ops.groups import ATTENTION
 from passes.program.ops.products import PRODUCTS, equation, holds_weight
-from passes.program.places import glob_of
 from passes.program.program import Program
 from passes.program.source_lines import module_of, where_of
 from passes.program.walks import operands, walk

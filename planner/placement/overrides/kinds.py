@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
-from passes.program.blocks.blocks import Blocks
 from passes.program.program import Program
 
 

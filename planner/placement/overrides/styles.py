@@ -19,10 +19,10 @@ from passes.errors import PlanError
 from passes.partition.options.contraction import contraction
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option, rule_of
-from passes.program.ops.flops import has_flops
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.walks import readers, walk
+from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.divisibility import nearest_words

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import planner
-from passes.program.ops.flops import OF_OWN_OPS, node_flops
+from passes.rules.flops import node_flops
 from passes.rules.own import OWN, own_rule
 from passes.rules.rule import Role
 from passes.rules.table import rule_of
@@ -48,11 +48,10 @@ ROTATED = "meshwright_tests::rotated"
 
 @pytest.fixture(autouse=True)
 def _rules_are_put_back() -> Iterator[None]:
-    before = [(rules, dict(rules)) for rules in (OWN, OF_OWN_OPS)]
+    before = dict(OWN)
     yield
-    for rules, held in before:
-        rules.clear()
-        rules.update(held)
+    OWN.clear()
+    OWN.update(before)
 
 
 def test_a_captured_call_has_the_factors_and_the_flops_of_its_rule() -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from passes.partition.options.table import has_rule
 from passes.program.ops.aten import draws, packet_of
-from passes.program.ops.flops import OF_OWN_OPS
 from passes.rules.call import call_of, operands_of
 from passes.rules.own import OWN
 from passes.rules.rule import Factor, OpRule, Role
@@ -89,12 +88,10 @@ OPS = {f.__name__: own_op(f) for f in (centred, over_largest, sine_of_small, in_
 
 @pytest.fixture(autouse=True)
 def _no_op_has_a_rule_of_its_own() -> Iterator[None]:
-    before = [(rules, dict(rules)) for rules in (OWN, OF_OWN_OPS)]
-    for rules, _ in before:
-        rules.clear()
+    before = dict(OWN)
+    OWN.clear()
     yield
-    for rules, held in before:
-        rules.update(held)
+    OWN.update(before)
 
 
 # ---- beside the table

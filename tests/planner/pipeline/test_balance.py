@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from passes.program.blocks.blocks import find_blocks
+from passes.blocks.blocks import find_blocks
 from passes.program.program import Program
 from passes.program.stages import StageAssignment
 from planner.pipeline.balance import balance

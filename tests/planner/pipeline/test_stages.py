@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
-from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from passes.program.stages import StageAssignment
 from planner.pipeline.stages import assign_stages

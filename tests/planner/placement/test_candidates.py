@@ -9,8 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+from passes.blocks.blocks import find_blocks
 from passes.partition.options.table import Site, options_of
-from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from passes.types.types import I, R, V
 from planner.placement.candidates import MAX_CUTS, Candidates

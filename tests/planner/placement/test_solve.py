@@ -15,9 +15,9 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.partition.options.table import Option
-from passes.program.blocks.blocks import find_blocks
 from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _costs, _edges

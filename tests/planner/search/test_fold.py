@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
-from passes.program.blocks.blocks import find_blocks
 from passes.program.copied import copied
 from planner.search import cuts
 from planner.search.choice import Cut

@@ -9,10 +9,10 @@ from math import prod
 
 import pytest
 
+from passes.blocks.blocks import find_blocks
 from passes.moe.find import find_experts
 from passes.moe.parts import ExpertPart
 from passes.partition.loss.shares import share_loss
-from passes.program.blocks.blocks import find_blocks
 from passes.types.types import V
 from planner import Plan, PlanError, plan
 from planner.decisions import Decisions

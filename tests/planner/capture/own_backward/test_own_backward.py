@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from passes.blocks.structure import Structure
 from passes.errors import PlanError, Where
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option, Site, options_of
-from passes.program.blocks.structure import Structure
 from passes.program.ops.own_backward import Cut, OwnBackward
 from passes.types.types import I, Placement, R, Segment, V
 from planner.capture.own_backward.applications import Application

@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import tensors_of
-from passes.program.ops.flops import node_flops
 from passes.program.program import Program
+from passes.rules.flops import node_flops
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from passes.program.blocks.periods import Flow, Run, find_runs, live_bytes
+from passes.blocks.periods import Flow, Run, find_runs, live_bytes
 
 
 def word(text: str, live: list[int] | None = None) -> Flow:

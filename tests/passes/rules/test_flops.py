@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.program.ops.aten import is_random, is_view
-from passes.program.ops.flops import has_flops, node_bytes, node_cost, node_flops
+from passes.rules.flops import has_flops, node_bytes, node_cost, node_flops
 from tests.models.small import hugging_face
 
 aten = torch.ops.aten

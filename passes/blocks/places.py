@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from passes.blocks.blocks import Blocks
 from passes.errors import Where
-from passes.program.blocks.blocks import Blocks
 from passes.program.source_lines import module_of, where_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")

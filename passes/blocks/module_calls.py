@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.program.blocks.structure import Group, Structure
+from passes.blocks.structure import Group, Structure
 
 # A block with inner blocks that do at least this share of its work is only their container (a stage of stages of
 # layers).

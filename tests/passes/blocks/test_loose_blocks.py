@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from passes.blocks.blocks import find_blocks
 from passes.canonical.masks import simplify_masks
-from passes.program.blocks.blocks import find_blocks
 from passes.program.program import Program
 from planner.api import plan
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
-from tests.passes.program.blocks.test_blocks import kinds, ops, paths
+from tests.passes.blocks.test_blocks import kinds, ops, paths
 from tests.planner.pipeline.test_stages import check_equals_whole, stage_of_parameter, stages_of
 from tests.tools.captured import capture
 

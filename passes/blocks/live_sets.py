@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from passes.program.ops.aten import is_random
-from passes.program.ops.flops import has_flops
 from passes.program.program import Program
 from passes.program.walks import ancestors, neighbours, readers, walk
+from passes.rules.flops import has_flops
 
 _PARAMETER, _BATCH, _SENT = 1, 2, 4
 

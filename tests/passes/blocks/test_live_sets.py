@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from passes.program.blocks.blocks import find_blocks
-from passes.program.live_sets import (
+from passes.blocks.blocks import find_blocks
+from passes.blocks.live_sets import (
     anchors,
     live_values,
     needed_nodes,
@@ -20,9 +20,9 @@ from passes.program.live_sets import (
     stages_of_copies,
 )
 from passes.program.ops.aten import is_random
-from passes.program.ops.flops import node_flops
 from passes.program.program import Program
 from passes.program.walks import ancestors
+from passes.rules.flops import node_flops
 from planner.pipeline.stages import assign_stages
 from tests.models.small import captured, layers
 from tests.tools.captured import capture

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.program.blocks.blocks import Blocks, find_blocks
+from passes.blocks.blocks import Blocks, find_blocks
 from passes.program.program import Program
 from tests.models.small import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture

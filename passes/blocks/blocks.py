@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from passes.program.blocks.module_calls import CONTAINER_SHARE, module_blocks
-from passes.program.blocks.periods import Flow, Run, find_runs, live_bytes
-from passes.program.blocks.structure import Group, Structure
-from passes.program.live_sets import anchors, live_values, recomputed_nodes
+from passes.blocks.live_sets import anchors, live_values, recomputed_nodes
+from passes.blocks.module_calls import CONTAINER_SHARE, module_blocks
+from passes.blocks.periods import Flow, Run, find_runs, live_bytes
+from passes.blocks.structure import Group, Structure
 from passes.program.ops.aten import value_bytes
 from passes.program.program import Program
 
