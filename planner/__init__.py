@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from passes.errors import PlanError
 from planner.shadow import refuse_shadows
 
-refuse_shadows()
+refuse_shadows()  # before the first import of a package of ours by its name
+
+from passes.errors import PlanError  # noqa: E402
 
 if TYPE_CHECKING:
     from passes.rules.own import rule
