@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from passes.program.ops.aten import is_random
-from passes.program.ops.groups import FILLED
+from passes.program.ops.groups import VALUED
 from passes.program.program import Program
 from passes.program.walks import in_order, operands, walk
 
 MAX_ELEMENTS = 1 << 27
-SHAPE_READERS = FILLED  # of their operand the shape, or the dtype, alone
+SHAPE_READERS = VALUED  # of their operand the shape, or the dtype, alone; the values of an empty one are arbitrary
 
 
 def follows(node: fx.Node) -> bool:

@@ -99,3 +99,11 @@ def test_made_of_known_values_alone(written: Written):
     assert is_made_of(both, {a, b})
     assert not is_made_of(both, {a})
     assert not is_made_of(written.call(aten.rand_like.default, a), {a})
+
+
+def test_an_empty_tensor_is_no_constant_of_its_shape(written: Written):
+    x = written.holder("x", torch.zeros(3))
+    zeros, empty = written.call(aten.zeros_like.default, x), written.call(aten.empty_like.default, x)
+    constants = written.constants(of_shapes=True)
+    assert of(constants, zeros)
+    assert not of(constants, empty)
