@@ -21,6 +21,7 @@ from passes.partition.loss.counts import input_only
 from passes.program.ops.aten import aten, is_pointwise, packet_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from passes.program.ops.own_backward import OwnBackward
+from passes.program.ops.products import is_grouped
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.rules.call import operands_of
@@ -118,7 +119,8 @@ def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
 
 
 def _puts_elsewhere(node: fx.Node) -> bool:
-    return node.target in ELSEWHERE or node.target is getitem
+    """Or multiplies each row by one of several matrices: no row depends on another."""
+    return node.target in ELSEWHERE or node.target is getitem or is_grouped(node.target)
 
 
 def _is_product(rule: OpRule) -> bool:
