@@ -3,7 +3,8 @@
     products, convolutions      2 × the sizes of all factors of two operands and the result, as the rule says
     attention                   2 · b · h · s_q · s_k · (d + d_v)      (all of it, causal or not: the convention)
     lstm, gru, rnn              2 · tokens · (elements of all matrices): each multiplies every token once
-    ops of a user's own         as their rule says (passes.rules.own)
+    ops of a user's own         as their rule says (passes.rules.own), or as a product if trials show that they sum over
+                                a dim of two operands
     embedding, elementwise, …   0 operations; bytes = inputs + outputs
 
 Forward, for one microbatch and the full (unsharded) tensors. Backward is about twice that, for every node alike, so
@@ -25,7 +26,7 @@ from passes.program.ops.products import is_grouped
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules import products, spatial
 from passes.rules.call import operands_of
-from passes.rules.own import own_rule
+from passes.rules.own import OwnRule, flops_of_pattern, own_rule
 from passes.rules.products import Builder
 from passes.rules.rule import RESULT, Factor
 from passes.rules.table import RULES, builder_of, rule_of
@@ -52,6 +53,8 @@ def node_flops(node: fx.Node) -> int:
         return 0
     if (own := own_rule(node.target)) is not None:
         return own.flops_of(node)
+    if (pattern := node.meta.get("inferred")) is not None:
+        return OwnRule(str(node.target), str(pattern), pattern, flops_of_pattern(pattern)).flops_of(node)
     flops = FLOPS.get(aten._grouped_mm if is_grouped(node.target) else packet_of(node.target))
     return flops(node) if flops is not None else 0
 

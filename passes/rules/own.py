@@ -73,7 +73,7 @@ def rule(op: str, text: str, *, flops: Flops | None = None, example: Sequence[An
     except ValueError as error:
         raise PlanError(f"the rule of {op}: {error}", where=where, fix='write it as "b s h+, o h+ -> b s o"') from None
     _check_number(op, target, pattern, where)
-    own = OwnRule(op, text, pattern, flops if flops is not None else _of_product(pattern))
+    own = OwnRule(op, text, pattern, flops if flops is not None else flops_of_pattern(pattern))
     try:
         try_rule(own.rule, target, pattern, example)
     except NotTrue as error:
@@ -90,7 +90,8 @@ def own_rule_texts() -> list[list[str]]:
     return sorted([own.op, own.text] for own in OWN.values())
 
 
-def _of_product(pattern: Pattern) -> Flops | None:
+def flops_of_pattern(pattern: Pattern) -> Flops | None:
+    """Of an op that sums a dim over two operands: a product's. None for any other op, which is bound by memory."""
     words = {word for term in pattern.operands for word in term}
     joined = [w for w in words if sum(w in term for term in pattern.operands) > 1]
     is_product = any(pattern.roles.get(word) is Role.SUM for word in joined)

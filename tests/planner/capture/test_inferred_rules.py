@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from passes.partition.options.table import has_rule
 from passes.program.ops.aten import draws, packet_of
 from passes.rules.call import call_of, operands_of
+from passes.rules.flops import node_flops
 from passes.rules.own import OWN
 from passes.rules.rule import Factor, OpRule, Role
 from passes.rules.table import rule_of
@@ -181,6 +182,13 @@ def test_a_captured_program_notes_the_patterns_of_ops_without_rules_and_of_no_ot
         (Role.EACH, 4 * own_ops.CHANNELS),
     ]
     assert len(operands_of(call)) == 3
+    flops = {str(n.target): node_flops(n) for n in program.graph.graph.nodes if "inferred" in n.meta}
+    tokens, channels = 2 * own_ops.LENGTH, own_ops.CHANNELS
+    assert flops == {  # one sums a dim over two operands: a product
+        "meshwright_tests.gelu_linear.default": 0,
+        "meshwright_tests.decayed.default": 0,
+        "meshwright_tests.half_linear.default": 2 * tokens * channels * 4 * channels,
+    }
 
 
 def test_a_loss_with_a_rule_of_its_own_keeps_that() -> None:
