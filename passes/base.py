@@ -143,6 +143,14 @@ class Pass:
         return self.run.__name__
 
 
+def ops_of(node: fx.Node) -> tuple[str, ...]:
+    """Captured names of the ops that a node of a lowered graph computes, products before their biases: none of a change
+    of type alone, several of one op that changes a type and multiplies.
+    """
+    sources = [node] if "change" not in node.meta else list(node.users) if node.meta.get("fused") else []
+    return tuple(name for n in sources for name in (n.meta.get("product"), n.meta["origin"]) if name is not None)
+
+
 def kind_of(node: fx.Node) -> str:
     """The kind of a node: the function that it calls, ``self.…`` for a handle, else argument, attribute or output."""
     if node.op == "call_function":

@@ -47,7 +47,8 @@ from passes.recompute import recompute
 from passes.stage_module import StageModule
 from passes.types.collectives import CollectivePlan
 
-PASSES: tuple[Pass, ...] = (
+# Up to the program of one rank, which planner.saved traces; then the parts of it that are captured, compiled, recomputed.
+LOCAL: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
     Pass(exchange_rows),
     Pass(exchange_sequence, leaves=(no_cp_placeholder_is_left,)),
@@ -61,6 +62,9 @@ PASSES: tuple[Pass, ...] = (
     Pass(own_linears, leaves=(collectives_are_those_of_the_plan,)),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
+)
+PASSES: tuple[Pass, ...] = (
+    *LOCAL,
     Pass(note_choices),
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
     Pass(compile_pieces, leaves=(pieces_are_those_of_the_plan,)),
@@ -68,11 +72,11 @@ PASSES: tuple[Pass, ...] = (
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 # The stage of the loss for scoring labels: nothing is captured, recomputed, or awaited.
-_LOCAL = [step.name for step in PASSES].index("localize") + 1
+_LOCALIZED = [step.name for step in PASSES].index("localize") + 1
 _ONLY_TRAINING = (note_choices, cut_regions, compile_pieces, recompute, await_parameters)
 SCORING: tuple[Pass, ...] = (
     Pass(add_scores, leaves=(collectives_are_those_of_the_plan,)),
-    *(step for step in PASSES[_LOCAL:] if step.run not in _ONLY_TRAINING),
+    *(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),
 )
 
 Borders = tuple[tuple[BoundaryPlan, ...], tuple[BoundaryPlan, ...]]
@@ -96,7 +100,7 @@ def lower_scores(
 ) -> StageModule:
     """The stage of the loss once more, as it returns scores of labels too; ``more``: collectives for them."""
     stage = extract(context, trained.index)
-    run_passes(stage, context, PASSES[:_LOCAL])
+    run_passes(stage, context, PASSES[:_LOCALIZED])
     run_passes(stage, replace(context, rows=(*context.rows, *more)), SCORING)
     return finish(context, stage, trained.chunk, local, borders)
 

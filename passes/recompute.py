@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from passes.base import LowerContext, StageGraph
+from passes.base import LowerContext, StageGraph, ops_of
 from passes.ops.collectives import g
 from passes.ops.column_linear import gathered_linears
 from passes.ops.compiled import run_piece
@@ -90,12 +90,9 @@ class _Part:
         """
         if node.target is run_piece:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
-        if node.target is gathered_linears:  # it saves its gathered input, unless its backward gathers it again
-            change = node.meta["change"]
-            is_freed = any((change.value, change.after) in keys for keys in self.piece.needed)
-            return is_freed and not change.again
-        names = {node.meta["origin"], node.meta.get("product")}
-        return not names.isdisjoint(self.piece.insides) and _computes(node) and "change" not in node.meta
+        if node.target is gathered_linears and node.meta["change"].again:  # its backward gathers its input again
+            return False
+        return not self.piece.insides.isdisjoint(ops_of(node)) and _computes(node)
 
     def has(self, keys: frozenset[Any], node: fx.Node) -> bool:
         """Whether a node is one of the captured values with their types."""

@@ -233,7 +233,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         costs = costs_of_stages(decisions, shards, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
-        memory = memory_rows(decisions, shards, schedule, slots, recomputed)
+        memory = memory_rows(decisions, shards, schedule, slots, recomputed, regions)
         cost = cost_row(decisions, shards, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.base import LowerContext, Staged
+from passes.base import LowerContext
 from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
@@ -27,6 +27,7 @@ from planner.exchanges.scores import rows_over_classes
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import local_parameter
 from planner.sharding.shards import Shards
+from planner.staged import more_axes, staged
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
@@ -68,23 +69,9 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     data = plan.mesh.data_axis
     asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
     asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
-    asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in _more_axes(plan)}
-    context = LowerContext(_staged(decisions, shards), plan.collectives, tp, random, device, **asked)
+    asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in more_axes(plan.mesh)}
+    context = LowerContext(staged(decisions, shards), plan.collectives, tp, random, device, **asked)
     return context, plan.mesh.stages_of(here["pp"])
-
-
-def _staged(decisions: Decisions, shards: Shards) -> Staged:
-    return Staged(
-        decisions.program,
-        decisions.placements,
-        decisions.stages,
-        decisions.mesh,
-        shards.changes,
-        tuple(decisions.terms.denominators),
-        decisions.experts,
-        decisions.asked,
-        decisions.context,
-    )
 
 
 def _buckets(shards: Shards, here: dict[str, int]) -> dict[str, tuple[int, int]]:
@@ -98,11 +85,6 @@ def _buckets(shards: Shards, here: dict[str, int]) -> dict[str, tuple[int, int]]
 
 def _local(decisions: Decisions, context: LowerContext, stage: int) -> Callable[[str], LocalParameter]:
     return lambda name: local_parameter(decisions, decisions.program.node(name), stage, context.place)
-
-
-def _more_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes of experts, if they have their own, and cp, if cp > 1."""
-    return (("etp", "ep") if plan.mesh.has_expert_axes else ()) + (("cp",) if plan.mesh.cp > 1 else ())
 
 
 def lower_scoring(

@@ -6,6 +6,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether there is anything to exchange: meta tensors and fake ones have shapes alone, as planning runs the ops."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

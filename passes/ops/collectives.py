@@ -15,8 +15,8 @@
 If a dim has padding, a value is padded with copies of its last element, which is finite wherever the model is; a
 gradient is padded with zeros. Gathering leaves the padding out.
 
-Every call is counted on the axis handle, so that a run can be held against the plan. Meta tensors have a shape and
-nothing to exchange.
+Every call is counted on the axis handle, so that a run can be held against the plan. Tensors without values, as in
+planning, have a shape and nothing to exchange.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes.ops.axis import AxisHandle
+from passes.ops.axis import AxisHandle, has_values
 from passes.ops.runs import all_gather_single, gather_runs, reduce_scatter_single, scatter_runs
 from passes.types.types import Placement
 
@@ -42,7 +42,7 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
     out = x.contiguous()
     if out is x and not owned:
         out = x.clone()
-    if axis.size > 1 and not x.is_meta:
+    if axis.size > 1 and has_values(x):
         dist.all_reduce(out, op=op or dist.ReduceOp.SUM, group=axis.group)
     return out
 
@@ -50,7 +50,7 @@ def all_reduce(x: Tensor, axis: AxisHandle, phase: str, op: Any = None, *, owned
 def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
     """Begin to sum a contiguous ``x`` in place; await the returned work before reading x. None: nothing to do."""
     note(axis, "all_reduce", phase, x)
-    return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 and not x.is_meta else None
+    return dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 and has_values(x) else None
 
 
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
@@ -64,10 +64,16 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
     own = x.contiguous()
     if cut.in_place(x.shape):
         whole = x.new_empty([n * axis.size if d == cut.dim else n for d, n in enumerate(x.shape)])
-        works = [] if x.is_meta else gather_runs(whole, own, cut.num_runs(x.shape), group=axis.group, async_op=ahead)
+        works = (
+            []
+            if not has_values(x)
+            else gather_runs(whole, own, cut.num_runs(x.shape), group=axis.group, async_op=ahead)
+        )
         return partial(_ended, works, whole)
     parts = x.new_empty((axis.size, *x.shape))
-    work = None if x.is_meta else all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
+    work = (
+        None if not has_values(x) else all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
+    )
     return lambda: _joined(list(_ended([work], parts).unbind(0)), axis, cut)
 
 
@@ -76,7 +82,7 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
     note(axis, "all_to_all", phase, x, axis.size)
     sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)]).contiguous()
     received = torch.empty_like(sent)
-    if not x.is_meta:
+    if has_values(x):
         dist.all_to_all_single(received, sent, group=axis.group)
     return _joined(list(received.unbind(0)), axis, before)
 
@@ -102,7 +108,7 @@ def start_reduce_scatter(
     """Begin to sum; the returned function ends it and gives this rank's part. ``ahead``: other work runs in between."""
     out, beyond = x.new_empty(cut.local_shape(tuple(x.shape), axis.size)), 0 if of_gradient else None
     note(axis, "reduce_scatter", phase, out, axis.size)
-    if x.is_meta:
+    if not has_values(x):
         return partial(_ended, [], out)
     if cut.in_place(x.shape):
         runs = cut.num_runs(x.shape)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle
+from passes.ops.axis import AxisHandle, has_values
 from passes.ops.collectives import note
 from passes.ops.runs import all_gather_single, reduce_scatter_single
 from passes.partition.sequence import zigzag
@@ -46,7 +46,7 @@ def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, pha
     own = torch.cat(flat) if len(flat) > 1 else flat[0]
     note(axis, "all_gather", phase, own, axis.size)
     parts = own.new_empty((axis.size, own.numel()))
-    if not own.is_meta:
+    if has_values(own):
         all_gather_single(parts.view(-1), own, group=axis.group)
     of_tensors = parts.split([x.numel() for x in tensors], 1)
     return [_in_order(of_x.view(axis.size, *x.shape), dim, axis) for x, of_x in zip(tensors, of_tensors, strict=True)]
@@ -73,7 +73,7 @@ def scattered_sums(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, phase:
     shapes = [_cut_into(of_x, x, dim, axis) for x, of_x in zip(tensors, parts.split(sizes, 1), strict=True)]
     note(axis, "reduce_scatter", phase, parts)
     out = parts.new_empty(sum(sizes))
-    if not out.is_meta:
+    if has_values(out):
         reduce_scatter_single(out, parts.view(-1), group=axis.group)
     return [of_x.view(shape) for of_x, shape in zip(out.split(sizes), shapes, strict=True)]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle
+from passes.ops.axis import AxisHandle, has_values
 from passes.ops.collectives import gather, scatter
 from passes.ops.load import ExpertLoad
 from passes.types.types import V
@@ -37,7 +37,7 @@ def send_slots(
     ``counts`` [groups, E], given once a ``layer``: the number of tokens of each group with slots that chose each
     expert.
     """
-    if counts is not None and not counts.is_meta:
+    if counts is not None and has_values(counts):
         load.note(layer, counts)
     came = _trade(share_of(x, slots, tp), ep, experts, slots)
     return gather(came, etp, V(slots, came.shape[slots] * etp.size)) if etp.size > 1 else came
@@ -105,6 +105,6 @@ def _exchanged(x: Tensor, axis: AxisHandle, split: int, joined: int, phase: str)
     axis.bytes["all_to_all", phase] += x.numel() * x.element_size()
     sent = torch.stack(x.chunk(axis.size, split))
     received = torch.empty_like(sent)
-    if not x.is_meta:
+    if has_values(x):
         dist.all_to_all_single(received, sent, group=axis.group)
     return torch.cat(received.unbind(0), joined)

@@ -39,7 +39,7 @@ def let_go_of(trace: StageTrace, pieces: Iterable[Piece]) -> tuple[LetGo, ...]:
 
 
 def _of(trace: StageTrace, piece: Piece) -> LetGo:
-    numbers = [at for at, call in enumerate(trace.calls) if call.name in piece.nodes]
+    numbers = [at for at, call in enumerate(trace.calls) if not call.names.isdisjoint(piece.nodes)]
     rerun = {(call.name, call.changed) for call in piece.again}
     again = tuple(at for at, call in enumerate(trace.calls) if (call.name, call.changed) in rerun)
     inside = frozenset(at for at in numbers if _is_inside(trace.calls[at], piece))
@@ -49,4 +49,4 @@ def _of(trace: StageTrace, piece: Piece) -> LetGo:
 
 
 def _is_inside(call: Call, piece: Piece) -> bool:
-    return call.changed is None and call.name in piece.insides
+    return bool(call.hidden) and not piece.insides.isdisjoint(call.ops)

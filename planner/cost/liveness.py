@@ -92,9 +92,9 @@ def backward_live(
 
 def _kept_by_last(trace: StageTrace, after_blocks: frozenset[str]) -> int:
     """Bytes saved by calls after the last block, without those saved earlier."""
-    last = [call for call in trace.calls if call.name in after_blocks]
+    last = [call for call in trace.calls if not call.names.isdisjoint(after_blocks)]
     made = {m for call in last for m in call.makes} - {m for call in last for m in call.reads if m in trace.outside}
-    earlier = {m for call in trace.calls if call.name not in after_blocks for m in call.makes}
+    earlier = {m for call in trace.calls if call.names.isdisjoint(after_blocks) for m in call.makes}
     kept = {m for call in last for m in call.keeps} & (made - earlier) - trace.outside
     return sum(trace.bytes_of[m] for m in kept) + sum(sum(call.hidden) for call in last)
 
@@ -108,12 +108,11 @@ def forward_live(trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = ()
     alive: set[int] = set(trace.received.values())
     live = sum(trace.bytes_of[m] for m in alive)
     for at, call in enumerate(trace.calls):
-        taken = sum(trace.bytes_of[m] for m in call.makes if m not in alive) if call.in_place else 0
-        most = live + call.seen.peak - taken
+        most = live + call.seen.peak
         new = [m for m in call.makes if m not in alive and m not in trace.outside]
         alive.update(new)
         live += sum(trace.bytes_of[m] for m in new) + sum(call.hidden)
-        yield at, max(most, live - taken)
+        yield at, max(most, live)
         read = {*call.reads, *call.makes}
         if at in ends:
             read |= ends[at].memory
@@ -132,11 +131,10 @@ def _rerun(trace: StageTrace, block: LetGo) -> int:
     made -= block.sources | trace.outside
     for at, (number, call) in enumerate(zip(block.again, calls, strict=True)):
         new = [m for m in call.makes if m in made and m not in alive]
-        taken = sum(trace.bytes_of[m] for m in new) if call.in_place else 0
-        peak = max(peak, live + call.seen.peak - taken)
+        peak = max(peak, live + call.seen.peak)
         alive.update(new)
         live += sum(trace.bytes_of[m] for m in new) + (sum(call.hidden) if number in block.inside else 0)
-        peak = max(peak, live - taken)
+        peak = max(peak, live)
         for m in {*call.reads, *call.makes} & alive:
             if last_read[m] == at and m not in block.memory:
                 alive.discard(m)

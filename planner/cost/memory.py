@@ -33,7 +33,8 @@ from math import ceil, prod
 from passes.errors import require
 from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
-from planner.cost.cut.ops import multiplies_weight
+from passes.regions import Region
+from planner.cost.cut.ops import puts_aside
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.cost.peak import Peak, peak_of
@@ -95,12 +96,13 @@ def memory_rows(
     schedule: SchedulePlan,
     slots: Sequence[GraphSlots] = (),
     recomputed: Sequence[Piece] = (),
+    regions: Sequence[Region] = (),
 ) -> tuple[MemoryRow, ...]:
     """One row for each pp rank. ``recomputed``: the pieces that are freed and recomputed."""
     after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
     for index in range(decisions.stages.num_stages):
-        trace = trace_stage(decisions, shards, index)
-        later = waiting_calls(trace, decisions) if schedule.has_weights else frozenset[int]()
+        trace = trace_stage(decisions, shards, index, regions)
+        later = waiting_calls(trace) if schedule.has_weights else frozenset[int]()
         stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
     stages = shared_once(stages, decisions.mesh)
     static, orders, fold = Counter[int](), schedule.actions, decisions.mesh.fold
@@ -120,12 +122,11 @@ def shared_once(stages: Sequence[StageMemory], mesh: Mesh) -> list[StageMemory]:
     return found
 
 
-def waiting_calls(trace: StageTrace, decisions: Decisions) -> frozenset[int]:
+def waiting_calls(trace: StageTrace) -> frozenset[int]:
     """Numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
     counted, so this is an upper bound.
     """
-    nodes = decisions.program.node
-    return frozenset(at for at, call in enumerate(trace.calls) if multiplies_weight(trace, call, nodes(call.name)))
+    return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
 
 
 def _row(

@@ -9,7 +9,7 @@ Values that others read (the block's outputs), the experts' domain and its excha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from passes.pieces import AgainCall, Homes, Piece
 from passes.regions import Region
@@ -36,7 +36,7 @@ def decide_recompute(
     kinds = kinds_of_blocks(asked, decisions.blocks)
     pieces = pieces_of(kinds, decisions, regions)
     for stage in sorted({piece.stage for piece in pieces}):
-        trace = traced(stage) if traced is not None else trace_stage(decisions, shards, stage)
+        trace = traced(stage) if traced is not None else trace_stage(decisions, shards, stage, regions)
         scene = Scene(decisions, trace, Homes(stage, pieces, regions))
         for piece in pieces:
             if piece.stage == stage:
@@ -46,7 +46,10 @@ def decide_recompute(
 
 def _decide(piece: Piece, memories: Memories) -> None:
     once = {m for m, call in memories.maker.items() if memories.runs_once(call)}
-    worth = [call for call in memories.calls if call.hidden and worth_inside(memories, call)]
+    gathers = piece.kind == FULL  # once more what products gather
+    worth = [
+        c for c in memories.calls if c.hidden and ((gathers and c.changed is not None) or worth_inside(memories, c))
+    ]
     kept = memories.seen | once
     if piece.kind != FULL:
         kept |= kept_memories(memories, worth)
@@ -56,13 +59,18 @@ def _decide(piece: Piece, memories: Memories) -> None:
     keys = memories.scene.keys
     piece.needed = tuple(frozenset(keys[m]) for m in needed)
     piece.kept = frozenset(key for m in kept if m in memories.maker for key in keys.get(m, ()))
-    piece.insides = frozenset(call.name for call in insides if call.changed is None)
+    piece.insides = frozenset(name for call in insides for name in call.ops)
     piece.let_go, piece.sources = frozenset(needed), frozenset(sources_of(memories, needed, again))
-    piece.again = tuple(_row(memories, call, needed, insides) for call in again)
+    piece.again = tuple(row for call in again for row in _rows(memories, call, needed, insides))
 
 
-def _row(memories: Memories, call: Call, needed: Sequence[int], insides: Sequence[Call]) -> AgainCall:
-    let_go = set(needed)
-    given = sum(memories.bytes(m) for m in memories.made(call) if m in let_go)
-    hidden = sum(call.hidden) if any(call is other for other in insides) else 0
-    return AgainCall(call.name, given + hidden, memories.flops(call), memories.moved(call), call.changed)
+def _rows(memories: Memories, call: Call, needed: Sequence[int], insides: Sequence[Call]) -> Iterator[AgainCall]:
+    """Of each op of a call: the last gives its result. Of a call that changes a type, the change too."""
+    restored = sum(memories.bytes(m) for m in memories.made(call) if m in set(needed))
+    restored += sum(call.hidden) if any(call is other for other in insides) else 0
+    moved = memories.moved(call)
+    if call.changed is not None:
+        yield AgainCall(call.name, 0 if call.ops else restored, 0, 0 if call.ops else moved, call.changed)
+    for number, name in enumerate(call.ops, 1):
+        is_last = number == len(call.ops)
+        yield AgainCall(name, restored if is_last else 0, memories.flops_of(name), moved if is_last else 0)

@@ -16,7 +16,6 @@ from passes.pieces import Homes, Key, Piece
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
-from planner.saved.fused import is_fused_bias, is_overlapped
 from planner.saved.trace import Call, StageTrace
 
 
@@ -66,18 +65,6 @@ class Scene:
         return set(self.trace.received.values())
 
     @cached_property
-    def fused_across(self) -> set[str]:
-        """Products of several pieces that one op computes, as all decoder blocks' keys of an encoder's output."""
-        found = set[str]()
-        for call in self.trace.calls:
-            change = call.changed
-            if change is not None and change.how.name in ("f", "gather") and is_overlapped(self.decisions, change):
-                homes = {id(self.homes.of_call(name)) for name in change.readers}
-                found |= set(change.readers) if len(homes) > 1 else set()
-        nodes = map(self.decisions.program.node, sorted(found))
-        return found | {user.name for node in nodes for user in node.users if is_fused_bias(self.decisions, user)}
-
-    @cached_property
     def leaving(self) -> set[int]:
         """Memory that the stage sends, and that of its loss."""
         loss = self.decisions.program.loss
@@ -99,7 +86,7 @@ class Scene:
                     (name, type_at(decisions.placements, decisions.stages, node, index))
                 )
         for call in self.trace.calls:
-            if call.changed is not None:
+            if call.changed is not None and not call.ops:
                 for memory in call.makes:
                     found.setdefault(memory, set()).add((call.name, call.changed.after))
         return found
@@ -161,7 +148,7 @@ class Memories:
     def runs_once(self, call: Call) -> bool:
         """Whether a call is never recomputed: calls of the experts' domain, and those that are no op of PyTorch."""
         node = self.scene.node(call)
-        if domain_of(node) is not None or (call.changed is None and call.name in self.scene.fused_across):
+        if domain_of(node) is not None:
             return True
         own = isinstance(node.target, (torch._ops.OpOverload, OwnBackward))
         return call.changed is None and not own and not str(getattr(node.target, "__module__", "")).endswith("operator")
@@ -177,13 +164,15 @@ class Memories:
         return self.scene.decisions.placements.options[call.name].form in (Form.OVER_RANKS, Form.CLASSES)
 
     def flops(self, call: Call) -> int:
-        """Of one rank: a product with a part of something is a part of the product."""
-        node = self.scene.node(call)
-        if call.changed is not None:
-            return 0
-        option, size = self.scene.decisions.placements.options[call.name], self.scene.decisions.mesh.tp
+        """Of one rank."""
+        return sum(map(self.flops_of, call.ops))
+
+    def flops_of(self, name: str) -> int:
+        """Of one op on one rank: a product with a part of something is a part of the product."""
+        decisions = self.scene.decisions
+        option, size = decisions.placements.options[name], decisions.mesh.tp
         is_cut = any(t.is_sharded for t in (option.out, *option.args))
-        return node_flops(node) // (size if is_cut else 1)
+        return node_flops(decisions.program.node(name)) // (size if is_cut else 1)
 
     def moved(self, call: Call) -> int:
         """Bytes that a call reads and writes; of views none."""

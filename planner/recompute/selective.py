@@ -46,18 +46,18 @@ def _graph(memories: Memories, insides: list[Call]) -> nx.DiGraph:
     graph = nx.DiGraph()
     insides = [call for call in insides if not memories.is_of_shape_alone(call)]
     runs_anyway = {id(call) for call in insides}
-    overwritten = {call.reads[0] for call in memories.calls if call.in_place}  # it cannot be read again
     for memory in memories.given:
         graph.add_edge(_SOURCE, 2 * memory)
         graph.add_edge(2 * memory, 2 * memory + 1, capacity=memories.costs_to_keep(memory))
     for call in memories.calls:
         dear = id(call) not in runs_anyway and is_dear(memories, call)
+        if dear:  # a sum over ranks too, in the memory of its addend
+            graph.add_edges_from((_SOURCE, 2 * memory) for memory in call.makes if memory in memories.maker)
         for memory in memories.made(call):
-            capacity = {} if memory in overwritten else {"capacity": memories.costs_to_keep(memory)}
-            graph.add_edge(2 * memory, 2 * memory + 1, **capacity)
-            if dear or memory in memories.seen:
+            graph.add_edge(2 * memory, 2 * memory + 1, capacity=memories.costs_to_keep(memory))
+            if memory in memories.seen:
                 graph.add_edge(_SOURCE, 2 * memory)
-            else:
+            elif not dear:
                 graph.add_edges_from((2 * read + 1, 2 * memory) for read in call.reads)
     for memory in memories.saved:
         graph.add_edge(2 * memory + 1, _SINK)

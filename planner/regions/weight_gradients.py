@@ -1,12 +1,12 @@
 """How the gradient of each weight is made: by the product that reads it, which can wait for a W, or by autograd.
 
-    can wait        a product of a value with the weight, or the bias added to one, outside of graph regions
+    can wait        a product of a value with the weight, with its bias, outside of graph regions
     in graph        the same within a region: a graph replays it with its backward
     at once         the same outside of one, on a value in a graph's static memory: the next microbatch takes it after
                     the backward: a W would read the wrong values
     by autograd     whatever else reads a weight: norms, lookups, products with a weight that was cast or cut before
 
-A weight that is read in several ways has an entry for each.
+It is read off the lowered stages. A weight that is read in several ways has an entry for each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from passes.base import StageGraph, ops_of
+from passes.ops.weight_gradients import AtOnce
+from passes.own_linears import PRODUCTS
 from passes.program.ops.aten import packet_of
-from passes.program.ops.groups import WITH_WEIGHT
-from passes.regions import Region, homes, lies_in_a_graph
+from passes.regions import Region, homes
 from planner.decisions import Decisions
-from planner.saved.fused import is_fused_bias
+from planner.sharding.shards import Shards
+from planner.staged import local_stage
 
-aten = torch.ops.aten
 CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"
 
 
@@ -36,47 +37,32 @@ class WeightGradient:
     reason: str = ""
 
 
-def weight_gradients(decisions: Decisions, regions: Sequence[Region] = ()) -> tuple[WeightGradient, ...]:
+def weight_gradients(
+    decisions: Decisions, shards: Shards, regions: Sequence[Region] = ()
+) -> tuple[WeightGradient, ...]:
     """Of each parameter that trains, in the order of the program."""
-    home = homes(regions)
-    found: dict[WeightGradient, None] = {}
-    for node, fqn in decisions.program.parameters.items():
-        parameter = decisions.program.node(node)
-        if parameter.meta.get("grad"):
-            found |= dict.fromkeys(_ways(decisions, parameter, fqn, home))
-    return tuple(found)
+    home, found = homes(regions), dict[str, dict[WeightGradient, None]]()
+    for index in range(decisions.stages.num_stages):
+        stage = local_stage(decisions, shards, index, regions)
+        for node in stage.graph.find_nodes(op="get_attr"):
+            name = decisions.program.parameters.get(node.meta.get("origin", ""))
+            if name is not None and node.meta["grad"]:
+                found.setdefault(name, {}).update(dict.fromkeys(_ways(decisions, stage, node, name, home)))
+    return tuple(row for name in decisions.program.parameters.values() for row in found.get(name, ()))
 
 
-def _ways(decisions: Decisions, parameter: fx.Node, fqn: str, home: frozenset[str]) -> Iterator[WeightGradient]:
+def _ways(
+    decisions: Decisions, stage: StageGraph, parameter: fx.Node, name: str, home: frozenset[str]
+) -> Iterator[WeightGradient]:
     for reader in parameter.users:
-        if reader.op != "call_function":
-            continue
-        product = _product(decisions, parameter, reader)
-        if product is None:
-            yield WeightGradient(fqn, BY_AUTOGRAD, f"{packet_of(reader.target)} reads it")
-        elif not product.all_input_nodes[0].meta.get("grad"):
-            yield WeightGradient(fqn, BY_AUTOGRAD, f"{packet_of(product.target)} multiplies a value without a gradient")
-        elif reader.name in home:
-            yield WeightGradient(fqn, IN_GRAPH)
+        names = ops_of(reader) or reader.meta["change"].readers
+        target = packet_of(decisions.program.node(names[0]).target) if names[0] not in ("send", "loss") else names[0]
+        if reader.target not in PRODUCTS:
+            yield WeightGradient(name, BY_AUTOGRAD, f"{target} reads it")
+        elif not reader.all_input_nodes[0].meta.get("grad"):
+            yield WeightGradient(name, BY_AUTOGRAD, f"{target} multiplies a value without a gradient")
+        elif not home.isdisjoint(names):
+            yield WeightGradient(name, IN_GRAPH)
         else:
-            value, stage = product.all_input_nodes[0], decisions.stages.stage_of[product.name]
-            yield WeightGradient(
-                fqn,
-                AT_ONCE
-                if lies_in_a_graph(value, stage, decisions.stages, decisions.mesh.pp_rank_of, home)
-                else CAN_WAIT,
-            )
-
-
-def _product(decisions: Decisions, parameter: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The product that has ``parameter`` as its weight or bias: ``reader`` itself, or the product to which it adds the
-    bias.
-    """
-    if is_fused_bias(decisions, reader) and reader.args[1] is parameter:
-        product = reader.all_input_nodes[0]
-        weight = product.args[1]
-        is_held = isinstance(weight, fx.Node) and bool(weight.meta.get("parameter"))
-        return product if is_held else None
-    if reader.target not in WITH_WEIGHT or reader.kwargs or reader.meta["val"].dtype.is_complex:
-        return None
-    return reader if len(reader.args) == 2 and reader.args[1] is parameter else None
+            handle = getattr(stage.root, str(reader.args[-1].target))  # pyright: ignore
+            yield WeightGradient(name, AT_ONCE if isinstance(handle, AtOnce) else CAN_WAIT)

@@ -10,12 +10,17 @@ of torch's choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), withou
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from passes.ops.axis import widened
+from passes.program.ops.aten import packet_of
 
 FLASH, EFFICIENT, MATH = "flash", "memory-efficient", "math"
 _HALF = (torch.bfloat16, torch.float16)
@@ -81,3 +86,36 @@ class _Fused(torch.autograd.Function):
                 beside += [x.new_empty(x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v)]
         of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), of_mask, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel each way, which saves its inputs and the root of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, widened(x.narrow(-1, 0, 1)).clone())
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def rms_norm(x: Tensor, size: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """aten.rms_norm, as far as memory goes."""
+    return _RmsNorm.apply(x, weight)
+
+
+class KernelsOfGPU(TorchFunctionMode):
+    """Inside, attention and RMS norms keep what the kernels of a GPU keep, wherever they are called from."""
+
+    OF_GPU: ClassVar[dict[Any, Callable[..., Tensor]]] = {
+        F.scaled_dot_product_attention: attention,
+        torch.ops.aten.scaled_dot_product_attention: attention,
+        torch.ops.aten.rms_norm: rms_norm,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = self.OF_GPU.get(packet_of(func), func)
+        return called(*args, **(kwargs or {}))

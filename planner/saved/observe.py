@@ -12,6 +12,7 @@ dtypes, constants) is seen once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from planner.saved.allocations import Allocations
+from planner.saved.attention_kernels import KernelsOfGPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +102,23 @@ class Operand:
     number: int
 
 
-def observe(target: Callable[..., Any], args: Any, kwargs: dict[str, Any], operands: Sequence[Like]) -> Seen:
+def observe(
+    target: Callable[..., Any], args: Any, kwargs: dict[str, Any], operands: Sequence[Like], *, on_gpu: bool = False
+) -> Seen:
     """The memory that ``target(*args, **kwargs)`` makes and saves; the arguments have Operands in place of tensors.
 
-    Raises whatever the op raises on tensors without values.
+    ``on_gpu``: attention and RMS norms by the kernels of a GPU. Raises whatever the op raises on tensors without
+    values.
     """
-    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands))
+    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands), on_gpu)
 
 
 def _frozen(value: Any) -> Any:
     """The same, hashable, and 1 is not True nor 1.0."""
     if isinstance(value, dict):
         return ("dict", tuple((k, _frozen(v)) for k, v in value.items()))
-    if isinstance(value, (list, tuple)):
-        return ("list", tuple(_frozen(v) for v in value))
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return ("tuple" if isinstance(value, tuple) else "list", tuple(_frozen(v) for v in value))
     return value if isinstance(value, Operand) else (type(value).__name__, value)
 
 
@@ -123,13 +128,16 @@ def _thawed(value: Any, tensors: Sequence[Tensor]) -> Any:
     kind, held = value
     if kind == "dict":
         return {k: _thawed(v, tensors) for k, v in held}
-    return [_thawed(v, tensors) for v in held] if kind == "list" else held
+    if kind == "list":
+        return [_thawed(v, tensors) for v in held]
+    return tuple(_thawed(v, tensors) for v in held) if kind == "tuple" else held
 
 
 @cache
-def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...]) -> Seen:
-    with _mode(), torch.enable_grad():
-        tensors = [_empty(like) for like in operands]
+def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...], on_gpu: bool) -> Seen:
+    with _mode(), torch.enable_grad(), KernelsOfGPU() if on_gpu else nullcontext():
+        leaves = [_empty(like) for like in operands]
+        tensors = [_Operand.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -144,18 +152,30 @@ def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Li
             found = replace(found, peak=allocations.peak)
             kept.clear()
             allocations.restart()
-            gradients = _gradients(tensors, made, allocations)
+            gradients = _gradients(leaves, tensors, made, allocations)
         return found if gradients is None else replace(found, gradients=gradients, backward_peak=allocations.peak)
 
 
+class _Operand(torch.autograd.Function):
+    """A tensor that another op made, so that a call may overwrite it; its gradient comes out unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
 def _gradients(
-    operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
+    given_to: Sequence[Tensor], operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
 ) -> tuple[Gradient | None, ...] | None:
     """The gradients that the backward makes from gradients as large as the results; None if it cannot run without
-    values.
+    values. ``given_to``: the leaves of ``operands``.
     """
     results = [tensor for tensor in made if tensor.requires_grad]
-    leaves = [tensor for tensor in operands if tensor.requires_grad]
+    leaves = [tensor for tensor in given_to if tensor.requires_grad]
     given = [torch.empty_like(tensor) for tensor in results]
     allocations.restart()
     try:
@@ -164,7 +184,7 @@ def _gradients(
         return None
     of_given, of_operands = {_memory(tensor) for tensor in given}, {_memory(tensor) for tensor in operands}
     rest = iter(found)
-    return tuple(_gradient(next(rest, None), of_given, of_operands) if x.requires_grad else None for x in operands)
+    return tuple(_gradient(next(rest, None), of_given, of_operands) if x.requires_grad else None for x in given_to)
 
 
 def _gradient(tensor: Tensor | None, of_given: set[int], of_operands: set[int]) -> Gradient | None:

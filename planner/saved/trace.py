@@ -2,14 +2,16 @@
 
     Call("softmax_3", reads (7,), makes (9,), keeps (9,))        memory 9 has bytes_of[9] bytes
 
-A memory is a number: views of one tensor share it. Parameters, buffers, constants and batches are ``outside``: a stage
-does not own them. Only shapes are computed, each kind of call once, so that equal blocks cost a look in a dictionary.
+It is the lowered program that is traced (planner.staged.local_stage), each op run on tensors without values: what the
+plan says of memory is what the ops that run do. A memory is a number: views of one tensor share it. Parameters,
+buffers, constants and batches are ``outside``: a stage does not own them. Each kind of call is run once, so that equal
+blocks cost a look in a dictionary.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -17,16 +19,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.domain import domain_of, in_domain, is_here, share_of_rows
-from passes.partition.type_changes import TypeChange, sent_type, type_at
-from passes.program.ops.groups import WITH_WEIGHT
+from passes.base import StageGraph, ops_of
+from passes.moe.domain import domain_of, in_domain, share_of_rows
+from passes.ops import meeting
+from passes.ops.grouped_linear import grouped_linear
+from passes.partition.type_changes import TypeChange
+from passes.regions import Region
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.saved import stand_ins
-from planner.saved.fused import is_fused_bias, is_overlapped, is_summed_in_place
-from planner.saved.local_calls import ON_GPU, local_call
+from planner.saved.handles import planned, without_stream
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
+from planner.staged import local_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """``name``: of the captured node, or of the value with the ``changed`` type. Memory by number.
+    """``name``: of the captured value that it gives, or of the value with the ``changed`` type. Memory by number.
 
+    ``node``: of the lowered stage. ``ops``: captured names of the ops that it computes: none for a change of type
+    alone, several if lowering made one op of them (a product and its bias, f and the products after it).
     ``hidden``: bytes of each saved tensor outside the graph. ``operands``, ``results``: numbers of values.
-    ``in_place``: its result overwrites its first input, as in lowering (planner.saved.fused).
     """
 
     name: str
+    node: fx.Node
+    ops: tuple[str, ...]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     keeps: tuple[int, ...]
@@ -55,7 +62,11 @@ class Call:
     results: tuple[int, ...]
     seen: Seen
     changed: TypeChange | None = None
-    in_place: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All captured names that it stands for."""
+        return frozenset((self.name, *self.ops))
 
 
 @dataclass
@@ -105,175 +116,123 @@ class StageTrace:
         return sum(self.kept.values()) + self.hidden
 
 
-def trace_stage(decisions: Decisions, shards: Shards, index: int) -> StageTrace:
+def trace_stage(decisions: Decisions, shards: Shards, index: int, regions: Sequence[Region] = ()) -> StageTrace:
     """The trace of stage ``index`` on rank 0 of every axis but pp; the other ranks hold as much."""
-    return _Tracer(decisions, shards, index).run()
+    return _Tracer(decisions, shards, local_stage(decisions, shards, index, regions)).run()
+
+
+# How many rows there are follows the routing: none of these runs without values.
+OF_ROUTING = {
+    meeting.meet,
+    meeting.dispatch,
+    meeting.give_back,
+    meeting.grouped_mm,
+    meeting.part,
+    meeting.ends_of,
+    meeting.ids_of,
+    grouped_linear,
+}
 
 
 class _Tracer:
-    """Owns the trace while it grows, and the values of the stage: by name, and by name and type if it changes."""
+    """Owns the trace while it grows, and what each node of the lowered graph stands for: a value, several, or a handle
+    that planning uses.
+    """
 
-    def __init__(self, decisions: Decisions, shards: Shards, index: int) -> None:
-        self.decisions, self.shards, self.index = decisions, shards, index
-        self.program, self.mesh = decisions.program, decisions.mesh
-        self.trace = StageTrace(index)
-        self.values: dict[str, Any] = {}
-        self.changed: dict[tuple[str, Placement], Any] = {}
-        self.parts: dict[int, int] = {}  # memory of a value that the backward gathers again → of its saved part
-        self.copies: dict[int, int] = {}  # such memory → further bytes of gathering it and summing its gradient
-        self.gathered_again = {name for exchange in decisions.context.exchanges for name in exchange.way}
-        self.of_gathered = {exchange.reader for exchange in decisions.context.exchanges if exchange.reader}
-        self.changes: dict[str, list[TypeChange]] = {}
-        self.of_overlapped = set[str]()  # products that the op of their f or gather computes
-        for change in shards.changes[index]:
-            self.changes.setdefault(change.value, []).append(change)
-            if change.how.name in ("f", "gather") and is_overlapped(decisions, change):
-                self.of_overlapped |= set(change.readers)
+    def __init__(self, decisions: Decisions, shards: Shards, stage: StageGraph) -> None:
+        self.decisions, self.shards, self.stage = decisions, shards, stage
+        self.trace = StageTrace(stage.index)
+        self.held: dict[fx.Node, Any] = {}
 
     def run(self) -> StageTrace:
-        for boundary in self.shards.received(self.index):
-            like = Like.contiguous(boundary.shape, getattr(torch, boundary.dtype), boundary.requires_grad)
-            value = self.trace.value(like, self.trace.new(boundary.bytes))
-            self.trace.received[boundary.name] = value.memory
-            self._put(self.program.node(boundary.name), value)
-        for node in self._nodes():
-            if node.op == "placeholder":
+        received = {boundary.name: boundary for boundary in self.shards.received(self.stage.index)}
+        for node in self.stage.graph.nodes:
+            if node.op == "placeholder" and node.name in received:
+                boundary = received[node.name]
+                like = Like.contiguous(boundary.shape, getattr(torch, boundary.dtype), boundary.requires_grad)
+                value = self.trace.value(like, self.trace.new(boundary.bytes))
+                self.trace.received[boundary.name] = value.memory
+                self._put(node, value)
+            elif node.op == "get_attr" and "origin" not in node.meta:
+                self.held[node] = planned(getattr(self.stage.root, str(node.target)))
+            elif node.op in ("placeholder", "get_attr"):
                 self._put(node, self._outside(node))
-            elif node.target is operator.getitem:
-                source: Any = node.args
-                self._put(node, self._value(source[0], node)[source[1]])
-            else:
-                self._put(node, self._called(node))
-        for boundary in self.shards.sent(self.index):
-            node = self.program.node(boundary.name)
-            sent = self.changed.get(
-                (boundary.name, sent_type(self.decisions.placements.of(node))), self.values[boundary.name]
-            )
-            self.trace.sent[boundary.name] = sent.memory
+            elif node.op == "call_function":
+                self._put(node, self._item(node) if node.target is operator.getitem else self._called(node))
+        self._sent()
         return self.trace
 
-    def _nodes(self) -> Iterator[fx.Node]:
-        stages, received = self.decisions.stages, {b.name for b in self.shards.received(self.index)}
-        for node in self.program.graph.graph.nodes:
-            if node.op == "placeholder":
-                if self.index in stages.parameter_stages.get(node.name, ()):
-                    yield node
-            elif node.op == "call_function" and node.name not in received and stages.runs_on(node.name, self.index):
-                mine = is_here(node, self.mesh, 0)
-                yield from (node,) if mine else ()
+    def _item(self, node: fx.Node) -> Any:
+        source: Any = node.args
+        return self.held[source[0]][source[1]]
 
     def _put(self, node: fx.Node, value: Any) -> None:
-        """A value, and all the types that it is changed to right after."""
-        self.values[node.name] = value
+        self.held[node] = value
         first: Value | None = value[0] if isinstance(value, tuple) else value
-        if first is None:
-            return
-        self.trace.memory_of[node.name] = first.memory
-        for change in self.changes.get(node.name, ()):
-            self.changed[node.name, change.after] = self._change(node, first, change)
+        if first is not None and "change" not in node.meta:
+            self.trace.memory_of[node.meta["origin"]] = first.memory
 
     def _outside(self, node: fx.Node) -> Value:
         held = node.meta["val"]
-        shape = self._local_shape(node)
         trainable = bool(node.meta.get("parameter")) and bool(node.meta["grad"])
-        like = Like.contiguous(shape, held.dtype, trainable)
+        like = Like.contiguous(self._shape(node, tuple(held.shape)), held.dtype, trainable)
         value = self.trace.value(like, self.trace.new(like.bytes, outside=True))
         self.trace.stored.add(value.number)
         return value
 
-    def _change(self, node: fx.Node, value: Value, change: TypeChange) -> Value:
-        size = self.mesh.etp if change.axis == "etp" else self.mesh.tp
-        args: Any = (Operand(0), self._way(node, change), change.before, change.after, size)
-        if domain_of(node) is not None:  # how many rows there are follows the routing
-            args = (Operand(0), "g", change.before, change.before, 1)
-        seen = observe(stand_ins.converted, args, {}, [value.like])
-        in_place = change.how.name == "g" and is_summed_in_place(self.decisions, node, change, self.index)
-        (made,) = self._record(node, seen, [value], change, in_place)
-        if change.again:
-            self.parts[made.memory], self.copies[made.memory] = value.memory, _copies(change.before, value, made)
-        return made
-
-    def _way(self, node: fx.Node, change: TypeChange) -> str:
-        """The conversion, as peephole rewrites leave it."""
-        name = change.how.name
-        if name == "f" and is_overlapped(self.decisions, change):
-            return "f overlapped"
-        return name
-
-    def _value(self, node: Any, reader: fx.Node) -> Any:
-        """A value in the type in which ``reader`` wants it."""
-        position = reader.all_input_nodes.index(node)
-        wanted = self.decisions.placements.wanted(reader, position)
-        return self.changed.get((node.name, wanted), self.values[node.name])
+    def _sent(self) -> None:
+        output = self.stage.graph.output_node()
+        values: Any = output.args[0]
+        of_name = dict(zip(output.meta["names"], values, strict=True))
+        for boundary in self.shards.sent(self.stage.index):
+            self.trace.sent[boundary.name] = self.held[of_name[boundary.name]].memory
 
     def _called(self, node: fx.Node) -> Any:
         operands: list[Value] = []
-
-        def operand(value: fx.Node) -> Any:
-            if value.name not in self.values:  # of an expert of another rank
-                return None
-            held = self._value(value, node)
-            if isinstance(held, tuple):
-                return tuple(number_of(v) for v in held)
-            return number_of(held)
 
         def number_of(value: Value) -> Operand:
             if value not in operands:
                 operands.append(value)
             return Operand(operands.index(value))
 
-        option = self.decisions.placements.options[node.name]
-        shape = self._local_shape(node) if isinstance(node.meta["val"], torch.Tensor) else ()
-        call = local_call(node, option, self.decisions.placements.size(node), shape)
-        target, args, kwargs = call or (None, node.args, node.kwargs)
-        if self.decisions.on_gpu and target in ON_GPU:
-            target, kwargs = ON_GPU[target](kwargs)
-        given: Any = fx.map_arg((args, kwargs), operand)
-        seen = None if target is None else _observed(target, given[0], given[1], [v.like for v in operands])
+        def operand(source: fx.Node) -> Any:
+            held = self.held[source]
+            if isinstance(held, tuple):
+                return tuple(number_of(v) for v in held)
+            return number_of(held) if isinstance(held, Value) else held
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)  # pyright: ignore
+        seen = self._observed(node, tuple(args), dict(kwargs), [v.like for v in operands])
         if seen is None:
             seen = self._unseen(node, operands)
-            self.trace.unseen.append(node.name)
-        made = self._record(node, seen, operands, None, is_fused_bias(self.decisions, node))
-        if node.name in self.gathered_again:
-            self.parts[made[0].memory] = self.parts.get(operands[0].memory, operands[0].memory)
+            self.trace.unseen.append(node.meta["origin"])
+        made = self._record(node, _unread_inside(node, seen), operands)
         return tuple(made) if seen.is_tuple else made[0] if made else None
 
-    def _record(
-        self, node: fx.Node, seen: Seen, operands: list[Value], change: TypeChange | None, in_place: bool = False
-    ) -> list[Value]:
-        seen = _unread_inside(node, seen)
-        if change is None and node.name in self.of_gathered:  # it saves its operands, and no copy that a product makes
-            seen = replace(seen, operands=tuple(range(len(operands))), hidden=())
-        if change is None and node.name in self.of_overlapped and seen.hidden:  # likewise, if its weight trains
-            seen = replace(seen, operands=tuple(sorted({0, *seen.operands})), hidden=())
+    def _observed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], likes: list[Like]) -> Seen | None:
+        """None for an op that cannot be run without values, such as one with sizes that depend on them."""
+        if node.target in OF_ROUTING:
+            return None
+        given = without_stream(node.target, args)
+        try:
+            return observe(node.target, given, kwargs, likes, on_gpu=self.decisions.on_gpu)  # pyright: ignore
+        except Exception:  # whatever an op, or a user's function, says of tensors without values
+            if __import__("os").environ.get("DBG"): __import__("traceback").print_exc()
+            return None
+
+    def _record(self, node: fx.Node, seen: Seen, operands: list[Value]) -> list[Value]:
         made: list[Value] = []
         for result in seen.made:
             made.append(self.trace.value(result.like, self._memory(result, operands, made)))
-        keeps = [self.parts.get(operands[n].memory, operands[n].memory) for n in seen.operands]
-        keeps += [made[n].memory for n in seen.results]
-        if any(value.memory in self.parts for value in operands):  # it is gathered once more in the backward
-            again = dict.fromkeys(v.memory for v in operands if v.memory in self.parts)
-            copies = sum(self.copies.get(memory, 2 * self.trace.bytes_of[memory]) for memory in again)
-            seen = replace(seen, backward_peak=seen.backward_peak + copies)
-        if change is None and self._adds_in_place(node, operands):
-            seen = _without_gradient(seen, 1)
+        keeps = [operands[n].memory for n in seen.operands] + [made[n].memory for n in seen.results]
+        change = node.meta.get("change")
+        name = node.meta["origin"] if change is None else change.value
         reads = tuple(dict.fromkeys(v.memory for v in operands))
         makes = tuple(dict.fromkeys(v.memory for v in made))
-        numbers = tuple(v.number for v in operands), tuple(v.number for v in made)
         kept = tuple(dict.fromkeys(keeps))
-        self.trace.calls.append(Call(node.name, reads, makes, kept, seen.hidden, *numbers, seen, change, in_place))
+        numbers = tuple(v.number for v in operands), tuple(v.number for v in made)
+        self.trace.calls.append(Call(name, node, ops_of(node), reads, makes, kept, seen.hidden, *numbers, seen, change))
         return made
-
-    def _adds_in_place(self, node: fx.Node, operands: list[Value]) -> bool:
-        """Whether the gradient of the second operand is added into its buffer by the product itself
-        (passes.own_linears).
-        """
-        if node.target not in WITH_WEIGHT or len(operands) != 2 or node.kwargs:
-            return False
-        x, weight = operands
-        is_alike = weight.like.dtype not in (torch.bfloat16, torch.float16)  # the buffer's may be wider
-        is_held = weight.number in self.trace.stored and x.memory not in self.trace.outside
-        return is_alike and is_held and x.like.requires_grad and weight.like.requires_grad
 
     def _memory(self, result: Made, operands: list[Value], made: list[Value]) -> int:
         if result.shares is None:
@@ -283,32 +242,22 @@ class _Tracer:
     def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
         """New memory of the planned shapes; floating-point operands are saved if the result has a gradient."""
         grad = bool(node.meta.get("grad"))
-        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        held = node.meta.get("val")
+        values = held if isinstance(held, (tuple, list)) else (held,) if isinstance(held, torch.Tensor) else ()
         likes = [Like.contiguous(self._shape(node, tuple(v.shape)), v.dtype, grad) for v in values]
         made = tuple(Made(like, None, like.bytes) for like in likes)
         keeps = tuple(n for n, v in enumerate(operands) if v.like.dtype.is_floating_point) if grad else ()
-        return Seen(made, isinstance(node.meta["val"], (tuple, list)), keeps)
-
-    def _local_shape(self, node: fx.Node) -> tuple[int, ...]:
-        return self._shape(node, tuple(int(n) for n in node.meta["val"].shape))
+        return Seen(made, isinstance(held, (tuple, list)), keeps)
 
     def _shape(self, node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...]:
-        placement = type_at(self.decisions.placements, self.decisions.stages, node, self.index)
-        domain = domain_of(node)
+        placement: Placement = node.meta["placement"]
+        domain, mesh = domain_of(node), self.decisions.mesh
         if domain is None:
-            return placement.local_shape(shape, self.mesh.tp)
-        local = list(in_domain(node, placement.local_shape(shape, self.mesh.etp), self.mesh))
+            return placement.local_shape(shape, mesh.tp)
+        local = list(in_domain(node, placement.local_shape(shape, mesh.etp), mesh))
         if domain.rows >= 0:
-            local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, self.mesh))
+            local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, mesh))
         return tuple(local)
-
-
-def _copies(cut: Placement, part: Value, whole: Value) -> int:
-    """Bytes that live at once beside the gradient of ``whole``, in the backward of products that gather it again
-    (passes.ops.column_linear): the gathered value, that gradient with each rank's part behind the others', and the sum.
-    Along dim 0 parts lie behind each other anyway."""
-    lies_so = cut.dim == 0 and len(cut.segments) == 1 and not cut.padding
-    return (1 if lies_so else 2) * whole.like.bytes + part.like.bytes
 
 
 def _unread_inside(node: fx.Node, seen: Seen) -> Seen:
@@ -324,19 +273,3 @@ def _unread_inside(node: fx.Node, seen: Seen) -> Seen:
     made = tuple(replace(result, bytes=0) if n in inside else result for n, result in enumerate(seen.made))
     results = tuple(n for n in seen.results if n not in inside)
     return replace(seen, made=made, results=results, hidden=(*seen.hidden, *(seen.made[n].bytes for n in inside)))
-
-
-def _without_gradient(seen: Seen, number: int) -> Seen:
-    """The same call without memory for the gradient of an operand."""
-    if number >= len(seen.gradients) or (gradient := seen.gradients[number]) is None:
-        return seen
-    gradients = tuple(None if n == number else of for n, of in enumerate(seen.gradients))
-    return replace(seen, gradients=gradients, backward_peak=seen.backward_peak - gradient.bytes)
-
-
-def _observed(target: Any, args: Any, kwargs: dict[str, Any], operands: list[Like]) -> Seen | None:
-    """None for an op that cannot be run without values, such as one with sizes that depend on them."""
-    try:
-        return observe(target, args, kwargs, operands)
-    except Exception:  # whatever an op, or a user's function, says of tensors without values
-        return None

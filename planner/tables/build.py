@@ -73,7 +73,7 @@ def tables_of(
             *cluster_warnings(cluster),
             *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
-            *weight_gradient_notes(decisions, regions, schedule),
+            *weight_gradient_notes(decisions, shards, regions, schedule),
             *graph_rounding_warnings(spec, decisions, shards, regions),
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),

@@ -24,7 +24,7 @@ def graph_rounding_warnings(
     """One row if weights of products in captured regions are less precise than their gradient buffers."""
     if spec.cuda_graphs.impl != "transformer_engine":
         return
-    products = {found.name for found in weight_gradients(decisions, regions) if found.how == IN_GRAPH}
+    products = {found.name for found in weight_gradients(decisions, shards, regions) if found.how == IN_GRAPH}
     narrow = {
         (p.fqn, buffer.dtype, buffer.gradient_dtype)
         for buffer in shards.buffers

@@ -97,7 +97,6 @@ class Builder:
         self._into_buffers()
 
     def _calls(self, trace: StageTrace, ops: OpsOf, homes: list[Units], found: list[CallOps]) -> None:
-        held_ops = {call.name: of.of_held for call, of in zip(trace.calls, found, strict=True) if call.changed is None}
         reading: Counter[int] = Counter()
         for call, units, of in zip(trace.calls, homes, found, strict=True):
             if len(units) > 1:  # another stage has it too
@@ -112,7 +111,7 @@ class Builder:
             self._side(units, "weights").ops.update(of.of_weights)
             if of.of_weights:
                 self._puts_aside(ops, call, units, of.puts_aside)
-            sent, back = self.messages.of(call, trace.index, held_ops)
+            sent, back = self.messages.of(call, trace.index, of.of_held)
             forward.messages.update(sent)
             backward.messages.update(back)
 

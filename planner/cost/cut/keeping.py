@@ -97,11 +97,11 @@ class Keeping:
 
     def _logits(self) -> None:
         """Tensors saved after the last block, counted as planner.cost.liveness counts them."""
-        last = [call for call in self.trace.calls if call.name in self.after]
+        last = [call for call in self.trace.calls if not call.names.isdisjoint(self.after)]
         if not last:
             return
         made = {m for call in last for m in call.makes}
-        earlier = {m for call in self.trace.calls if call.name not in self.after for m in call.makes}
+        earlier = {m for call in self.trace.calls if call.names.isdisjoint(self.after) for m in call.makes}
         kept = {m for call in last for m in call.keeps} & (made - earlier) - self.trace.outside
         total = Size()
         for memory in kept:

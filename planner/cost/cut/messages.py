@@ -7,7 +7,8 @@ everything else                  the rank waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
 
 from passes.blocks.places import Places
 from passes.types.collectives import CollectivePlan
@@ -15,7 +16,6 @@ from planner.cost.cut.ops import Op, Size
 from planner.cost.cut.units import Message
 from planner.decisions import Decisions
 from planner.exchanges.collectives import change_rows, rows_of_call
-from planner.saved.fused import is_overlapped
 from planner.saved.trace import Call
 
 
@@ -25,12 +25,11 @@ class MessagesOf:
     def __init__(self, decisions: Decisions, follows: set[str], micro: int) -> None:
         self.decisions, self.follows, self.micro, self.places = decisions, follows, micro, Places(decisions.blocks)
 
-    def of(self, call: Call, stage: int, of_held: Mapping[str, tuple[Op, ...]]) -> tuple[list[Message], list[Message]]:
-        """Forward, and backward."""
+    def of(self, call: Call, stage: int, of_held: tuple[Op, ...]) -> tuple[list[Message], list[Message]]:
+        """Forward, and backward. ``of_held``: the call's products that make gradients of weights."""
         forward, backward = list[Message](), list[Message]()
-        rows = list(self._rows(call, stage))
-        beside = self._beside(call, of_held) if rows else ()
-        for row in rows:
+        beside = of_held if call.changed is not None else ()
+        for row in self._rows(call, stage):
             if row.phase == "forward":
                 forward.append(self._message(row, call, ()))
             else:
@@ -46,15 +45,10 @@ class MessagesOf:
         if call.changed is not None:
             found = change_rows(self.decisions, call.changed, self.places)
         else:
-            found = rows_of_call(self.decisions, self.decisions.program.node(call.name), stage, self.places)
+            nodes = map(self.decisions.program.node, call.ops)
+            found = chain.from_iterable(rows_of_call(self.decisions, node, stage, self.places) for node in nodes)
         return (row for row in found if sizes.size(row.axis) > 1)
 
     def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
         size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or row.axis in ("ep", "etp"))
         return Message(row.kind, row.axis, size, beside)
-
-    def _beside(self, call: Call, of_held: Mapping[str, tuple[Op, ...]]) -> tuple[Op, ...]:
-        change = call.changed
-        if change is None or change.how.name not in ("f", "gather") or not is_overlapped(self.decisions, change):
-            return ()
-        return tuple(op for name in change.readers for op in of_held.get(name, ()))

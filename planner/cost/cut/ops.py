@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import fx
 
+from passes.ops.grouped_linear import grouped_linear
+from passes.own_linears import PRODUCTS
 from passes.program.ops.aten import arguments, aten, packet_of
 from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from passes.program.ops.sequence import causal_attention, gathered_attention
@@ -106,25 +109,29 @@ class CallOps:
     puts_aside: Size = NOTHING
 
 
+DIRECTIONS = tuple(map(attrgetter, ("forward", "backward", "of_held", "of_weights")))
+
+
 def touched(like: Like) -> int:
     """Bytes that whoever reads all of a value reads: of a view its own elements, of a repeated one each once."""
     return like.dtype.itemsize * prod(n for n, stride in zip(like.shape, like.strides, strict=True) if stride or not n)
 
 
 def factors_of(call: Call, node: fx.Node) -> list[int]:
-    """Numbers of the values that a product multiplies."""
-    first, last = multiplied(node.target) or (0, 1)
+    """Numbers of the values that a product multiplies; lowering puts them first in products with a parameter."""
+    first, last = (0, 1) if call.node.target in PRODUCTS else multiplied(node.target) or (0, 1)
     return list(call.operands[first : last + 1])
 
 
-def multiplies_weight(trace: StageTrace, call: Call, node: fx.Node) -> bool:
-    """Whether a call multiplies a value that has a gradient with a trained parameter, as the linear op does."""
-    if call.changed is not None or node.target not in WITH_WEIGHT:
+def puts_aside(trace: StageTrace, call: Call) -> bool:
+    """Whether a W may compute gradients of a call: it multiplies a value that has a gradient with trained parameters.
+
+    Products of experts do not wait (passes.ops.grouped_linear).
+    """
+    if call.node.target not in PRODUCTS or call.node.target is grouped_linear:
         return False
-    factors = [trace.values[number] for number in factors_of(call, node)]
-    if len(factors) != 2 or not all(value.like.requires_grad for value in factors):
-        return False
-    return factors[1].number in trace.stored and factors[0].memory not in trace.outside
+    value, *held = (trace.values[number].like.requires_grad for number in call.operands)
+    return value and any(held)
 
 
 class OpsOf:
@@ -148,10 +155,11 @@ class OpsOf:
         """Of equal calls once."""
         values = self.trace.values
         key = (
-            self.node_of(call.name).target, call.seen, call.changed is None or call.changed.how.name,
+            call.node.target, tuple(self.node_of(n).target for n in call.ops), call.seen,
+            call.changed is None or call.changed.how.name,
             tuple(values[n].like for n in call.operands), tuple(values[n].like for n in call.results),
-            tuple(self.size_follows(n) for n in (*call.operands, *call.results)), call.in_place,
-            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call), self.has_weight(call),
+            tuple(self.size_follows(n) for n in (*call.operands, *call.results)),
+            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call), puts_aside(self.trace, call),
         )  # fmt: skip
         found = self._cache.get(key)
         if found is None:
@@ -189,9 +197,9 @@ class OpsOf:
         return Size.of(touched(like), self.micro, follows=self.size_follows(number))
 
     def _made(self, call: Call) -> CallOps:
-        node = self.node_of(call.name)
         if call.changed is not None:
-            return self._change(call)
+            return self._products(call) if call.ops else self._change(call)
+        node = self.node_of(call.ops[0])
         if node.target in ATTENTION:
             return self._attention(call, node)
         product = self._product(call, node)
@@ -203,8 +211,6 @@ class OpsOf:
 
     def _moved(self, call: Call) -> CallOps:
         made = [n for n in call.results if self.trace.values[n].memory not in call.reads]
-        if call.in_place:  # a bias, added by its product
-            return CallOps((), tuple(self._gradient_ops(call)))
         if not made:
             return CallOps((), tuple(self._gradient_ops(call)))
         total, target = Size(), self.node_of(call.name).target
@@ -252,35 +258,63 @@ class OpsOf:
     # ---- products
 
     def _of_product(self, call: Call, product: Op) -> CallOps:
-        numbers = list(call.operands)
+        factors, values = self._factors(call), self.trace.values
         total = Size()
-        for number in (*numbers, *call.results):
+        for number in (*call.operands, *call.results):
             total = total.plus(self._value(number))
-        forward = Op(product.dtype, total, product.sides, product.follows)
-        values = self.trace.values
-        factors = self._factors(call)
-        backward, held = list[Op](), list[Op]()
-        for number, order in zip(factors, (OF_FIRST, OF_SECOND), strict=False):
-            if values[number].like.requires_grad:
-                made = product.turned(order, total)
-                backward.append(made)
-                if order == OF_SECOND:
-                    held.append(made)
-        rest = [n for n in numbers if n not in factors and values[n].like.requires_grad]
-        if rest:
-            grad = self._value(call.results[0])
-            backward.append(Op(product.dtype, grad))
-            held.append(backward[-1])
-        if not self.has_weight(call):
-            return CallOps((forward,), tuple(backward), tuple(held))
-        return CallOps((forward,), tuple(backward), tuple(held), tuple(held), self._value(call.results[0]))
+        trained = [values[n].like.requires_grad for n in factors]
+        rest = any(values[n].like.requires_grad for n in call.operands if n not in factors)
+        return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
 
-    def has_weight(self, call: Call) -> bool:
-        """Whether it multiplies a value that has a gradient with a trained parameter."""
-        return multiplies_weight(self.trace, call, self.node_of(call.name))
+    def _products(self, call: Call) -> CallOps:
+        """Of one value, which the call receives or exchanges first: each as if it stood alone, with all of the value."""
+        *_, weights, biases, _ = call.node.args  # pyright: ignore
+        held = dict.fromkeys((call.node.args[0], *weights, *(b for b in biases if b is not None)))  # pyright: ignore
+        number_of, value = dict(zip(held, call.operands, strict=True)), call.operands[0]
+        found = [self._change(call)]
+        for weight, bias, result in zip(weights, biases, call.results, strict=True):
+            found.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
+        return CallOps(*(tuple(op for of in found for op in way(of)) for way in DIRECTIONS), self._results(call))
+
+    def _of_linear(self, call: Call, value: int, weight: int, bias: int | None, result: int) -> CallOps:
+        x, w, out = (self.trace.values[n].like for n in (value, weight, result))
+        m, n = prod(out.shape[:-1]), out.shape[-1]
+        k, follows = prod(w.shape) // n, self.size_follows(value)
+        total = Size.of(m * k * x.dtype.itemsize, self.micro, follows=follows)
+        for number in (weight, result):
+            total = total.plus(self._value(number))
+        product = self._per_sequence(call, (1, m, n, k), 1 if follows else -1)
+        has_bias = bias is not None and self.trace.values[bias].like.requires_grad
+        return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
+
+    def _both_ways(
+        self, call: Call, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
+    ) -> CallOps:
+        """``trained``: which of the two factors have gradients. ``bias``: whether an addend has."""
+        forward = Op(product.dtype, total, product.sides, product.follows)
+        of_value = (product.turned(OF_FIRST, total),) if trained[0] else ()
+        held = (product.turned(OF_SECOND, total),) if trained[1] else ()
+        if bias:
+            held += (Op(product.dtype, self._value(result)),)
+        waits = puts_aside(self.trace, call)
+        return CallOps((forward,), (*of_value, *held), held, *((held, self._value(result)) if waits else ()))
+
+    def _results(self, call: Call) -> Size:
+        """Bytes of the gradients with which a call waits for a W."""
+        total = Size()
+        for number in call.results if puts_aside(self.trace, call) else ():
+            total = total.plus(self._value(number))
+        return total
+
+    def _per_sequence(self, call: Call, sides: Sides, at: int) -> Op:
+        """``at``: the side that is proportional to the sequences; −1: none."""
+        if at >= 0 and sides[at] % self.micro:
+            at = -1
+        b, m, n, k = (side // self.micro if i == at else side for i, side in enumerate(sides))
+        return Op(self._dtype(call), Size(), (b, m, n, k), at)
 
     def _factors(self, call: Call) -> list[int]:
-        return factors_of(call, self.node_of(call.name))
+        return factors_of(call, self.node_of(call.ops[0]))
 
     def _product(self, call: Call, node: fx.Node) -> Op | None:
         if not has_flops(node):
@@ -297,13 +331,7 @@ class OpsOf:
             sides, at = _plain_sides(packet, likes[0], likes[1], out, follows)
         else:
             sides, at = _other_sides(self._local_flops(node, likes, out), out, follows)
-        if at >= 0:
-            if sides[at] % self.micro:
-                at = -1
-            else:
-                sides = tuple(n // self.micro if i == at else n for i, n in enumerate(sides))
-        b, m, n, k = sides
-        return Op(self._dtype(call), Size(), (b, m, n, k), at)
+        return self._per_sequence(call, sides, at)
 
     def _local_flops(self, node: fx.Node, likes: Sequence[Like], out: Like) -> float:
         """Of one rank. Each dim of an einsum or a convolution is in two of its three tensors, as a rule."""

@@ -59,12 +59,12 @@ def test_full_gives_back_all_but_the_inputs_of_the_block_and_not_its_last_produc
         shown(planned("full", tp=2).recompute),
         """\
 layer_norm                                       1,576,960               0   3,151,872
-mm, add                                          2,359,296     905,969,664  12,194,304
+mm, add                                          2,359,296     905,969,664   7,475,712
 scaled_dot_product_attention                       798,720     402,653,184   3,145,728
-mm, g, add                                               0     301,989,888   9,833,472
+mm, g, add                                               0     301,989,888   6,687,744
 add                                              1,572,864               0   4,718,592
 layer_norm                                       1,576,960               0   3,151,872
-mm, add                                          3,145,728   1,207,959,552  15,734,784
+mm, add                                          3,145,728   1,207,959,552   9,443,328
 mul, pow, mul, add, mul, tanh, add, mul         12,582,912               0  56,623,104""",
     )
 

@@ -1,0 +1,97 @@
+"""Handles of a graph as planning runs it: they talk to no rank, draw no numbers, and sum gradients nowhere.
+
+Each is one object for equal ones, and an op that names its stream of random numbers gets one name for all: so equal
+calls of different blocks, stages and layouts are observed once (planner.saved.observe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.ops import counted, dropout
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
+from passes.ops.weight_gradients import AtOnce, WeightGradients
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class _Sum:
+    """The place of a gradient's sum. A product is added by the kernel that makes it, unless the sum is wider."""
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        _ = left @ right if left.dtype in _HALF else None
+
+    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+        for left, right in zip(lefts, rights, strict=True):
+            self.add_product(left, right)
+
+    def add_whole(self, gradient: Tensor) -> None:
+        pass
+
+    def add_rows(self, rows: Tensor) -> None:
+        _ = rows.sum(0)
+
+    def add_nothing(self) -> None:
+        pass
+
+
+class _Sums:
+    def place_of(self, parameter: Tensor) -> _Sum:
+        return _Sum()
+
+
+class _Streams(RandomState):
+    """Any op may draw, and leaves the generators as they are."""
+
+    __hash__ = object.__hash__  # there is one
+
+    def generator(self, device: torch.device, op: int, sharded: bool) -> torch.Generator:
+        return torch.default_generator
+
+    @contextmanager
+    def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
+        yield
+
+
+@cache
+def _axis(name: str, size: int) -> AxisHandle:
+    return AxisHandle(name, size, 0)
+
+
+@cache
+def _weight_gradients() -> WeightGradients:
+    handle = WeightGradients()
+    handle.bind(_Sums())
+    return handle
+
+
+@cache
+def _streams() -> RandomState:
+    return _Streams(0, 0)
+
+
+def planned(handle: Any) -> Any:
+    """The handle of planning for one of a lowered graph; anything else unchanged."""
+    if isinstance(handle, AxisHandle):
+        return _axis(handle.name, handle.size)
+    if isinstance(handle, (WeightGradients, AtOnce)):
+        return _weight_gradients()
+    return _streams() if isinstance(handle, RandomState) else handle
+
+
+STREAM_AT = {dropout.stream_dropout: 3, dropout.stream_attention: 2, dropout.stream_random: 2}
+
+
+def without_stream(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call, with one name for all streams and draws."""
+    if target in STREAM_AT:
+        at = STREAM_AT[target]
+        return (*args[:at], 0, *args[at + 1 :])
+    return tuple(a._replace(site=0) if isinstance(a, counted.Place) else a for a in args)
