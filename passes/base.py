@@ -19,6 +19,7 @@ from torch import fx, nn
 from passes.moe.domain import axis_of
 from passes.moe.layers import Asked, Experts
 from passes.ops.axis import AxisHandle
+from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
@@ -147,7 +148,9 @@ def ops_of(node: fx.Node) -> tuple[str, ...]:
     """Captured names of the ops that a node of a lowered graph computes, products before their biases: none of a change
     of type alone, several of one op that changes a type and multiplies.
     """
-    sources = [node] if "change" not in node.meta else list(node.users) if node.meta.get("fused") else []
+    sources = [node]
+    if "change" in node.meta:
+        sources = list(node.users) if node.target in (column_linears, gathered_linears) else []
     return tuple(name for n in sources for name in (n.meta.get("product"), n.meta["origin"]) if name is not None)
 
 

@@ -43,7 +43,7 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
                 fused = stage.graph.call_function(column_linears, (*node.args, *products))
             else:
                 fused = stage.graph.call_function(gathered_linears, (*node.args, node.meta["change"].again, *products))
-            fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers), "fused": True}
+            fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
             for position, reader in enumerate(readers):
                 result = stage.graph.call_function(operator.getitem, (fused, position))
                 result.meta = dict(reader.meta)

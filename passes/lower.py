@@ -47,7 +47,7 @@ from passes.recompute import recompute
 from passes.stage_module import StageModule
 from passes.types.collectives import CollectivePlan
 
-# Up to the program of one rank, which planner.saved traces; then the parts of it that are captured, compiled, recomputed.
+# Up to the program of one rank, which planner.saved traces.
 LOCAL: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
     Pass(exchange_rows),

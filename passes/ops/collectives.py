@@ -64,16 +64,13 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
     own = x.contiguous()
     if cut.in_place(x.shape):
         whole = x.new_empty([n * axis.size if d == cut.dim else n for d, n in enumerate(x.shape)])
-        works = (
-            []
-            if not has_values(x)
-            else gather_runs(whole, own, cut.num_runs(x.shape), group=axis.group, async_op=ahead)
-        )
+        runs = cut.num_runs(x.shape)
+        works = gather_runs(whole, own, runs, group=axis.group, async_op=ahead) if has_values(x) else []
         return partial(_ended, works, whole)
     parts = x.new_empty((axis.size, *x.shape))
-    work = (
-        None if not has_values(x) else all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
-    )
+    work = None
+    if has_values(x):
+        work = all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
     return lambda: _joined(list(_ended([work], parts).unbind(0)), axis, cut)
 
 

@@ -46,10 +46,7 @@ def decide_recompute(
 
 def _decide(piece: Piece, memories: Memories) -> None:
     once = {m for m, call in memories.maker.items() if memories.runs_once(call)}
-    gathers = piece.kind == FULL  # once more what products gather
-    worth = [
-        c for c in memories.calls if c.hidden and ((gathers and c.changed is not None) or worth_inside(memories, c))
-    ]
+    worth = [call for call in memories.calls if call.hidden and _reruns(piece, memories, call)]
     kept = memories.seen | once
     if piece.kind != FULL:
         kept |= kept_memories(memories, worth)
@@ -62,6 +59,11 @@ def _decide(piece: Piece, memories: Memories) -> None:
     piece.insides = frozenset(name for call in insides for name in call.ops)
     piece.let_go, piece.sources = frozenset(needed), frozenset(sources_of(memories, needed, again))
     piece.again = tuple(row for call in again for row in _rows(memories, call, needed, insides))
+
+
+def _reruns(piece: Piece, memories: Memories, call: Call) -> bool:
+    """Whether the insides of a call are freed: full frees what products gather, too."""
+    return (piece.kind == FULL and call.changed is not None) or worth_inside(memories, call)
 
 
 def _rows(memories: Memories, call: Call, needed: Sequence[int], insides: Sequence[Call]) -> Iterator[AgainCall]:

@@ -117,5 +117,5 @@ class KernelsOfGPU(TorchFunctionMode):
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = self.OF_GPU.get(packet_of(func), func)
+        called: Callable[..., Any] = self.OF_GPU.get(packet_of(func)) or func
         return called(*args, **(kwargs or {}))

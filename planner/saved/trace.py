@@ -217,7 +217,6 @@ class _Tracer:
         try:
             return observe(node.target, given, kwargs, likes, on_gpu=self.decisions.on_gpu)  # pyright: ignore
         except Exception:  # whatever an op, or a user's function, says of tensors without values
-            if __import__("os").environ.get("DBG"): __import__("traceback").print_exc()
             return None
 
     def _record(self, node: fx.Node, seen: Seen, operands: list[Value]) -> list[Value]:

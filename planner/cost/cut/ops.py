@@ -12,7 +12,7 @@ Sizes proportional to the batch are separate from constant ones, so that one tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -267,14 +267,16 @@ class OpsOf:
         return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
 
     def _products(self, call: Call) -> CallOps:
-        """Of one value, which the call receives or exchanges first: each as if it stood alone, with all of the value."""
-        *_, weights, biases, _ = call.node.args  # pyright: ignore
-        held = dict.fromkeys((call.node.args[0], *weights, *(b for b in biases if b is not None)))  # pyright: ignore
+        """Of one value, which the call gathers first, or its gradient is summed: each as if it stood alone."""
+        args: Any = call.node.args
+        *_, weights, biases, _ = args
+        held = dict.fromkeys((args[0], *weights, *(b for b in biases if b is not None)))
         number_of, value = dict(zip(held, call.operands, strict=True)), call.operands[0]
         found = [self._change(call)]
         for weight, bias, result in zip(weights, biases, call.results, strict=True):
             found.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
-        return CallOps(*(tuple(op for of in found for op in way(of)) for way in DIRECTIONS), self._results(call))
+        forward, backward, of_held, of_weights = (tuple(op for of in found for op in way(of)) for way in DIRECTIONS)
+        return CallOps(forward, backward, of_held, of_weights, self._results(call))
 
     def _of_linear(self, call: Call, value: int, weight: int, bias: int | None, result: int) -> CallOps:
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
@@ -296,8 +298,10 @@ class OpsOf:
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
         if bias:
             held += (Op(product.dtype, self._value(result)),)
-        waits = puts_aside(self.trace, call)
-        return CallOps((forward,), (*of_value, *held), held, *((held, self._value(result)) if waits else ()))
+        found = CallOps((forward,), (*of_value, *held), held)
+        if not puts_aside(self.trace, call):
+            return found
+        return replace(found, of_weights=held, puts_aside=self._value(result))
 
     def _results(self, call: Call) -> Size:
         """Bytes of the gradients with which a call waits for a W."""

@@ -15,18 +15,24 @@ from tests.models.families import FAMILIES, build
 from tests.tools.saved_memory import measured
 
 SEQUENCE = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"tp1": (1, {}), "tp2": (2, {}), "tp2-sp": (2, SEQUENCE)}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp1": ({}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "tp2-sp": ({"tp": 2}, SEQUENCE),
+    "cp2": ({"cp": 2}, {}),
+    "tp2-cp2": ({"tp": 2, "cp": 2}, SEQUENCE),
+}
 
 
 def check(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], layout: str) -> None:
-    tp, more = LAYOUTS[layout]
-    made, ranks = measured(make, batch, {"tp": tp}, **more)
+    mesh, more = LAYOUTS[layout]
+    made, ranks = measured(make, batch, mesh, **more)
     trace = trace_stage(made.decisions, made.shards, 0)
     assert not trace.unseen
-    assert [kept.total for kept in ranks] == [trace.kept_bytes] * tp
+    assert [kept.total for kept in ranks] == [trace.kept_bytes] * made.mesh.world_size
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "gpt_neox", "bloom", "opt", "falcon_mqa"])
 def test_kept_bytes_are_those_that_autograd_keeps(family: str, layout: str) -> None:
