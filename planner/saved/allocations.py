@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Allocations(TorchDispatchMode):
     """Owns the live allocations made under it, by memory; ``peak``: the most bytes at once since ``restart``.
 
-    ``known``: tensors without counted memory. Workspaces inside a kernel are not seen.
+    ``known``: tensors without counted memory. ``settling``: seconds before a new peak is read, so that a thread which
+    ends a collective lets go of its tensors. Workspaces inside a kernel are not seen.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor] = (), *, settling: float = 0.0) -> None:
         super().__init__()
+        self._settling = settling
         self._known: dict[int, StorageWeakRef] = {}
         self.know(known)
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -54,7 +57,9 @@ class Allocations(TorchDispatchMode):
                 if storage.cdata not in self._known and storage.cdata not in self._made:
                     self._made[storage.cdata] = (storage, leaf.untyped_storage().nbytes())
                     new = True
-        if new:
+        if new and self.live > self.peak:
+            if self._settling:
+                time.sleep(self._settling)
             self.peak = max(self.peak, self.live)
         return result
 

@@ -45,7 +45,7 @@ class MemoryWatch:
         self.executor = executor
         self.moments: list[Moment] = []
         self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
-        self._allocations = Allocations(self._outside.values())
+        self._allocations = Allocations(self._outside.values(), settling=SETTLING_SECONDS[0])
         self._saved: dict[int, StorageWeakRef] = {}
         gc.collect()
         gc.freeze()  # so that later collections are fast

@@ -79,6 +79,17 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     assert all(-1024 <= measured - predicted <= MESSAGES for measured, predicted in told), told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompute: str) -> None:
+    more = f"tensor_parallel: {{sequence_parallel: true}}\nrecompute: {recompute}\n"
+    report = compare_memory(*written(tmp_path, "tp: 2", more))
+    assert report.passed, str(report)
+    peaks = [row for row in report.rows if row.category == "at the peak"]
+    assert len(peaks) == 2
+    assert all(abs(row.difference) < 0.005 for row in peaks), str(report)
+
+
 def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
     model_ref, spec_path = written(tmp_path, "tp: 1")
     spec, model = Spec.load(spec_path), load_model(model_ref)
