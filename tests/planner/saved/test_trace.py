@@ -66,3 +66,14 @@ def test_ranks_with_padding_keep_as_much_as_others(tp: int) -> None:
     made, ranks = measured(lambda: build("uneven:decoder of 15").model, entry.batch(2, 0), {"tp": tp}, **SEQUENCE)
     trace = trace_stage(made.decisions, made.shards, 0)
     assert [kept.total for kept in ranks] == [trace.kept_bytes] * tp
+
+
+def test_an_op_in_two_captured_regions_is_counted_as_lowered():
+    """Attention and MLP of a parallel residual read one f. In two graphs it stays apart from the products after it."""
+    graphs = {"impl": "emulate", "scope": ["attn", "mlp"]}
+    made, ranks = measured(
+        lambda: hugging_face.build("gpt_neox"), hugging_face.batch("gpt_neox"), {"tp": 2}, cuda_graphs=graphs
+    )
+    assert made.regions
+    trace = trace_stage(made.decisions, made.shards, 0, made.regions)
+    assert [kept.total for kept in ranks] == [trace.kept_bytes] * 2
