@@ -45,6 +45,7 @@ from planner.regions.own_tokens import keep_own_tokens
 from planner.regions.regather import gather_again
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
+from planner.saved.lowered import Lowered
 from planner.search.search import Progress, Result, search
 from planner.search.winner import check_before_capture, chosen, fits_not, planned_spec, spec_to_capture
 from planner.sharding.shards import decide_shards
@@ -228,17 +229,16 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
         if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
             shards = gather_again(shards, decisions, regions)
-        recomputed = decide_recompute(spec.recompute, decisions, shards, regions)
+        lowered = Lowered(decisions, shards, regions)
+        recomputed = decide_recompute(spec.recompute, lowered)
         compiled = decide_compiled(spec.compile, decisions, shards, regions, recomputed)
-        costs = costs_of_stages(decisions, shards, spec, spec.pipeline.schedule, recomputed, cluster)
+        costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
-        memory = memory_rows(decisions, shards, schedule, slots, recomputed, regions)
-        cost = cost_row(decisions, shards, spec, schedule, recomputed, cluster)
+        memory = memory_rows(lowered, schedule, slots, recomputed)
+        cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
-        tables = tables_of(
-            spec, decisions, shards, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled
-        )
+        tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)
     return Plan.of(tables, decisions, shards, regions, recomputed, compiled)
 
 

@@ -35,5 +35,11 @@ class AxisHandle:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 
+    def note(self, kind: str, phase: str, size: int) -> None:
+        """Count one collective of ``size`` bytes."""
+        phase = self.phase or phase
+        self.counts[kind, phase] += 1
+        self.bytes[kind, phase] += size
+
     def __repr__(self) -> str:
         return f"{self.name}[{self.rank}/{self.size}]"

@@ -151,9 +151,7 @@ def _filling(x: Tensor, dim: int, length: int, beyond: int | None) -> Tensor:
 
 def note(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> None:
     """Count one collective, of ``times`` x."""
-    phase = axis.phase or phase
-    axis.counts[kind, phase] += 1
-    axis.bytes[kind, phase] += x.numel() * x.element_size() * times
+    axis.note(kind, phase, x.numel() * x.element_size() * times)
 
 
 class _F(torch.autograd.Function):

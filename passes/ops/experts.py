@@ -173,8 +173,7 @@ def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tenso
 def _count(axis: AxisHandle, kind: str, phase: str, x: Tensor) -> None:
     if axis.size == 1:
         return
-    axis.counts[kind, phase] += 1
-    axis.bytes[kind, phase] += x.numel() * x.element_size()
+    axis.note(kind, phase, x.numel() * x.element_size())
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle, has_values
-from passes.ops.collectives import gather, scatter
+from passes.ops.collectives import gather, note, scatter
 from passes.ops.load import ExpertLoad
 from passes.types.types import V
 
@@ -101,8 +101,7 @@ class _Trade(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, axis: AxisHandle, split: int, joined: int, phase: str) -> Tensor:
-    axis.counts["all_to_all", phase] += 1
-    axis.bytes["all_to_all", phase] += x.numel() * x.element_size()
+    note(axis, "all_to_all", phase, x)
     sent = torch.stack(x.chunk(axis.size, split))
     received = torch.empty_like(sent)
     if has_values(x):

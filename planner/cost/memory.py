@@ -33,7 +33,6 @@ from math import ceil, prod
 from passes.errors import require
 from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
-from passes.regions import Region
 from planner.cost.cut.ops import puts_aside
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
@@ -43,7 +42,8 @@ from planner.mesh import Mesh
 from planner.pipeline.links import received_by
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
-from planner.saved.trace import StageTrace, trace_stage
+from planner.saved.lowered import Lowered
+from planner.saved.trace import StageTrace
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
 
@@ -91,17 +91,13 @@ class MemoryRow:
 
 
 def memory_rows(
-    decisions: Decisions,
-    shards: Shards,
-    schedule: SchedulePlan,
-    slots: Sequence[GraphSlots] = (),
-    recomputed: Sequence[Piece] = (),
-    regions: Sequence[Region] = (),
+    lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots] = (), recomputed: Sequence[Piece] = ()
 ) -> tuple[MemoryRow, ...]:
     """One row for each pp rank. ``recomputed``: the pieces that are freed and recomputed."""
+    decisions, shards = lowered.decisions, lowered.shards
     after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
     for index in range(decisions.stages.num_stages):
-        trace = trace_stage(decisions, shards, index, regions)
+        trace = lowered.trace(index)
         later = waiting_calls(trace) if schedule.has_weights else frozenset[int]()
         stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
     stages = shared_once(stages, decisions.mesh)

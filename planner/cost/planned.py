@@ -15,13 +15,12 @@ from planner.cost.work import AS_PLANNED, planned_work
 from planner.decisions import Decisions
 from planner.pipeline.schedule import KINDS, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
-from planner.sharding.shards import Shards
+from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
 
 
 def cost_row(
-    decisions: Decisions,
-    shards: Shards,
+    lowered: Lowered,
     spec: Spec,
     schedule: SchedulePlan,
     recomputed: Sequence[Piece],
@@ -30,41 +29,40 @@ def cost_row(
     """Seconds of a step on ``cluster``; None without one."""
     if cluster is None:
         return None
-    work = planned_work(decisions, shards, spec, recomputed)
-    return cost_of(work, _layout(decisions, spec, schedule), cluster, spec)
+    work = planned_work(lowered, spec, recomputed)
+    return cost_of(work, _layout(lowered.decisions, spec, schedule), cluster, spec)
 
 
-def step_flops(
-    decisions: Decisions, shards: Shards, spec: Spec, schedule: SchedulePlan, recomputed: Sequence[Piece]
-) -> float:
+def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> float:
     """``flops`` of the row, for which no cluster is needed."""
-    flops, _ = flops_of(planned_work(decisions, shards, spec, recomputed), AS_PLANNED)
-    return schedule.num_microbatches * flops / decisions.mesh.pp
+    flops, _ = flops_of(planned_work(lowered, spec, recomputed), AS_PLANNED)
+    return schedule.num_microbatches * flops / lowered.decisions.mesh.pp
 
 
 def planned_stage_seconds(
-    decisions: Decisions,
-    shards: Shards,
+    lowered: Lowered,
     spec: Spec,
     schedule: SchedulePlan,
     recomputed: Sequence[Piece],
     cluster: Cluster,
 ) -> StageCosts:
     """Seconds of one microbatch's forward, backward and deferred weight gradients, on each stage."""
-    work = planned_work(decisions, shards, spec, recomputed)
-    return stage_seconds(work, _layout(decisions, spec, schedule), cluster)
+    work = planned_work(lowered, spec, recomputed)
+    return stage_seconds(work, _layout(lowered.decisions, spec, schedule), cluster)
 
 
 def costs_of_stages(
-    decisions: Decisions, shards: Shards, spec: Spec, kind: str, recomputed: Sequence[Piece], cluster: Cluster | None
+    lowered: Lowered, spec: Spec, kind: str, recomputed: Sequence[Piece], cluster: Cluster | None
 ) -> StageCosts | None:
     """By which a schedule with W puts them: seconds on ``cluster``, else operations of products. None without W."""
     if not KINDS[kind].waits:
         return None
-    work = planned_work(decisions, shards, spec, recomputed)
+    work = planned_work(lowered, spec, recomputed)
     if cluster is not None:
-        return stage_seconds(work, _layout(decisions, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster)
-    return flops_of_stages(work, AS_PLANNED, stage_ranges(_sizes(decisions)))
+        return stage_seconds(
+            work, _layout(lowered.decisions, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster
+        )
+    return flops_of_stages(work, AS_PLANNED, stage_ranges(_sizes(lowered.decisions)))
 
 
 def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:

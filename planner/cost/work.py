@@ -19,6 +19,7 @@ from planner.recompute.asked import NONE
 from planner.recompute.decide import decide_recompute
 from planner.regions.own_tokens import keep_own_tokens
 from planner.regions.regather import gather_again
+from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 
@@ -30,15 +31,15 @@ def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection
     regions: Sequence[Region] = ()
     if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
         shards = gather_again(shards, decisions, regions)
-    builder = Builder(decisions, shards, spec)
-    parts = decisions, shards, regions, builder.trace_of
-    builder.add({kind: () if kind == NONE else decide_recompute(kind, *parts) for kind in kinds})
+    lowered = Lowered(decisions, shards, regions)
+    builder = Builder(lowered, spec)
+    builder.add({kind: () if kind == NONE else decide_recompute(kind, lowered) for kind in kinds})
     return builder.work(tuple(kinds))
 
 
-def planned_work(decisions: Decisions, shards: Shards, spec: Spec, recomputed: Sequence[Piece]) -> CutWork:
+def planned_work(lowered: Lowered, spec: Spec, recomputed: Sequence[Piece]) -> CutWork:
     """Of a plan that is decided: only its own kind, and no memory, since a plan has rows for that."""
-    builder = Builder(decisions, shards, spec)
+    builder = Builder(lowered, spec)
     builder.add({AS_PLANNED: recomputed}, with_memory=False)
     return builder.work((AS_PLANNED,))
 

@@ -9,35 +9,24 @@ Values that others read (the block's outputs), the experts' domain and its excha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from passes.pieces import AgainCall, Homes, Piece
-from passes.regions import Region
-from planner.decisions import Decisions
 from planner.recompute.asked import FULL, kinds_of_blocks
 from planner.recompute.memories import Memories, Scene, closure, sources_of
 from planner.recompute.pieces import pieces_of
 from planner.recompute.selective import kept_memories, worth_inside
-from planner.saved.trace import Call, StageTrace, trace_stage
-from planner.sharding.shards import Shards
+from planner.saved.lowered import Lowered
+from planner.saved.trace import Call
 
 
-def decide_recompute(
-    asked: str | Mapping[str, str],
-    decisions: Decisions,
-    shards: Shards,
-    regions: Sequence[Region],
-    traced: Callable[[int], StageTrace] | None = None,
-) -> tuple[Piece, ...]:
-    """The pieces of all stages that free some tensor. ``traced``: the trace of a stage, if the caller has it.
-
-    Raises PlanError for a glob that names no block.
-    """
+def decide_recompute(asked: str | Mapping[str, str], lowered: Lowered) -> tuple[Piece, ...]:
+    """The pieces of all stages that free some tensor. Raises PlanError for a glob that names no block."""
+    decisions, regions = lowered.decisions, lowered.regions
     kinds = kinds_of_blocks(asked, decisions.blocks)
     pieces = pieces_of(kinds, decisions, regions)
     for stage in sorted({piece.stage for piece in pieces}):
-        trace = traced(stage) if traced is not None else trace_stage(decisions, shards, stage, regions)
-        scene = Scene(decisions, trace, Homes(stage, pieces, regions))
+        scene = Scene(decisions, lowered.trace(stage), Homes(stage, pieces, regions))
         for piece in pieces:
             if piece.stage == stage:
                 _decide(piece, Memories(scene, piece))

@@ -11,7 +11,7 @@ It is read off the lowered stages. A weight that is read in several ways has an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,10 +20,9 @@ from passes.base import StageGraph, ops_of
 from passes.ops.weight_gradients import AtOnce
 from passes.own_linears import PRODUCTS
 from passes.program.ops.aten import packet_of
-from passes.regions import Region, homes
+from passes.regions import homes
 from planner.decisions import Decisions
-from planner.sharding.shards import Shards
-from planner.staged import local_stage
+from planner.saved.lowered import Lowered
 
 CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"
 
@@ -37,13 +36,11 @@ class WeightGradient:
     reason: str = ""
 
 
-def weight_gradients(
-    decisions: Decisions, shards: Shards, regions: Sequence[Region] = ()
-) -> tuple[WeightGradient, ...]:
+def weight_gradients(lowered: Lowered) -> tuple[WeightGradient, ...]:
     """Of each parameter that trains, in the order of the program."""
-    home, found = homes(regions), dict[str, dict[WeightGradient, None]]()
-    for index in range(decisions.stages.num_stages):
-        stage = local_stage(decisions, shards, index, regions)
+    decisions, home = lowered.decisions, homes(lowered.regions)
+    found: dict[str, dict[WeightGradient, None]] = {}
+    for stage in map(lowered.stage, range(lowered.num_stages)):
         for node in stage.graph.find_nodes(op="get_attr"):
             name = decisions.program.parameters.get(node.meta.get("origin", ""))
             if name is not None and node.meta["grad"]:

@@ -1,4 +1,4 @@
-"""Handles of a graph as planning runs it: they talk to no rank, draw no numbers, and sum gradients nowhere.
+"""Handles of a graph as planning runs it: they note collectives, draw no numbers, and sum gradients nowhere.
 
 Each is one object for equal ones, and an op that names its stream of random numbers gets one name for all: so equal
 calls of different blocks, stages and layouts are observed once (planner.saved.observe).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,31 @@ from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class Sent(NamedTuple):
+    """A collective over ``axis``, of ``bytes`` as a plan counts them (passes.types.collectives)."""
+
+    axis: str
+    kind: str
+    phase: str
+    bytes: int
+
+
+_SENT: list[Sent] = []
+
+
+@contextmanager
+def sent() -> Iterator[list[Sent]]:
+    """Yields the collectives that ops would run inside, in their order."""
+    _SENT.clear()
+    yield _SENT
+
+
+class _Axis(AxisHandle):
+    def note(self, kind: str, phase: str, size: int) -> None:
+        if self.size > 1:
+            _SENT.append(Sent(self.name, kind, phase, size))
 
 
 class _Sum:
@@ -63,7 +88,7 @@ class _Streams(RandomState):
 
 @cache
 def _axis(name: str, size: int) -> AxisHandle:
-    return AxisHandle(name, size, 0)
+    return _Axis(name, size, 0)
 
 
 @cache

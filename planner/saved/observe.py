@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner.saved.allocations import Allocations
 from planner.saved.attention_kernels import KernelsOfGPU
+from planner.saved.handles import Sent, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class Seen:
     ``hidden``: bytes of each saved memory that is neither; ``is_tuple``: whether its value is a tuple of the results.
 
     ``peak``: the most new bytes at once in the forward, with results and saved tensors; ``backward_peak`` in the
-    backward, with gradients. ``gradients``: of each operand; empty if the backward could not be seen.
+    backward, with gradients. ``gradients``: of each operand; empty if the backward could not be seen. ``sent``: the
+    collectives of both.
     """
 
     made: tuple[Made, ...]
@@ -93,6 +95,7 @@ class Seen:
     peak: int = 0
     gradients: tuple[Gradient | None, ...] = ()
     backward_peak: int = 0
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def _thawed(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 @cache
 def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...], on_gpu: bool) -> Seen:
-    with _mode(), torch.enable_grad(), KernelsOfGPU() if on_gpu else nullcontext():
+    with _mode(), torch.enable_grad(), KernelsOfGPU() if on_gpu else nullcontext(), sent() as messages:
         leaves = [_empty(like) for like in operands]
         tensors = [_Operand.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         kept: dict[int, Tensor] = {}
@@ -153,6 +156,7 @@ def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Li
             kept.clear()
             allocations.restart()
             gradients = _gradients(leaves, tensors, made, allocations)
+        found = replace(found, sent=tuple(messages))
         return found if gradients is None else replace(found, gradients=gradients, backward_peak=allocations.peak)
 
 

@@ -11,7 +11,6 @@ blocks cost a look in a dictionary.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -20,17 +19,17 @@ import torch
 from torch import fx
 
 from passes.base import StageGraph, ops_of
+from passes.errors import require
 from passes.moe.domain import domain_of, in_domain, share_of_rows
 from passes.ops import meeting
+from passes.ops.axis import AxisHandle
 from passes.ops.grouped_linear import grouped_linear
 from passes.partition.type_changes import TypeChange
-from passes.regions import Region
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.saved.handles import planned, without_stream
 from planner.saved.observe import Like, Made, Operand, Seen, observe
 from planner.sharding.shards import Shards
-from planner.staged import local_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,9 @@ class StageTrace:
         return sum(self.kept.values()) + self.hidden
 
 
-def trace_stage(decisions: Decisions, shards: Shards, index: int, regions: Sequence[Region] = ()) -> StageTrace:
-    """The trace of stage ``index`` on rank 0 of every axis but pp; the other ranks hold as much."""
-    return _Tracer(decisions, shards, local_stage(decisions, shards, index, regions)).run()
+def trace_of(decisions: Decisions, shards: Shards, stage: StageGraph) -> StageTrace:
+    """The trace of a lowered stage."""
+    return _Tracer(decisions, shards, stage).run()
 
 
 # How many rows there are follows the routing: none of these runs without values.
@@ -214,10 +213,15 @@ class _Tracer:
         if node.target in OF_ROUTING:
             return None
         given = without_stream(node.target, args)
+        exchanges = any(isinstance(a, AxisHandle) for a in args)
         try:
-            return observe(node.target, given, kwargs, likes, on_gpu=self.decisions.on_gpu)  # pyright: ignore
+            seen = observe(node.target, given, kwargs, likes, on_gpu=self.decisions.on_gpu)  # pyright: ignore
         except Exception:  # whatever an op, or a user's function, says of tensors without values
+            require(not exchanges, f"{node.name} exchanges, and does not run on tensors without values")
             return None
+        both_ways = bool(seen.gradients) or not any(like.requires_grad for like in likes)
+        require(both_ways or not exchanges, f"the backward of {node.name} does not run on tensors without values")
+        return seen
 
     def _record(self, node: fx.Node, seen: Seen, operands: list[Value]) -> list[Value]:
         made: list[Value] = []

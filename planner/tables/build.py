@@ -21,6 +21,7 @@ from planner.placement.attention.sites import AttentionSite
 from planner.recompute.rows import rows_of as recompute_rows
 from planner.regions.regions import rows_of
 from planner.regions.static_memory import GraphSlots
+from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import diagnostic_rows, summary_row
@@ -39,8 +40,7 @@ from planner.tables.weight_gradients import weight_gradient_notes
 
 def tables_of(
     spec: Spec,
-    decisions: Decisions,
-    shards: Shards,
+    lowered: Lowered,
     schedule: SchedulePlan,
     sites: tuple[AttentionSite, ...],
     memory: tuple[MemoryRow, ...],
@@ -52,13 +52,14 @@ def tables_of(
     compiled: Compiled | None = None,
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
+    decisions, shards = lowered.decisions, lowered.shards
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
     parameters = parameter_rows(spec, decisions, reasons, places)
     return Tables(
         spec=spec.to_dict(),
         mesh=decisions.mesh,
         parameters=parameters,
-        collectives=(*collective_rows(decisions, shards, places, recomputed), *shards.at_step),
+        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step),
         stages=stage_rows(decisions, shards),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers),
@@ -73,8 +74,8 @@ def tables_of(
             *cluster_warnings(cluster),
             *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
-            *weight_gradient_notes(decisions, shards, regions, schedule),
-            *graph_rounding_warnings(spec, decisions, shards, regions),
+            *weight_gradient_notes(lowered, schedule),
+            *graph_rounding_warnings(spec, lowered),
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),

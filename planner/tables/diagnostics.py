@@ -19,7 +19,7 @@ from passes.canonical.norms import spelled_norms
 from passes.errors import Where
 from passes.partition.options.forms import Form
 from passes.partition.options.table import rule_of
-from passes.program.ops.aten import is_random, named, packet_of
+from passes.program.ops.aten import arguments, is_random, named, packet_of
 from passes.program.ops.groups import CONVOLUTIONS
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.products import holds_weight
@@ -27,7 +27,6 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.flops import node_cost, node_flops
 from planner.decisions import Decisions
-from planner.exchanges.collectives import scalars_of_loss
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
 from planner.saved.attention_kernels import MATH, kernel_of
@@ -366,7 +365,7 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
     if option.form is Form.CLASSES:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
-        scalars = sum(scalars_of_loss(node))
+        scalars = 4 if arguments(node).get("label_smoothing") else 3
         return Diagnostic(
             "info",
             f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are never gathered, "

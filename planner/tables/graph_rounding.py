@@ -8,26 +8,22 @@ Its own way past that (fuse_wgrad_accumulation, into ``main_grad``) is one of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from passes.regions import Region
-from planner.decisions import Decisions
 from planner.regions.weight_gradients import IN_GRAPH, weight_gradients
-from planner.sharding.shards import Shards
+from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
 from planner.tables.rows import Diagnostic
 
 
-def graph_rounding_warnings(
-    spec: Spec, decisions: Decisions, shards: Shards, regions: Sequence[Region]
-) -> Iterator[Diagnostic]:
+def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic]:
     """One row if weights of products in captured regions are less precise than their gradient buffers."""
     if spec.cuda_graphs.impl != "transformer_engine":
         return
-    products = {found.name for found in weight_gradients(decisions, shards, regions) if found.how == IN_GRAPH}
+    products = {found.name for found in weight_gradients(lowered) if found.how == IN_GRAPH}
     narrow = {
         (p.fqn, buffer.dtype, buffer.gradient_dtype)
-        for buffer in shards.buffers
+        for buffer in lowered.shards.buffers
         for p in buffer.parameters
         if p.fqn in products and buffer.dtype.itemsize < buffer.gradient_dtype.itemsize
     }

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from passes.blocks.places import glob_of
-from passes.regions import Region
-from planner.decisions import Decisions
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients
-from planner.sharding.shards import Shards
+from planner.saved.lowered import Lowered
 from planner.tables.rows import Diagnostic
 
 WHERE = "pipeline.schedule"
 
 
-def weight_gradient_notes(
-    decisions: Decisions, shards: Shards, regions: Sequence[Region], schedule: SchedulePlan
-) -> Iterator[Diagnostic]:
+def weight_gradient_notes(lowered: Lowered, schedule: SchedulePlan) -> Iterator[Diagnostic]:
     """If the schedule has W: one note of the weight gradients that wait, and one for each reason why others do not."""
     if not schedule.has_weights:
         return
-    rows = weight_gradients(decisions, shards, regions)
+    rows = weight_gradients(lowered)
     waiting = {row.name for row in rows if row.how == CAN_WAIT}
     yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of matrix products", WHERE)
     others: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from planner.cost.planned import planned_stage_seconds
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import Action, Schedule
 from planner.pipeline.simulate import simulate
+from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
 
 
@@ -37,7 +38,9 @@ def planned_run(plan: Plan, cluster: str | None) -> PlannedRun:
     seconds = None
     if cluster is not None and plan.cost is not None:
         spec = Spec.load({**plan.spec, "cluster": None})
-        seconds = planned_stage_seconds(*plan.to_run(), spec, row, plan.recomputed, read_cluster(cluster))
+        seconds = planned_stage_seconds(
+            Lowered(*plan.to_run(), plan.regions), spec, row, plan.recomputed, read_cluster(cluster)
+        )
     run = simulate(schedule) if seconds is None else simulate(schedule, *seconds)
     actions = tuple(
         tuple((action, *span) for action, span in zip(order, spans, strict=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from planner.cost.planned import step_flops
 from planner.frozen_plan import Plan
+from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
 
 _RECENT = 20  # steps that the time left is judged by
@@ -32,7 +33,7 @@ class Planned:
         if plan.cost is not None:
             return cls(plan.cost.flops, plan.cost.peak, bubble)
         spec = Spec.load({**plan.spec, "cluster": None})
-        return cls(step_flops(*plan.to_run(), spec, plan.schedule, plan.recomputed), 0.0, bubble)
+        return cls(step_flops(Lowered(*plan.to_run(), plan.regions), spec, plan.schedule, plan.recomputed), 0.0, bubble)
 
 
 class Pace:

@@ -19,7 +19,7 @@ from passes.ops.recompute import BlockCall
 from passes.stage_module import RankProgram
 from planner import Plan
 from planner.lower import lower
-from planner.saved.trace import trace_stage
+from planner.saved.lowered import Lowered
 from runtime.verify import mutants
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
@@ -226,7 +226,7 @@ def test_what_is_let_go_is_what_the_plan_says_to_the_byte(name: str):
     for kind in KINDS:
         made = planned(name, kind)
         decisions, shards = made.to_run()
-        trace = trace_stage(decisions, shards, 0)
+        trace = Lowered(decisions, shards).trace(0)
         let_go = {m for piece in made.recomputed for m in piece.let_go}
         held = {m for piece in made.recomputed for m in piece.sources} - set(trace.kept)
         more = sum(trace.bytes_of[m] for m in held)
@@ -276,7 +276,7 @@ def test_a_kept_result_that_nobody_reads_is_let_go_as_the_insides_of_its_op(kind
 
 def sources(made: Plan) -> int:
     """Bytes that are held for reruns alone."""
-    trace = trace_stage(*made.to_run(), 0)
+    trace = Lowered(*made.to_run()).trace(0)
     return sum(trace.bytes_of[m] for m in {m for p in made.recomputed for m in p.sources} - set(trace.kept))
 
 

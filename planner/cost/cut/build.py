@@ -32,12 +32,11 @@ from planner.cost.cut.units import (
 )
 from planner.cost.let_go import let_go_of
 from planner.cost.memory import after_blocks
-from planner.decisions import Decisions
-from planner.saved.trace import Call, StageTrace, trace_stage
+from planner.saved.lowered import Lowered
+from planner.saved.trace import Call, StageTrace
 from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
 from planner.sharding.parameters import local_parameter
-from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 
 
@@ -55,8 +54,9 @@ class _Side:
 class Builder:
     """Owns the counts of each unit, and of values that several units share."""
 
-    def __init__(self, decisions: Decisions, shards: Shards, spec: Spec) -> None:
-        self.decisions, self.shards, self.spec = decisions, shards, spec
+    def __init__(self, lowered: Lowered, spec: Spec) -> None:
+        decisions = lowered.decisions
+        self.lowered, self.decisions, self.spec = lowered, decisions, spec
         program = decisions.program
         self.micro = next((int(program.node(name).meta["val"].shape[0]) for name in program.inputs), 1)
         self.homes = Homes(decisions)
@@ -71,13 +71,6 @@ class Builder:
         self.loose: list[Loose] = []
         self.aside: dict[int, Size] = {}  # by unit
         self._seen: set[object] = set()
-        self._traces: dict[int, StageTrace] = {}
-
-    def trace_of(self, index: int) -> StageTrace:
-        """Of a stage: made once."""
-        if index not in self._traces:
-            self._traces[index] = trace_stage(self.decisions, self.shards, index)
-        return self._traces[index]
 
     def _side(self, units: Units, direction: str) -> _Side:
         return self.sides.setdefault((units, direction), _Side())
@@ -85,7 +78,7 @@ class Builder:
     def add(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> None:
         """Count every stage, and the calls that each kind of recompute repeats in it."""
         for index in range(self.decisions.stages.num_stages):
-            trace = self.trace_of(index)
+            trace = self.lowered.trace(index)
             ops = OpsOf(trace, self.micro, self.decisions.program.node, self.follows)
             of_stage = [self.homes.of_call(call) for call in trace.calls]
             found = [ops.of(call) for call in trace.calls]

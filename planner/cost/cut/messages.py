@@ -7,15 +7,12 @@ everything else                  the rank waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-
 from passes.blocks.places import Places
 from passes.types.collectives import CollectivePlan
 from planner.cost.cut.ops import Op, Size
 from planner.cost.cut.units import Message
 from planner.decisions import Decisions
-from planner.exchanges.collectives import change_rows, rows_of_call
+from planner.exchanges.collectives import rows_of_call
 from planner.saved.trace import Call
 
 
@@ -28,26 +25,17 @@ class MessagesOf:
     def of(self, call: Call, stage: int, of_held: tuple[Op, ...]) -> tuple[list[Message], list[Message]]:
         """Forward, and backward. ``of_held``: the call's products that make gradients of weights."""
         forward, backward = list[Message](), list[Message]()
-        beside = of_held if call.changed is not None else ()
-        for row in self._rows(call, stage):
+        for row in rows_of_call(self.decisions, call, stage, self.places):
             if row.phase == "forward":
                 forward.append(self._message(row, call, ()))
             else:
-                backward.append(self._message(row, call, beside))
+                backward.append(self._message(row, call, of_held if call.changed is not None else ()))
         return forward, backward
 
     def again(self, call: Call, stage: int) -> list[Message]:
         """The collectives of a rerun of the call: those of its forward."""
-        return [self._message(row, call, ()) for row in self._rows(call, stage) if row.phase == "forward"]
-
-    def _rows(self, call: Call, stage: int) -> Iterator[CollectivePlan]:
-        sizes = self.decisions.mesh
-        if call.changed is not None:
-            found = change_rows(self.decisions, call.changed, self.places)
-        else:
-            nodes = map(self.decisions.program.node, call.ops)
-            found = chain.from_iterable(rows_of_call(self.decisions, node, stage, self.places) for node in nodes)
-        return (row for row in found if sizes.size(row.axis) > 1)
+        rows = rows_of_call(self.decisions, call, stage, self.places)
+        return [self._message(row, call, ()) for row in rows if row.phase == "forward"]
 
     def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
         size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or row.axis in ("ep", "etp"))

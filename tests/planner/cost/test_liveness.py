@@ -13,7 +13,7 @@ from planner import plan
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.lower import lower
 from planner.saved.allocations import Allocations
-from planner.saved.trace import trace_stage
+from planner.saved.lowered import Lowered
 from runtime.build import parameters_of
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import DataParallel
@@ -45,7 +45,7 @@ def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, i
 
 
 def told(made: Any) -> StageMemory:
-    return stage_memory(trace_stage(made.decisions, made.shards, 0))
+    return stage_memory(Lowered(made.decisions, made.shards).trace(0))
 
 
 @pytest.mark.sampled(1)

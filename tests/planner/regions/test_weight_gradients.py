@@ -11,6 +11,7 @@ from passes.own_linears import PRODUCTS
 from planner import plan
 from planner.lower import lower
 from planner.regions.weight_gradients import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
+from planner.saved.lowered import Lowered
 from tests.models import families
 from tests.models.tiny import planned
 from tests.tools.graphed_runs import spec_of
@@ -52,7 +53,7 @@ def name_of(node: fx.Node, given: dict[str, str] | None) -> str:
 
 
 def decided(made: Any) -> dict[str, set[str]]:
-    rows = weight_gradients(*made.to_run(), made.regions)
+    rows = weight_gradients(Lowered(*made.to_run(), made.regions))
     return {how: {row.name for row in rows if row.how == how} for how in (CAN_WAIT, IN_GRAPH, AT_ONCE)}
 
 
@@ -74,7 +75,7 @@ def test_in_graphs_nothing_waits(name, scope):
 
 
 def test_what_autograd_makes_has_a_reason():
-    rows = weight_gradients(*planned("mlp mlp").to_run())
+    rows = weight_gradients(Lowered(*planned("mlp mlp").to_run()))
     reasons = {row.name: row.reason for row in rows if row.how == BY_AUTOGRAD}
     assert reasons
     assert all(reason for reason in reasons.values())

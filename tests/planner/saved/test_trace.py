@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.saved.trace import trace_stage
+from planner.saved.lowered import Lowered
 from tests.models import hugging_face
 from tests.models.families import FAMILIES, build
 from tests.tools.saved_memory import measured
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def check(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], layout: str) -> None:
     mesh, more = LAYOUTS[layout]
     made, ranks = measured(make, batch, mesh, **more)
-    trace = trace_stage(made.decisions, made.shards, 0)
+    trace = Lowered(made.decisions, made.shards).trace(0)
     assert not trace.unseen
     assert [kept.total for kept in ranks] == [trace.kept_bytes] * made.mesh.world_size
 
@@ -64,7 +64,7 @@ def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> N
 def test_ranks_with_padding_keep_as_much_as_others(tp: int) -> None:
     entry = build("uneven:decoder of 15")
     made, ranks = measured(lambda: build("uneven:decoder of 15").model, entry.batch(2, 0), {"tp": tp}, **SEQUENCE)
-    trace = trace_stage(made.decisions, made.shards, 0)
+    trace = Lowered(made.decisions, made.shards).trace(0)
     assert [kept.total for kept in ranks] == [trace.kept_bytes] * tp
 
 
@@ -75,5 +75,5 @@ def test_an_op_in_two_captured_regions_is_counted_as_lowered():
         lambda: hugging_face.build("gpt_neox"), hugging_face.batch("gpt_neox"), {"tp": 2}, cuda_graphs=graphs
     )
     assert made.regions
-    trace = trace_stage(made.decisions, made.shards, 0, made.regions)
+    trace = Lowered(made.decisions, made.shards, made.regions).trace(0)
     assert [kept.total for kept in ranks] == [trace.kept_bytes] * 2

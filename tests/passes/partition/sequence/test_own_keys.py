@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner import Plan, plan
-from planner.saved.trace import trace_stage
+from planner.saved.lowered import Lowered
 from tests.models import hugging_face
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.saved_memory import measured
@@ -41,7 +41,7 @@ def test_what_a_rank_keeps_falls_as_one_over_cp_and_is_what_the_plan_says(family
     kept = {}
     for cp in (1, 2, 4):
         made, ranks = measured(lambda: hugging_face.build(family), hugging_face.batch(family), {"cp": cp})
-        trace = trace_stage(made.decisions, made.shards, 0)  # pyright: ignore[reportArgumentType]
+        trace = Lowered(made.decisions, made.shards).trace(0)  # pyright: ignore[reportArgumentType]
         assert [rank.total for rank in ranks] == [trace.kept_bytes] * cp
         kept[cp] = trace.kept_bytes
     assert kept[2] <= kept[1] / 2 * 1.05
