@@ -32,7 +32,6 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.stages import StageAssignment
 from passes.regions import Region
-from passes.types.collectives import CollectivePlan
 from passes.types.sizes import Sizes
 
 
@@ -75,14 +74,12 @@ class Staged:
 
 @dataclass(frozen=True)
 class LowerContext:
-    """The context that a pass may read beside the stage: the staged program, the plan's rows of collectives, and this
-    rank's handles.
+    """The context that a pass may read beside the stage: the staged program, and this rank's handles.
 
     ``buckets``: parameter that other ranks update → its buffer on this rank, and the bucket in it.
     """
 
     staged: Staged
-    rows: tuple[CollectivePlan, ...]
     tp: AxisHandle
     random: RandomState
     device: torch.device

@@ -2,13 +2,11 @@
 
     is_sound                                   after every pass
     readers_get_the_type_that_they_want        so a partial sum reaches no reader that does not want one
-    collectives_are_those_of_the_plan          by kind and phase, in both directions
     values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
     no_op_draws_from_the_default_generator
     no_op_names_another_device
     regions_are_those_of_the_plan              each is one call, and its crossing values are listed in the plan
     pieces_are_those_of_the_plan               the ops to compile, one by one
-    reruns_are_those_of_the_plan               their collectives
     parameters_are_awaited                     if other ranks update them
 
 The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
@@ -18,8 +16,7 @@ for a thorough lowering only. A violation is a bug of ours, never of the user's 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,24 +29,13 @@ from passes.base import LowerContext, StageGraph, Violation
 from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
 from passes.moe.domain import in_domain
-from passes.ops import collectives, meeting, slots
+from passes.ops import meeting
 from passes.ops.axis import AxisHandle
-from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.context import gather_sequence
-from passes.ops.gathered_attention import gathered_attention
-from passes.ops.norm import cut_layer_norm, cut_rms_norm
-from passes.ops.own_tokens import of_gathered
 from passes.ops.parameter_gate import await_bucket
-from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.region import run_region
-from passes.ops.scores import scores_of_targets
-from passes.ops.softmax import cut_log_softmax, cut_logsumexp, cut_softmax
-from passes.ops.vocabulary import vocabulary_cross_entropy
 from passes.partition.type_changes import sent_type
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.sequence import CALLS
-from passes.recompute import block_calls
-from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, TABLE
 from passes.types.types import I, Placement
 
 META = torch.device("meta")
@@ -91,84 +77,15 @@ def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, 
         yield output, value, I if is_loss else sent_type(placements.of(program.node(name)))
 
 
-_CONVERSIONS = {collectives.BY_NAME[c.name]: c for c in TABLE.values()}
-_OF_FORMS: dict[Callable[..., Any], tuple[int, int]] = {  # all-reduces of the forward and of the backward
-    vocabulary_cross_entropy: (2, 0),
-    scores_of_targets: (2, 0),
-    cut_logsumexp: (2, 0),
-    cut_softmax: (2, 1),
-    cut_log_softmax: (2, 1),
-    cut_layer_norm: (2, 2),
-    cut_rms_norm: (1, 1),
-    cut_vector_norm: (1, 0),
-    cut_amax: (1, 0),
-    cut_amin: (1, 0),
-    column_linears: (0, 1),
-}
-_MOVES = (meeting.dispatch, meeting.give_back)
-_MOVES_OF_SLOTS = {slots.send_slots: (ALL_GATHER, REDUCE_SCATTER), slots.return_slots: (REDUCE_SCATTER, ALL_GATHER)}
 _UNTRIED = (
     meeting.meet,
     meeting.ends_of,
     meeting.ids_of,
     meeting.part,
     meeting.join,
-    *_MOVES,
+    meeting.dispatch,
+    meeting.give_back,
 )  # the shapes of their results depend on the routing
-
-
-def collectives_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """The collectives of the graph for a microbatch over each axis are exactly those that the plan lists."""
-    listed: Counter[tuple[str, str, str]] = Counter()
-    axes = {context.tp.name: context.tp, context.data.name: context.data, **context.axes}
-    for row in context.rows:
-        if row.stage == stage.index and row.axis in axes and row.per == "microbatch" and not row.again:
-            listed[row.axis, row.kind, row.phase] += row.count
-    found = Counter(key for node in stage.graph.nodes for key in exchanges(node, axes))
-    for axis, kind, phase in sorted(listed | found):
-        planned, there = listed[axis, kind, phase], found[axis, kind, phase]
-        if planned != there:
-            yield Violation(None, f"{planned} {kind} of the {phase} over {axis}, as planned", f"{there}")
-
-
-def exchanges(node: fx.Node, axes: Mapping[str, AxisHandle]) -> Iterator[tuple[str, str, str]]:
-    """(axis, kind, phase) of each collective that a call runs."""
-    target: Any = node.target
-    if node.op != "call_function":
-        return
-    phases = ("forward", "backward") if node.meta.get("grad") else ("forward",)
-    handles = (n for n in node.all_input_nodes if n.op in ("get_attr", "placeholder") and n.target in axes)
-    axis = next((str(n.target) for n in handles), "tp")
-    if target is scores_of_targets and node.args[4] is None:
-        return  # of full logits
-    if target in _CONVERSIONS:
-        yield from ((axis, kind, p) for p in phases if (kind := getattr(_CONVERSIONS[target], p)))
-        if (change := node.meta.get("change")) is not None and change.again:  # it becomes one op with its products
-            yield (axis, ALL_GATHER, "backward")
-    elif target is gathered_linears:
-        kinds = [("forward", ALL_GATHER), *(("backward", kind) for kind in node.meta["change"].backward)]
-        yield from ((axis, kind, phase) for phase, kind in kinds)
-    elif target is gather_sequence:
-        yield from (("cp", kind, p) for p, kind in zip(phases, (ALL_GATHER, REDUCE_SCATTER), strict=False))
-        if node.meta.get("again"):  # it becomes one op with its product
-            yield ("cp", ALL_GATHER, "backward")
-    elif target is of_gathered:
-        kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
-        yield from (("cp", kind, p) for _ in node.args[2] for p, kind in kinds)  # pyright: ignore
-    elif target is gathered_attention:  # keys and values in one
-        kinds = [("forward", ALL_GATHER), ("backward", ALL_GATHER), ("backward", REDUCE_SCATTER)]
-        yield from (("cp", kind, p) for p, kind in kinds if p in phases)
-    elif target in _OF_FORMS:
-        counts = zip(phases, _OF_FORMS[target], strict=False)
-        yield from ((axis, ALL_REDUCE, p) for p, times in counts for _ in range(times))
-    elif target is meeting.meet:
-        yield from ((a, kind, "forward") for a, kind in (("ep", ALL_TO_ALL), ("etp", ALL_GATHER)) if axes[a].size > 1)
-    elif target in _MOVES:
-        yield from ((a, ALL_TO_ALL, p) for p in phases for a in ("ep", "etp") if axes[a].size > 1)
-    elif target in _MOVES_OF_SLOTS:
-        yield from (("ep", ALL_TO_ALL, p) for p in phases if axes["ep"].size > 1)
-        kinds = _MOVES_OF_SLOTS[target]
-        yield from (("etp", kind, p) for p, kind in zip(phases, kinds, strict=False) if axes["etp"].size > 1)
 
 
 def no_cp_placeholder_is_left(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
@@ -299,24 +216,6 @@ def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator
         for value in node.all_input_nodes:
             if value in places and places[value] not in here:
                 yield Violation(node, f"a wait for bucket {places[value]} before {value.name} is read", "none")
-
-
-def reruns_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
-    """The collectives of the stage's reruns are those that the plan lists as exchanged again."""
-    axes = {context.tp.name: context.tp, "dp": context.data, **context.axes}
-    mine = [row for row in context.rows if row.again and row.stage == stage.index]
-    listed = Counter(key for row in mine for key in [(row.axis, row.kind)] * row.count)
-    found = Counter(
-        (axis, kind)
-        for call in block_calls(stage)
-        for node in call.module.graph.nodes
-        for axis, kind, phase in exchanges(node, axes)
-        if phase == "forward"
-    )
-    for key in sorted(listed | found):
-        if listed[key] != found[key]:
-            axis, kind = key
-            yield Violation(None, f"{listed[key]} {kind} over {axis} again, as planned", f"{found[key]}")
 
 
 def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:

@@ -6,8 +6,7 @@ checks that each pass ``leaves`` (passes/check.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import fx, nn
@@ -16,7 +15,6 @@ from passes.add_scores import add_scores
 from passes.await_parameters import await_parameters
 from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.check import (
-    collectives_are_those_of_the_plan,
     is_sound,
     no_cp_placeholder_is_left,
     no_op_draws_from_the_default_generator,
@@ -25,7 +23,6 @@ from passes.check import (
     pieces_are_those_of_the_plan,
     readers_get_the_type_that_they_want,
     regions_are_those_of_the_plan,
-    reruns_are_those_of_the_plan,
     values_have_their_local_shape,
 )
 from passes.column_linear import overlap_f
@@ -45,21 +42,20 @@ from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place_devi
 from passes.program.stages import BoundaryPlan
 from passes.recompute import recompute
 from passes.stage_module import StageModule
-from passes.types.collectives import CollectivePlan
 
 # Up to the program of one rank, which planner.saved traces.
 LOCAL: tuple[Pass, ...] = (
     Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
     Pass(exchange_rows),
     Pass(exchange_sequence, leaves=(no_cp_placeholder_is_left,)),
-    Pass(localize, leaves=(collectives_are_those_of_the_plan,), leaves_slowly=(values_have_their_local_shape,)),
-    Pass(keep_own_tokens, leaves=(collectives_are_those_of_the_plan,)),
+    Pass(localize, leaves_slowly=(values_have_their_local_shape,)),
+    Pass(keep_own_tokens),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
     Pass(fuse_bias),
     Pass(sum_in_place),
     Pass(overwrite_logits),
-    Pass(overlap_f, leaves=(collectives_are_those_of_the_plan,)),
-    Pass(own_linears, leaves=(collectives_are_those_of_the_plan,)),
+    Pass(overlap_f),
+    Pass(own_linears),
     Pass(place_devices, leaves=(no_op_names_another_device,)),
     Pass(drop_unread),
 )
@@ -68,14 +64,14 @@ PASSES: tuple[Pass, ...] = (
     Pass(note_choices),
     Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
     Pass(compile_pieces, leaves=(pieces_are_those_of_the_plan,)),
-    Pass(recompute, leaves=(reruns_are_those_of_the_plan,)),
+    Pass(recompute),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
 )
 # The stage of the loss for scoring labels: nothing is captured, recomputed, or awaited.
 _LOCALIZED = [step.name for step in PASSES].index("localize") + 1
 _ONLY_TRAINING = (note_choices, cut_regions, compile_pieces, recompute, await_parameters)
 SCORING: tuple[Pass, ...] = (
-    Pass(add_scores, leaves=(collectives_are_those_of_the_plan,)),
+    Pass(add_scores),
     *(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),
 )
 
@@ -94,14 +90,13 @@ def lower_stage(
 def lower_scores(
     context: LowerContext,
     trained: StageModule,
-    more: Sequence[CollectivePlan],
     local: Callable[[str], LocalParameter],
     borders: Borders,
 ) -> StageModule:
-    """The stage of the loss once more, as it returns scores of labels too; ``more``: collectives for them."""
+    """The stage of the loss once more, as it returns scores of labels too."""
     stage = extract(context, trained.index)
     run_passes(stage, context, PASSES[:_LOCALIZED])
-    run_passes(stage, replace(context, rows=(*context.rows, *more)), SCORING)
+    run_passes(stage, context, SCORING)
     return finish(context, stage, trained.chunk, local, borders)
 
 

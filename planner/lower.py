@@ -23,7 +23,7 @@ from passes.program.program import Program
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
-from planner.exchanges.scores import rows_over_classes
+from planner.exchanges.scores import check_scored
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import local_parameter
 from planner.sharding.shards import Shards
@@ -70,7 +70,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
     asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
     asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in more_axes(plan.mesh)}
-    context = LowerContext(staged(decisions, shards), plan.collectives, tp, random, device, **asked)
+    context = LowerContext(staged(decisions, shards), tp, random, device, **asked)
     return context, plan.mesh.stages_of(here["pp"])
 
 
@@ -97,7 +97,7 @@ def lower_scoring(
     """
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     decisions, shards = plan.to_run()
-    more = rows_over_classes(decisions)
+    check_scored(decisions)
     trained = next((stage for stage in program.stages if stage.has_loss), None)
     if trained is None:
         return None
@@ -105,7 +105,7 @@ def lower_scoring(
     axes = {name: program.axes[name] for name in context.axes}
     context = replace(context, **handles, axes=axes, load=program.load or context.load)
     borders = shards.received(trained.index), shards.sent(trained.index)
-    return lower_scores(context, trained, more, _local(decisions, context, trained.index), borders)
+    return lower_scores(context, trained, _local(decisions, context, trained.index), borders)
 
 
 def check_stages(plan: Plan) -> None:

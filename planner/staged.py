@@ -45,7 +45,6 @@ def local_stage(decisions: Decisions, shards: Shards, index: int, regions: Seque
     sizes = {axis: AxisHandle(axis, mesh.size(axis), 0) for axis in ("tp", mesh.data_axis, *more_axes(mesh))}
     context = LowerContext(
         staged(decisions, shards),
-        (),
         sizes.pop("tp"),
         RandomState(decisions.seed, 0),
         torch.device("cpu"),

@@ -28,7 +28,8 @@ def score_rows(decisions: Decisions, num_sequences: int) -> tuple[CollectivePlan
 
     Raises PlanError for a loss that gives no target a probability.
     """
-    rows = [*rows_over_classes(decisions)]
+    check_scored(decisions)
+    rows = [row for pick in decisions.scored.picks for row in _rows_of_pick(decisions, pick)]
     if decisions.mesh.world_size > 1:
         key = decisions.scored.key
         size = FIGURES * WIDE * num_sequences * prod(decisions.batch_inputs[key][0])
@@ -36,8 +37,8 @@ def score_rows(decisions: Decisions, num_sequences: int) -> tuple[CollectivePlan
     return tuple(rows)
 
 
-def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
-    """Those of a microbatch, over tp. Raises PlanError, also if a stage before that of the loss looks up targets."""
+def check_scored(decisions: Decisions) -> None:
+    """Raises PlanError if the loss gives no target a probability, or a stage before that of the loss looks it up."""
     last = decisions.stages.num_stages - 1
     for pick in decisions.scored.picks:
         if not decisions.stages.runs_on(pick.node, last):
@@ -46,7 +47,6 @@ def rows_over_classes(decisions: Decisions) -> tuple[CollectivePlan, ...]:
                 where=where_of(decisions.program.node(pick.node)),
                 fix="set mesh.pp: 1, or change pipeline.split",
             )
-    return tuple(row for pick in decisions.scored.picks for row in _rows_of_pick(decisions, pick))
 
 
 def _rows_of_pick(decisions: Decisions, pick: Pick) -> Iterator[CollectivePlan]:

@@ -23,20 +23,20 @@ def test_the_order_of_the_passes():
 insert_collectives readers_get_the_type_that_they_want
 exchange_rows
 exchange_sequence no_cp_placeholder_is_left
-localize collectives_are_those_of_the_plan values_have_their_local_shape
-keep_own_tokens collectives_are_those_of_the_plan
+localize values_have_their_local_shape
+keep_own_tokens
 name_streams no_op_draws_from_the_default_generator
 fuse_bias
 sum_in_place
 overwrite_logits
-overlap_f collectives_are_those_of_the_plan
-own_linears collectives_are_those_of_the_plan
+overlap_f
+own_linears
 place_devices no_op_names_another_device
 drop_unread
 note_choices
 cut_regions regions_are_those_of_the_plan
 compile_pieces pieces_are_those_of_the_plan
-recompute reruns_are_those_of_the_plan
+recompute
 await_parameters parameters_are_awaited""",
     )
 
