@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Allocations(TorchDispatchMode):
     """Owns the live allocations made under it, by memory; ``peak``: the most bytes at once since ``restart``.
 
-    ``known``: tensors without counted memory. ``settling``: seconds before a new peak is read, so that a thread which
-    ends a collective lets go of its tensors. Workspaces inside a kernel are not seen.
+    ``known``: tensors without counted memory. ``settling``: seconds before a new peak is read, in which a thread that
+    ends a collective releases its tensors. Workspaces inside a kernel are not seen.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, settling: float = 0.0) -> None:

@@ -2,10 +2,10 @@
 
     Call("softmax_3", reads (7,), makes (9,), keeps (9,))        memory 9 has bytes_of[9] bytes
 
-It is the lowered program that is traced (planner.staged.local_stage), each op run on tensors without values: what the
-plan says of memory is what the ops that run do. A memory is a number: views of one tensor share it. Parameters,
-buffers, constants and batches are ``outside``: a stage does not own them. Each kind of call is run once, so that equal
-blocks cost a look in a dictionary.
+The lowered program is traced (planner.staged.local_stage), and each op runs on tensors without values: the plan's bytes
+are those of the ops that run. A memory is a number: views of one tensor share it. Parameters, buffers, constants and
+batches are ``outside``: a stage does not own them. Each kind of call runs once, so that equal blocks cost a look in a
+dictionary.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ OF_ROUTING = {
 
 
 class _Tracer:
-    """Owns the trace while it grows, and what each node of the lowered graph stands for: a value, several, or a handle
-    that planning uses.
-    """
+    """Owns the trace while it grows. ``held``: of each node of the lowered graph its value, several, or a handle."""
 
     def __init__(self, decisions: Decisions, shards: Shards, stage: StageGraph) -> None:
         self.decisions, self.shards, self.stage = decisions, shards, stage
