@@ -21,7 +21,7 @@ def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int
     nothing = cast(Any, None)
     staged = Staged(nothing, placements or Placements(tp, {}, {}), nothing, nothing, (), (), nothing, (), nothing)
     handle = AxisHandle("tp", tp, tp_rank)
-    return LowerContext(staged, (), handle, RandomState(seed, tp_rank), torch.device("cpu"))
+    return LowerContext(staged, handle, RandomState(seed, tp_rank), torch.device("cpu"))
 
 
 def stage_after(plan: Plan, last: str, rank: int = 0, chunk: int = 0) -> StageGraph:

@@ -8,7 +8,7 @@ its dependents unknown.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx
 
@@ -23,7 +23,11 @@ Dims = frozenset[Run]
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
     """Node → dims that may hold the batch; None if that is not known. Microbatches hold two sequences or more."""
-    flow = batch_runs(program, on_batch)
+    return dims_of(batch_runs(program, on_batch))
+
+
+def dims_of(flow: Mapping[fx.Node, frozenset[Run] | None]) -> dict[fx.Node, frozenset[int] | None]:
+    """The dims of runs."""
     return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
 
 

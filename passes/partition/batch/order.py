@@ -7,24 +7,26 @@ Numbers of a batch in another order are those of other sequences: a microbatch w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
-from passes.partition.batch.flow import Run, batch_runs
+from passes.partition.batch.flow import Run
 from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.program import Program
 from passes.rules.call import operands_of
 from passes.rules.table import rule_of
+
+Runs = Mapping[fx.Node, frozenset[Run] | None]
 
 
 def batch_size(program: Program) -> int:
     return next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
 
 
-def in_other_orders(program: Program, on_batch: Collection[fx.Node]) -> list[fx.Node]:
-    """Nodes that read two orders of the batch; none if only one sequence was captured."""
-    size, runs = batch_size(program), batch_runs(program, on_batch)
+def in_other_orders(program: Program, on_batch: Collection[fx.Node], runs: Runs) -> list[fx.Node]:
+    """Nodes that read two orders of the batch; none if only one sequence was captured. ``runs``: of the batch."""
+    size = batch_size(program)
     if size == 1:
         return []
     return [node for node in program.graph.graph.nodes if node in on_batch and _reads_two(node, runs, size)]
@@ -40,7 +42,7 @@ def may_repeat_batch(node: fx.Node) -> bool:
     return any(old == 1 < new and (dim == added or then == 1) for dim, (old, new, then) in enumerate(pairs))
 
 
-def _reads_two(node: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> bool:
+def _reads_two(node: fx.Node, runs: Runs, size: int) -> bool:
     """Whether operands that hold the sequences on one factor of the call have them in two orders."""
     read = operands_of(node) if node.op == "call_function" else ()
     found = {(i, *run) for i, operand in enumerate(read) for run in _certain(operand, runs, size)}
@@ -50,7 +52,7 @@ def _reads_two(node: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: 
     return len(factors) > len(set(factors))
 
 
-def _certain(operand: fx.Node, runs: dict[fx.Node, frozenset[Run] | None], size: int) -> Iterator[tuple[int, int]]:
+def _certain(operand: fx.Node, runs: Runs, size: int) -> Iterator[tuple[int, int]]:
     """(dim, distance of two sequences) if all sequences are on one dim, evenly."""
     found = runs.get(operand) or frozenset()
     if len(found) == 1:

@@ -7,14 +7,14 @@ none runs over the batch except one sum, mean or cross-entropy over all tokens: 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
 
-from passes.partition.batch.flow import batch_flow
+from passes.partition.batch.flow import dims_of
 from passes.partition.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
-from passes.partition.batch.order import may_repeat_batch
+from passes.partition.batch.order import Runs, may_repeat_batch
 from passes.partition.loss.counts import input_only
 from passes.partition.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
 from passes.partition.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
@@ -104,15 +104,16 @@ def is_certain(
     on_batch: Collection[fx.Node],
     constants: Collection[fx.Node],
     region: Collection[fx.Node],
+    runs: Callable[[], Runs],
 ) -> bool:
-    """Whether the kinds by form hold however many sequences there are."""
+    """Whether the kinds by form hold however many sequences there are. ``runs``: of the batch, asked for if needed."""
     size = next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
     if kinds[program.node(program.loss)].name != SHARE:
         return False
     inner = computed_along(program, on_batch, region)
     if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
         return False
-    flow = batch_flow(program, on_batch) if size > 1 else {}
+    flow = dims_of(runs()) if size > 1 else {}
     known = [n for n in inner if mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)]
     if size == 1 and any(may_repeat_batch(n) for n in inner):
         return False

@@ -25,6 +25,7 @@ Leaves:  a graph with one placeholder for each count, and a second graph that co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.partition.batch.by_captures import Typing
+from passes.partition.batch.flow import batch_runs
 from passes.partition.batch.mixing import (
     computed_along,
     has_gradient,
@@ -41,7 +43,7 @@ from passes.partition.batch.mixing import (
     mixes,
     mixes_along_a_dim,
 )
-from passes.partition.batch.order import in_other_orders
+from passes.partition.batch.order import Runs, in_other_orders
 from passes.partition.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
 from passes.partition.loss.counts import Counts, LossTerms, input_only
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
@@ -125,13 +127,13 @@ class _Rewriter:
         region = loss_region(self.program, self.on_batch)
         self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
         second = None
-        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region):
+        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region, lambda: self.runs):
             second = _captured(recapture, self._times())
             if second is None:
                 self._tell(self.terms.doubts, self.program.node(self.program.loss))
             else:
                 counts = self._by_two_captures(second, constants, region)
-        self._warn_of_other_orders(second[0] if second is not None else self.program)
+        self._warn_of_other_orders(second[0] if second is not None else None)
         for node in counts:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
@@ -174,10 +176,19 @@ class _Rewriter:
             if (along and not typing.takes_apart(node)) or node in typing.apart:
                 self._tell(self.terms.mixed, node)
 
-    def _warn_of_other_orders(self, program: Program) -> None:
-        """For a program of several sequences, with the same lines as this one."""
-        inner = in_other_orders(program, _follows_batch(program))
-        for node in inner:
+    @cached_property
+    def runs(self) -> Runs:
+        """The dims that hold the batch, before anything is rewritten."""
+        return batch_runs(self.program, self.on_batch)
+
+    def _warn_of_other_orders(self, second: Program | None) -> None:
+        """``second``: a capture of more sequences, with the same lines."""
+        if second is None:
+            found = in_other_orders(self.program, self.on_batch, self.runs)
+        else:
+            on_batch = _follows_batch(second)
+            found = in_other_orders(second, on_batch, batch_runs(second, on_batch))
+        for node in found:
             self._tell(self.terms.mixed, node)
 
     def _tail(self) -> set[fx.Node]:
