@@ -148,6 +148,7 @@ class PlanFormat(StrEnum):
     json = "json"
     yaml = "yaml"
     html = "html"
+    pt = "pt"
 
 
 class Format(StrEnum):
@@ -214,6 +215,8 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
             return plan_page(plan, full=full, title=title)
         case PlanFormat.table:
             return plan.describe(full=full)
+        case PlanFormat.pt:
+            raise AssertionError("a plan that runs is a file, not text")
 
 
 @app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5 --best best.yaml")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
+from planner.stored.plan_file import PARTS, SUFFIX, Stored, read, write
 from planner.tables.codec import decode, to_text
 from planner.tables.tables import VERSION, Tables
 
@@ -32,7 +33,8 @@ class Plan(Tables):
     A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (the
     tensors that each rank holds, sums and exchanges), ``regions`` (the ops that CUDA graphs capture), ``recomputed``
     (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled). Passes and runtime read them.
-    They are not saved: a loaded plan prints, compares and hashes, and does not run.
+    A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
+    ``.pt`` has them, and runs without the model's code (planner.stored).
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
@@ -58,7 +60,7 @@ class Plan(Tables):
     def to_run(self) -> tuple[Decisions, Shards]:
         """The decisions and shards that a run needs beside the rows. Raises PlanError for a loaded plan."""
         if self.decisions is None or self.shards is None:
-            raise PlanError("a loaded plan has no model", fix="plan the model again")
+            raise PlanError("a plan loaded from JSON does not run", fix="plan the model again, or save the plan as .pt")
         return self.decisions, self.shards
 
     def describe(self, *, full: bool = False) -> str:
@@ -70,7 +72,14 @@ class Plan(Tables):
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON, atomically. Raises PlanError if the place cannot be written."""
+        """Write the plan, atomically: as JSON, or with all that ranks need to run it if the name ends in ``.pt``.
+
+        Raises PlanError if the place cannot be written, and for a ``.pt`` of a graph with functions of your own.
+        """
+        if str(path).endswith(SUFFIX):
+            decisions, shards = self.to_run()
+            write(Stored(self.to_dict(), decisions, shards, {name: getattr(self, name) for name in PARTS}), Path(path))
+            return
         try:
             write_for_user(Path(path), to_text(self.to_dict()))
         except OSError as error:
@@ -82,7 +91,14 @@ class Plan(Tables):
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
-        """The plan that ``save`` wrote. Raises PlanError if it is missing, truncated or of another version."""
+        """The plan that ``save`` wrote. Raises PlanError if it is missing, truncated or of another version.
+
+        One of a ``.pt`` runs: ``Engine(Plan.load("plan.pt"))``. The same code, torch and Python must have saved it.
+        """
+        if str(path).endswith(SUFFIX):
+            stored = read(Path(path))
+            found = Plan.from_dict(stored.tables)
+            return replace(found, decisions=stored.decisions, shards=stored.shards, **stored.parts)
         values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
         try:
             return Plan.from_dict(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,7 +43,7 @@ def plan_command(
     from planner.capture.model.reference import load_model
     from planner.spec.spec import Spec
 
-    _check_options(format, passes, rank)
+    _check_options(format, passes, rank, output)
     result = plan(load_model(model), Spec.load(spec))
     if passes:
         from planner.lower import passes_text
@@ -51,12 +51,16 @@ def plan_command(
         write_text(passes_text(result, rank or 0, full=full), output)
     elif format is PlanFormat.table and output is None:
         show_plan(result, full=full)
+    elif format is PlanFormat.pt and output is not None:
+        result.save(output)
     else:
         write_text(format_plan(result, format, full=full, title=title_of(model, spec)), output)
 
 
-def _check_options(format: PlanFormat, passes: bool, rank: int | None) -> None:
+def _check_options(format: PlanFormat, passes: bool, rank: int | None, output: Any) -> None:
     """An option that would have no effect is an error."""
+    if format is PlanFormat.pt and (output is None or output.suffix != ".pt"):
+        raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
     if rank is not None and not passes:
         raise PlanError(
             "--rank selects a rank for --passes, which is not given",

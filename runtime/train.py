@@ -30,6 +30,7 @@ from runtime.training.data import check_source, run_data
 from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
+from runtime.training.planned import stored_plan
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -79,7 +80,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
-    decided = plan(load_model(job.model), spec)
+    decided = plan(load_model(job.model), spec) if job.plan is None else stored_plan(job, spec)
     if spec.audit.every is not None:
         check_audit(decided)
     if weights := pretrained_directory(job.model):

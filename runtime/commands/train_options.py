@@ -51,6 +51,10 @@ class Running:
             metavar="FILE", help="File with a secret that all hosts share; it signs the entries of ranks in the store."
         ),
     ] = None
+    plan: Annotated[
+        File,
+        typer.Option(metavar="FILE.pt", help="Run this saved plan of MODEL and SPEC: ranks neither capture nor plan."),
+    ] = None
     no_cache: NoCache = False
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
 
@@ -139,4 +143,5 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
-    return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, **given)
+    plan = None if running.plan is None else str(running.plan)
+    return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, plan=plan, **given)

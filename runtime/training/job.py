@@ -40,7 +40,8 @@ class Job:
     ``timeout``: seconds that a rank waits for others in an exchange.
     ``mixture``: several texts in place of ``data``, with the share of each. ``keep_best``: the save with the least
     validation loss stays; ``patience``: validations without a smaller one before the run ends, None for no such end.
-    ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to.
+    ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to. ``plan``: a saved
+    plan that the ranks run in place of a capture.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Job:
     patience: int | None = None
     callback: str | None = None
     wandb: str | None = None
+    plan: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from runtime.training.best import Best
 from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
+from runtime.training.planned import stored_plan
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess
@@ -96,12 +97,16 @@ def run_rank(job: Job) -> Trained:
     """
     spec = spec_of(job)
     weights = pretrained_directory(job.model)
-    model = load_model(job.model, materialize=weights is None, seed=spec.seed, values_later=True)
     leads = not launched(os.environ).rank
-    decided = plan(model, spec)
+    alone = None
+    if job.plan is not None:
+        decided = stored_plan(job, spec)
+    else:
+        model = load_model(job.model, materialize=weights is None, seed=spec.seed, values_later=True)
+        decided = plan(model, spec)
+        alone = _with_values(model, job, spec) if job.compare and leads else None
+        del model
     data = run_data(job, spec, decided)
-    alone = _with_values(model, job, spec) if job.compare and leads else None
-    del model
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:

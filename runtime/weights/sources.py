@@ -22,6 +22,7 @@ from planner.capture.model.meta_init import buffer_value
 from planner.capture.model.recorded import RecordedValues, recorded_values
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from planner.stored.skeleton import Skeleton
 from runtime.weights.fresh import normal
 from runtime.weights.own_methods import OwnMethods
 
@@ -103,6 +104,20 @@ class RecordedWeights(ModelWeights):
         return self._recorded.value(fqn) if held is None or held.is_meta else held.detach()
 
 
+class WeightsToLoad(ModelWeights):
+    """No values: those of a plan that was loaded without its model, until an engine loads some."""
+
+    def is_fresh(self, fqn: str) -> bool:
+        return self._parameters[fqn].is_meta
+
+    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        raise PlanError(
+            f"parameter {fqn} has no values: a loaded plan does not hold the code that draws those of your model",
+            where="initialization.method",
+            fix="set method: normal, load weights (MODEL hf:DIR, or load_pretrained), or resume a save",
+        )
+
+
 class InitialWeights(ModelWeights):
     """Fresh weights for parameters on the meta device; real tensors of the model are used unchanged.
 
@@ -150,6 +165,8 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     if (recorded := recorded_values(model)) is not None:
         return RecordedWeights(model, recorded)
     initial = spec.initialization
+    if initial.method == "model" and isinstance(model, Skeleton):
+        return WeightsToLoad(model)
     if initial.method == "model":
         return OwnWeights(model, spec.seed)
     return InitialWeights(

@@ -82,9 +82,9 @@ def test_without_clipping_the_update_is_that_of_plain_adamw():
 def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
     """Two ranks were not started: that would be the error of opening the groups."""
     build_plan(build_model(), size=SIZE, micro=2, **layout).save(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="a loaded plan has no model") as caught:
+    with pytest.raises(PlanError, match="a plan loaded from JSON does not run") as caught:
         Engine(Plan.load(tmp_path / "plan.json"))
-    assert caught.value.fix == "plan the model again"
+    assert caught.value.fix == "plan the model again, or save the plan as .pt"
 
 
 @pytest.mark.sampled(1)

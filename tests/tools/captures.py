@@ -83,7 +83,7 @@ def _key(model: nn.Module, inputs: Mapping[str, Tensor], loss: str, dtype: torch
 def _facts() -> list[Any]:
     models = sorted([*(ROOT / "tests" / "models").glob("*.py"), *(ROOT / "examples").glob("*.py")])
     versions = [sys.version, torch.__version__, torch.version.git_version]
-    return [sources._our_sources(), sources._installed(), versions, *map(_content, map(str, models))]
+    return [sources.our_sources(), sources._installed(), versions, *map(_content, map(str, models))]
 
 
 def _files(model: nn.Module) -> list[str]:

@@ -123,7 +123,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
     return {
         "reference": "hf:" if origin.is_hub else [origin.reference, os.getcwd(), origin.seed],
         "files": {path: _content_of(path) for path in files},
-        "ours": _our_sources(),
+        "ours": our_sources(),
         "packages": _installed(),
         "edited": _stamps(model),
         "environment": {name: text for name, text in sorted(os.environ.items()) if not _is_of_a_process(name)},
@@ -200,7 +200,7 @@ def _stamp(path: str) -> str:
 
 
 @lru_cache(1)
-def _our_sources() -> str:
+def our_sources() -> str:
     found = hashlib.sha256()
     for path in sorted(path for house in ("planner", "passes") for path in (_HOUSES / house).rglob("*.py")):
         content = path.read_bytes()

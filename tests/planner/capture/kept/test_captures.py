@@ -64,7 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a frozen parameter": {"before": "model.head.bias.requires_grad_(False)"},
     "a package": {"before": "import pathlib; pathlib.Path('site-packages/other-1.0.dist-info').mkdir(); "
                             "sys.path.append(os.path.abspath('site-packages'))"},
-    "our own code": {"before": "from planner.capture.kept import sources; sources._our_sources = lambda: 'edited'"},
+    "our own code": {"before": "from planner.capture.kept import sources; sources.our_sources = lambda: 'edited'"},
 }  # fmt: skip
 UNCERTAIN = {
     "time": MODEL.replace("import json, os", "import json, os, time"),

@@ -1,0 +1,166 @@
+"""A plan that runs, in one file: its tables, its decisions, and the buffers of the model.
+
+    plan.save("plan.pt")        once, where the model can be captured
+    Plan.load("plan.pt")        on every rank: no capture, no search, none of the model's code
+
+The file is torch's zip of tensors and one JSON text, read with ``weights_only``. It holds no weights: an engine makes
+them (``initialization.method: normal``) or loads them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner.capture.kept.sources import our_sources
+from planner.capture.model.hub_format import HubFormat
+from planner.capture.model.meta_init import buffer_value
+from planner.decisions import Decisions
+from planner.files.atomic import replaced_file
+from planner.files.text import shorten
+from planner.sharding.buffers import buffers_at
+from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
+from planner.stored.skeleton import skeleton
+from planner.stored.values import Reader, Unstorable, Writer
+
+SUFFIX = ".pt"
+VERSION = 1
+DECIDED = ("program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu")
+PARTS = ("regions", "recomputed", "pieces")
+HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted"))
+DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, AssertionError)
+AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
+
+
+class Stored(NamedTuple):
+    """``tables``: the values of ``Plan.to_dict``. ``parts``: further fields of a plan."""
+
+    tables: dict[str, Any]
+    decisions: Decisions
+    shards: Shards
+    parts: dict[str, Any]
+
+
+def written_by() -> dict[str, str]:
+    """The versions that a file depends on: the same code reads it."""
+    return {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "torch": torch.__version__,
+        "meshwright's sources (by hash)": our_sources(),
+    }
+
+
+def write(plan: Stored, path: Path) -> None:
+    """Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written."""
+    content, tensors = _content(plan)
+    try:
+        with replaced_file(path) as file:
+            buffer = io.BytesIO()
+            torch.save({"json": json.dumps(content), **tensors}, buffer)
+            file.write(buffer.getbuffer())
+    except OSError as error:
+        fix = "choose a directory that exists and is writable"
+        raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), fix=fix) from None
+
+
+def _content(plan: Stored) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    decisions, shards = plan.decisions, plan.shards
+    writer = Writer()
+    try:
+        found = {
+            "decisions": [writer.write(getattr(decisions, name)) for name in DECIDED],
+            "shards": [writer.write(getattr(shards, f.name)) for f in fields(Shards) if f.name != "elsewhere"],
+            "parts": [writer.write(plan.parts[name]) for name in PARTS],
+            "model": writer.write(_model_of(decisions)),
+        }
+    except Unstorable as error:
+        raise PlanError(
+            f"this plan cannot be saved to run without its model: {error}", where=SUFFIX, fix="save it as JSON"
+        ) from None
+    content = {
+        "version": VERSION,
+        "written by": written_by(),
+        "tables": plan.tables,
+        "hub": {name: value for name, value in asdict(decisions.hub).items() if name in HUB},
+        "expert alone": shards.elsewhere is not None,
+        **found,
+        "objects": writer.objects,
+        "texts": list(writer.texts),
+    }
+    return content, writer.tensors
+
+
+def _model_of(decisions: Decisions) -> dict[str, Any]:
+    """Names, shapes and dtypes of parameters, in which names are one tensor, and the values of buffers."""
+    model = decisions.model
+    if model is None:
+        raise PlanError("the planned model is gone", fix="save the plan before an Engine takes the model's weights")
+    named = list(model.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in reversed(named)}
+    buffers = {name: buffer_value(model, name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {
+        "parameters": {n: (first[id(p)], list(p.shape), p.dtype, p.requires_grad) for n, p in named},
+        "buffers": buffers,
+        "training": model.training,
+    }
+
+
+def read(path: Path) -> Stored:
+    """Raises PlanError for a file that is missing, damaged, or was written by another version."""
+    try:
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content = json.loads(tensors.pop("json"))
+    except OSError as error:
+        raise PlanError(f"cannot read the plan: {error.strerror}", where=str(path), fix="use a saved plan") from None
+    except Exception:  # torch and zip raise many kinds
+        raise PlanError("the plan is damaged, or is no saved plan", where=str(path), fix=AGAIN) from None
+    _check_writer(content, path)
+    try:
+        return _stored(content, tensors)
+    except DAMAGE as error:
+        raise PlanError(f"the plan is damaged: {error}", where=str(path), fix=AGAIN) from None
+
+
+def _check_writer(content: Any, path: Path) -> None:
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise PlanError("the plan has another format", where=str(path), fix=AGAIN)
+    then, now = content.get("written by") or {}, written_by()
+    for what, value in now.items():
+        if then.get(what) != value:
+            what = f"the plan was saved with another {what}: {shorten(then.get(what), 20)}, here {value[:20]}"
+            raise PlanError(what, where=str(path), fix=AGAIN)
+
+
+def _stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stored:
+    reader = Reader(content["objects"], content["texts"], tensors)
+    hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
+    model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
+    decided = dict(zip(DECIDED, map(reader.read, content["decisions"]), strict=True))
+    decisions = Decisions(**decided, _model=model)
+    decisions.hub = HubFormat(**hub)
+    names = [field.name for field in fields(Shards) if field.name != "elsewhere"]
+    shards = Shards(**dict(zip(names, map(reader.read, content["shards"]), strict=True)))
+    if content["expert alone"]:
+        spec = Spec.load({**content["tables"]["spec"], "cluster": None})
+        shards = replace(shards, elsewhere=partial(buffers_at, spec, decisions))
+    parts: dict[str, Any] = dict(zip(PARTS, map(reader.read, content["parts"]), strict=True))
+    return Stored(content["tables"], decisions, shards, parts)
+
+
+def _skeleton_of(found: Mapping[str, Any], persistent: frozenset[str]) -> nn.Module:
+    made: dict[str, nn.Parameter] = {}
+    for name, (first, shape, dtype, requires_grad) in found["parameters"].items():
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        made[name] = made[first] if first in made else nn.Parameter(empty, requires_grad)
+    return skeleton(made, found["buffers"], persistent).train(found["training"])

@@ -1,0 +1,40 @@
+"""A module with the names of a planned model and none of its code: parameters without values, buffers with theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+
+
+class Skeleton(nn.Module):
+    """The model of a plan that was loaded: engines take its buffers, and make or load its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError("a loaded plan does not hold the code of your model", fix="plan the model itself")
+
+
+def skeleton(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], persistent: frozenset[str]
+) -> Skeleton:
+    """``parameters`` and ``buffers`` by dotted name; a tied parameter is one object under all its names."""
+    root = Skeleton()
+    for name, parameter in parameters.items():
+        holder, leaf = _holder(root, name)
+        holder.register_parameter(leaf, parameter)
+    for name, buffer in buffers.items():
+        holder, leaf = _holder(root, name)
+        holder.register_buffer(leaf, buffer, persistent=name in persistent)
+    return root
+
+
+def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]  # pyright: ignore[reportAssignmentType]
+    return root, leaf

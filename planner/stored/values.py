@@ -1,0 +1,220 @@
+"""Decisions as JSON and tensors, and decisions again: nothing that is read can run.
+
+    number, text, None              as they are
+    list                            [..]
+    anything else                   {kind: content}: tuple, dict, dtype, node, like, tensor, graph, enum, object, …
+
+An object is a dataclass of passes or planner, written once and referred to by number. Of functions there are ATen's and
+other registered ops, and those of passes; a graph that calls a function of the user's own raises Unstorable.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+OURS = ("passes.", "planner.")
+PLAIN = (bool, int, float, str, type(None))
+OF_TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory": torch.memory_format}
+MOST_INLINE = 40  # letters of a text that is not written once for all its places
+
+
+class Unstorable(Exception):
+    """A value that has no form on disk."""
+
+
+class Writer:
+    """Owns the objects and texts written so far, and the tensors with values."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.texts: dict[str, int] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []  # so that no other object takes the number of one that is gone
+
+    def write(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > MOST_INLINE:
+            return {"text": self.texts.setdefault(value, len(self.texts))}
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, Enum):
+            return {"enum": [*_name_of(type(value)), value.name]}
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, fx.Node):
+            return {"node": value.name}
+        if isinstance(value, fx.GraphModule):
+            return {"graph": [self._node(node) for node in value.graph.nodes]}
+        if is_dataclass(value) and not isinstance(value, type):
+            return {"object": self._object(value)}
+        return self._container(value)
+
+    def _container(self, value: Any) -> Any:
+        for kind, of_kind in OF_TORCH.items():
+            if isinstance(value, of_kind):
+                return {kind: str(value).removeprefix("torch.")}
+        if isinstance(value, slice):
+            return {"slice": [self.write(part) for part in (value.start, value.stop, value.step)]}
+        if isinstance(value, list):
+            return [self.write(part) for part in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"named": [*_name_of(type(value)), [self.write(part) for part in value]]}
+        if isinstance(value, tuple):
+            return {"tuple": [self.write(part) for part in value]}
+        if isinstance(value, (set, frozenset)):
+            kind = "set" if isinstance(value, set) else "frozenset"
+            return {kind: [self.write(part) for part in sorted(value, key=str)]}
+        if isinstance(value, Mapping):
+            return {"dict": [[self.write(key), self.write(part)] for key, part in value.items()]}
+        raise Unstorable(f"a {type(value).__name__} has no form on disk")
+
+    def _object(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            content = [self.write(getattr(value, field.name)) for field in fields(value) if field.init]
+            number = self._numbers[id(value)] = len(self.objects)
+            self.objects.append([*_name_of(type(value)), content])
+            self._alive.append(value)
+        return number
+
+    def _tensor(self, value: Tensor) -> Any:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if isinstance(value, FakeTensor) or value.is_meta:
+            where = "meta" if value.is_meta else "fake"
+            place = [list(value.shape), list(value.stride()), value.storage_offset()]
+            return {"like": [where, *place, dtype, value.requires_grad]}
+        name = str(len(self.tensors))
+        self.tensors[name] = value.detach().contiguous().clone()
+        return {"tensor": name}
+
+    def _node(self, node: fx.Node) -> list[Any]:
+        target = str(node.target) if node.op != "call_function" else self._function(node)
+        meta = [[key, self.write(value)] for key, value in node.meta.items()]
+        return [node.op, node.name, target, self.write(node.args), self.write(node.kwargs), meta]
+
+    def _function(self, node: fx.Node) -> list[str]:
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            return ["op", str(target)]
+        module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__qualname__", ""))
+        if target is operator.getitem:
+            return ["getitem", ""]
+        if not module.startswith("passes.") or getattr(import_module(module), name, None) is not target:
+            raise Unstorable(f"{node.name} calls {target}, a function of your own")
+        return [module, name]
+
+
+class Reader:
+    """Values again, from what a Writer wrote. Raises KeyError, ValueError, TypeError, AttributeError, IndexError or
+    ImportError if it is damaged."""
+
+    def __init__(self, objects: list[Any], texts: list[str], tensors: Mapping[str, Tensor]) -> None:
+        self.texts, self.tensors = texts, tensors
+        self.nodes: dict[str, fx.Node] = {}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._objects: list[Any] = []
+        for module, name, content in objects:
+            self._objects.append(self._made(_class(module, name), content))
+
+    def read(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return [self.read(part) for part in given]
+        if not isinstance(given, dict):
+            return given
+        ((kind, content),) = given.items()
+        return READS[kind](self, content)
+
+    def _made(self, cls: type, content: list[Any]) -> Any:
+        if not is_dataclass(cls):
+            raise ValueError(f"{cls} is no record")
+        names = [field.name for field in fields(cls) if field.init]
+        return cls(**dict(zip(names, map(self.read, content), strict=True)))
+
+    def _like(self, like: list[Any]) -> Tensor:
+        where, shape, stride, offset, dtype, requires_grad = like
+        kind, device = _of_torch("dtype", dtype), "meta" if where == "meta" else "cpu"
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        if where == "meta":
+            whole = torch.empty((max(last, 0),), dtype=kind, device=device)
+            return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
+        with self._mode:
+            whole = torch.empty((max(last, 0),), dtype=kind, device=device)
+            return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
+
+    def _graph(self, rows: list[Any]) -> fx.GraphModule:
+        graph, self.nodes = fx.Graph(), {}
+        for op, name, target, args, kwargs, meta in rows:
+            function = _function(*target) if op == "call_function" else target
+            node = graph.create_node(op, function, self.read(args), self.read(kwargs), name=name)
+            if node.name != name:
+                raise ValueError(f"two nodes are called {name}")
+            node.meta = {key: self.read(value) for key, value in meta}
+            self.nodes[name] = node
+        return fx.GraphModule({}, graph)
+
+
+READS: dict[str, Callable[[Reader, Any], Any]] = {
+    "text": lambda reader, number: reader.texts[number],
+    "node": lambda reader, name: reader.nodes[name],
+    "object": lambda reader, number: reader._objects[number],
+    "tensor": lambda reader, name: reader.tensors[name],
+    "like": Reader._like,
+    "graph": Reader._graph,
+    "tuple": lambda reader, parts: tuple(map(reader.read, parts)),
+    "set": lambda reader, parts: set(map(reader.read, parts)),
+    "frozenset": lambda reader, parts: frozenset(map(reader.read, parts)),
+    "dict": lambda reader, pairs: {reader.read(key): reader.read(value) for key, value in pairs},
+    "slice": lambda reader, parts: slice(*map(reader.read, parts)),
+    "named": lambda reader, content: _class(*content[:2])(*map(reader.read, content[2])),
+    "enum": lambda reader, content: _class(*content[:2])[content[2]],
+    **{kind: (lambda reader, name, kind=kind: _of_torch(kind, name)) for kind in OF_TORCH},
+}
+
+
+def _name_of(cls: type) -> tuple[str, str]:
+    if not cls.__module__.startswith(OURS):
+        raise Unstorable(f"a {cls.__module__}.{cls.__name__} has no form on disk")
+    return cls.__module__, cls.__qualname__
+
+
+def _class(module: str, name: str) -> Any:
+    """A record of ours: no other class is made."""
+    if not module.startswith(OURS):
+        raise ValueError(f"{module}.{name} is no record of a plan")
+    found = getattr(import_module(module), name)
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ValueError(f"{module}.{name} is no record of a plan")
+    return found
+
+
+def _function(module: str, name: str) -> Any:
+    if module == "getitem":
+        return operator.getitem
+    if module != "op":
+        found = getattr(import_module(module), name) if module.startswith("passes.") else None
+        if not callable(found) or isinstance(found, type) or found.__module__ != module:
+            raise ValueError(f"no function {module}.{name}")
+        return found
+    house, packet, overload = [*name.split("."), "", ""][:3]
+    ops = getattr(getattr(torch.ops, house, None), packet, None)
+    found = getattr(ops, overload, None) if isinstance(ops, OpOverloadPacket) else None
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"no op {name}")
+    return found
+
+
+def _of_torch(kind: str, name: str) -> Any:
+    found = torch.device(name) if kind == "device" else getattr(torch, name)
+    if not isinstance(found, OF_TORCH[kind]):
+        raise ValueError(f"no {kind} {name}")
+    return found

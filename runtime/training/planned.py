@@ -1,0 +1,46 @@
+"""The plan of a run: of its model and spec, or a saved one that its ranks run without the model's code (``--plan``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from planner.stored.plan_file import SUFFIX
+from runtime.training.job import Job
+
+OPTION = "--plan"
+
+
+def stored_plan(job: Job, spec: Spec) -> Plan:
+    """The saved plan of a job. Raises PlanError if it is of another spec, or an option needs the model itself."""
+    assert job.plan is not None
+    if not job.plan.endswith(SUFFIX):
+        fix = f"save it by meshwright plan MODEL SPEC --format pt -o plan{SUFFIX}"
+        raise PlanError(f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}", where=OPTION, fix=fix)
+    for option, is_set in (("--compare", job.compare), ("--audit", spec.audit.every is not None)):
+        if is_set:
+            raise PlanError(
+                f"{option} runs the model itself, and a saved plan does not hold its code",
+                where=OPTION,
+                fix=f"leave out {option} or {OPTION}",
+            )
+    found = Plan.load(job.plan)
+    for key, asked, planned in differing(spec.to_dict(), found.spec):
+        raise PlanError(
+            f"the plan was made with {key}: {planned}, the spec has {asked}",
+            where=job.plan,
+            fix="save the plan again with this spec, or train with the spec of the plan",
+        )
+    return found
+
+
+def differing(asked: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value of the spec, value of the plan) of each difference. The plan may have a number for auto or none."""
+    if isinstance(asked, Mapping) and isinstance(planned, Mapping):
+        for name in (*asked, *(n for n in planned if n not in asked)):
+            yield from differing(asked.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
+    elif asked not in ("auto", None) and asked != planned:
+        yield key, asked, planned

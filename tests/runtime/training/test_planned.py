@@ -1,0 +1,87 @@
+"""``meshwright train --plan``: ranks run a saved plan. One of another spec, or an option that needs the model, is an
+error before a rank starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from passes.errors import PlanError
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.spec.spec import Spec
+from runtime.train import train
+from runtime.training.job import Job, spec_of
+from runtime.training.planned import differing, stored_plan
+from tests.tools.paths import ROOT
+
+MODEL = f"hf:{ROOT / 'examples' / 'gpt2_small.json'}"
+SPEC: dict[str, Any] = {
+    "mesh": {"tp": 1},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"input_ids": {"shape": [16], "dtype": "int64", "high": 256}, "labels": {"like": "input_ids"}},
+    "initialization": {"method": "normal"},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+    plan(load_model(MODEL), str(folder / "spec.yaml")).save(folder / "plan.pt")
+    return folder
+
+
+def job(saved: Path, **more: Any) -> Job:
+    given = {"model": MODEL, "spec": str(saved / "spec.yaml"), "data": "stdlib", "num_steps": 2}
+    return Job(**{**given, "plan": str(saved / "plan.pt"), **more})  # pyright: ignore[reportArgumentType]
+
+
+def refused(asked: Job) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        stored_plan(asked, spec_of(asked))
+    return caught.value
+
+
+@pytest.mark.slow
+def test_a_run_of_a_saved_plan_never_loads_the_model(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("runtime.train", "runtime.training.loop"):
+        monkeypatch.setattr(f"{module}.load_model", None)
+    train(job(saved, log=str(tmp_path / "log.jsonl")))
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 2
+    assert 0 < losses[1] < losses[0] < 7
+
+
+def test_a_plan_of_another_spec_is_refused_with_the_key(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "optimizer": {"lr": 0.5}}))
+    error = refused(job(saved, spec=str(tmp_path / "spec.yaml")))
+    assert error.what.startswith("the plan was made with optimizer.lr: ")
+    assert error.what.endswith("the spec has 0.5")
+
+
+def test_a_plan_may_hold_numbers_that_the_spec_leaves_open() -> None:
+    planned = Spec.load(SPEC).to_dict()
+    assert list(differing({**planned, "mesh": "auto", "batch": {**planned["batch"], "micro": "auto"}}, planned)) == []
+    asked = {**planned, "batch": {**planned["batch"], "global": 8}}
+    assert [key for key, *_ in differing(asked, planned)] == ["batch.global"]
+
+
+@pytest.mark.parametrize("option", [{"compare": True}, {"audit": 1}], ids=["compare", "audit"])
+def test_options_that_run_the_model_itself_are_refused(saved: Path, option: dict[str, Any]) -> None:
+    (name,) = option
+    error = refused(job(saved, **option))
+    assert error.what == f"--{name} runs the model itself, and a saved plan does not hold its code"
+
+
+def test_a_plan_of_tables_alone_does_not_run(saved: Path) -> None:
+    asked = replace(job(saved), plan="plan.json")
+    assert "its name does not end in .pt" in refused(asked).what
