@@ -28,11 +28,11 @@ from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
 from planner.files.atomic import replaced_file
 from planner.files.text import shorten
+from planner.files.values import Reader, Unstorable, Writer
 from planner.sharding.buffers import buffers_at
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
-from planner.stored.values import Reader, Unstorable, Writer
 
 SUFFIX = ".pt"
 VERSION = 1

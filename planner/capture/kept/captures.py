@@ -91,7 +91,7 @@ class _Asked:
         try:
             kept = store.read(place, key)
             program = None if kept is None else decode(*kept)
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, RuntimeError) as error:
             say(f"the cached capture {place / key}.capture is damaged, and the model is captured again: {error}")
             return None
         if program is None:

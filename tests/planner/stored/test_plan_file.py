@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner import Plan, plan
+from planner.files.values import Reader, Unstorable, Writer
 from planner.lower import passes_text
-from planner.stored.values import Reader, Unstorable, Writer
 from runtime import Engine
 from runtime.same_code import identity
 from tests.models.plannable import MODELS, build, spec_of

@@ -132,9 +132,9 @@ def test_what_is_read_names_ops_alone(place: Path):
         "load_library.x.y",
         "aten.__class__.__call__",
     ):
-        nodes = [["call_function", "y", name, {"tuple": []}, {"dict": []}, {}]]
+        nodes = [["call_function", "y", ["op", name], {"tuple": []}, {"dict": []}, []]]
         with pytest.raises(ValueError, match="no op"):
-            decode({"nodes": nodes, "texts": []}, {})
+            decode({"program": {"graph": nodes}, "objects": [], "texts": []}, {})
 
 
 def test_the_command_counts_and_clears(place: Path):

@@ -11,7 +11,7 @@ other registered ops, and those of passes; a graph that calls a function of the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -33,9 +33,10 @@ class Unstorable(Exception):
 
 
 class Writer:
-    """Owns the objects and texts written so far, and the tensors with values."""
+    """Owns the objects and texts written so far, and the tensors with values. ``dropped``: keys of ``meta``."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: Collection[str] = ()) -> None:
+        self.dropped = dropped
         self.objects: list[Any] = []
         self.texts: dict[str, int] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -99,7 +100,7 @@ class Writer:
 
     def _node(self, node: fx.Node) -> list[Any]:
         target = str(node.target) if node.op != "call_function" else self._function(node)
-        meta = [[key, self.write(value)] for key, value in node.meta.items()]
+        meta = [[key, self.write(value)] for key, value in node.meta.items() if key not in self.dropped]
         return [node.op, node.name, target, self.write(node.args), self.write(node.kwargs), meta]
 
     def _function(self, node: fx.Node) -> list[str]:
