@@ -58,7 +58,8 @@ class Staged:
     """The captured program with its types and stages, as they were decided: all that lowering reads of a model.
 
     ``changes``: of type, by stage. ``denominators``: placeholders for the counts that the loss is divided by.
-    ``asked``: layers of experts for which a step counts choices.
+    ``asked``: layers of experts for which a step counts choices. ``regather``: products with weights save this rank's
+    part of a gathered input, and gather it again in the backward; ``own_tokens``: other products along the sequence do.
     """
 
     program: Program
@@ -70,6 +71,8 @@ class Staged:
     experts: Experts
     asked: tuple[Asked, ...]
     sequence: Context
+    regather: bool = False
+    own_tokens: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Leaves:  no f or gather that is read by linears of parameters alone.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
             if node.target is f:
                 fused = stage.graph.call_function(column_linears, (*node.args, *products))
             else:
-                fused = stage.graph.call_function(gathered_linears, (*node.args, node.meta["change"].again, *products))
+                again = _gathers_again(node, weights, context)
+                fused = stage.graph.call_function(gathered_linears, (*node.args, again, *products))
             fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
             for position, reader in enumerate(readers):
                 result = stage.graph.call_function(operator.getitem, (fused, position))
@@ -50,6 +52,12 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
                 reader.replace_all_uses_with(result)
         for done in (*readers, node):
             stage.graph.erase_node(done)
+
+
+def _gathers_again(node: fx.Node, weights: Sequence[fx.Node], context: LowerContext) -> bool:
+    """Whether the gathered value is not saved: only the gradients of weights need it."""
+    trains = any(weight.meta.get("grad") for weight in weights)
+    return context.staged.regather and node.meta["change"].axis == "tp" and trains
 
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:

@@ -40,7 +40,6 @@ def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
             function, position = BECOMES[node.target]
             node.update_arg(position, axis_node(stage, context.axes["cp"]))
             node.target = function
-            node.meta["again"] = node.meta["origin"] in context.staged.sequence.gathered_again
             if function is causal_attention:
                 node.kwargs = dict(zip(OPTIONS, node.args[position + 1 :], strict=False)) | node.kwargs
                 node.args = node.args[: position + 1]

@@ -90,7 +90,7 @@ class _Part:
         """
         if node.target is run_piece:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
-        if node.target is gathered_linears and node.meta["change"].again:  # its backward gathers its input again
+        if node.target is gathered_linears and node.args[3]:  # its backward gathers its input again
             return False
         return not self.piece.insides.isdisjoint(ops_of(node)) and _computes(node)
 

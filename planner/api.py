@@ -41,8 +41,6 @@ from planner.placement.decide import decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.uncut import check_something_is_cut
 from planner.recompute.decide import decide_recompute
-from planner.regions.own_tokens import keep_own_tokens
-from planner.regions.regather import gather_again
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
 from planner.saved.lowered import Lowered
@@ -212,7 +210,8 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     program, terms = prepared.program, prepared.terms
     found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
-        context = keep_own_keys(program, cut_sequence(program, mesh.cp), mesh.tp)
+        context = cut_sequence(program, mesh.cp)
+        keep_own_keys(program, context, mesh.tp)
     experts = open_experts(program, found, mesh)
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)
@@ -220,15 +219,12 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
-        on_gpu=cluster is not None and cluster.device.is_gpu,
+        on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
+        own_tokens=mesh.cp > 1 and spec.recompute == "none" and spec.cuda_graphs.impl == "none",
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)
-        if spec.recompute == "none" and spec.cuda_graphs.impl == "none":
-            decisions.context = keep_own_tokens(decisions, shards)
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
-        if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
-            shards = gather_again(shards, decisions, regions)
         lowered = Lowered(decisions, shards, regions)
         recomputed = decide_recompute(spec.recompute, lowered)
         compiled = decide_compiled(spec.compile, decisions, shards, regions, recomputed)

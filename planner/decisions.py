@@ -47,6 +47,8 @@ class Decisions:
     experts: Experts = field(default_factory=Experts, repr=False)
     context: Context = field(default_factory=Context, repr=False)
     on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
+    regather: bool = False  # as passes.base.Staged has them
+    own_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self._model is not None:

@@ -29,6 +29,8 @@ def staged(decisions: Decisions, shards: Shards) -> Staged:
         decisions.experts,
         decisions.asked,
         decisions.context,
+        decisions.regather,
+        decisions.own_tokens,
     )
 
 

@@ -25,10 +25,7 @@ from passes.types.types import I, Placement
 
 @dataclass(frozen=True, slots=True)
 class TypeChange:
-    """Value ``value`` goes from type ``before`` to ``after`` over ``axis`` on ``stage``, for the readers named.
-
-    ``again``: the gathered value is not saved, but gathered again in the backward (regions.regather).
-    """
+    """Value ``value`` goes from type ``before`` to ``after`` over ``axis`` on ``stage``, for the readers named."""
 
     stage: int
     value: str
@@ -37,12 +34,6 @@ class TypeChange:
     how: Conversion
     readers: tuple[str, ...]
     axis: str = "tp"
-    again: bool = False
-
-    @property
-    def backward(self) -> tuple[str, ...]:
-        """The collectives of the backward."""
-        return ((self.how.forward,) if self.again else ()) + ((self.how.backward,) if self.how.backward else ())
 
 
 def sent_type(placement: Placement) -> Placement:

@@ -34,7 +34,6 @@ STAGE_META = {
     "product": "of a product lowered together with its bias: the name of the product alone in the captured graph",
     "placement": "its type over tp",
     "change": "of a collective: the change of type that it carries out",
-    "again": "of a gather along the sequence: whether its result is not saved for the backward",
     "names": "of the output: returned values, by name in the captured graph",
 }
 

@@ -8,17 +8,13 @@ planner.cost.estimate              CutWork, a layout, a cluster → seconds and 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import copy
 
 from passes.pieces import Piece
-from passes.regions import Region
 from planner.cost.cut.build import Builder
 from planner.cost.cut.units import CutWork
 from planner.decisions import Decisions
 from planner.recompute.asked import NONE
 from planner.recompute.decide import decide_recompute
-from planner.regions.own_tokens import keep_own_tokens
-from planner.regions.regather import gather_again
 from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -28,10 +24,7 @@ AS_PLANNED = "as planned"  # the kind of recompute of a plan with a spec that na
 
 def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str]) -> CutWork:
     """Decisions of any pp. ``kinds``: of recompute (none, full, selective) that the work is to know about."""
-    regions: Sequence[Region] = ()
-    if spec.tensor_parallel.sequence_parallel and spec.tensor_parallel.regather:
-        shards = gather_again(shards, decisions, regions)
-    lowered = Lowered(decisions, shards, regions)
+    lowered = Lowered(decisions, shards)
     builder = Builder(lowered, spec)
     builder.add({kind: () if kind == NONE else decide_recompute(kind, lowered) for kind in kinds})
     return builder.work(tuple(kinds))
@@ -42,10 +35,3 @@ def planned_work(lowered: Lowered, spec: Spec, recomputed: Sequence[Piece]) -> C
     builder = Builder(lowered, spec)
     builder.add({AS_PLANNED: recomputed}, with_memory=False)
     return builder.work((AS_PLANNED,))
-
-
-def own_tokens(decisions: Decisions, shards: Shards) -> Decisions:
-    """The decisions with sequence gathers repeated in the backward, as in a plan without recompute."""
-    found = copy(decisions)
-    found.context = keep_own_tokens(decisions, shards)
-    return found

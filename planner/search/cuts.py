@@ -24,7 +24,7 @@ from passes.program.copied import copied
 from passes.program.program import Program
 from planner.captured import Prepared
 from planner.cost.cut.units import CutWork
-from planner.cost.work import cut_work, own_tokens
+from planner.cost.work import cut_work
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.balance import balance
@@ -101,6 +101,7 @@ class Cuts:
         decisions = Decisions(
             program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
             experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
+            regather=spec.tensor_parallel.gathers_again,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
 
@@ -116,9 +117,9 @@ class Cuts:
     def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
         """Over cp a plan without recompute may gather more values again: then it is a work of its own."""
         shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
-        again = own_tokens(decisions, shards) if spec.cuda_graphs.impl == "none" else decisions
         parts = [(decisions, self.kinds)]
-        if again.context != decisions.context:
+        if decisions.mesh.cp > 1 and spec.cuda_graphs.impl == "none":
+            again = replace(decisions, own_tokens=True)
             parts = [(again, (NONE,)), (decisions, tuple(kind for kind in self.kinds if kind != NONE))]
         for decided, kinds in parts:
             if not kinds or not set(kinds) <= set(self.kinds):
@@ -143,7 +144,8 @@ class Cuts:
     def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
         program, blocks = copied(folded.program), folded.blocks
         found = find_experts(program)
-        context = keep_own_keys(program, cut_sequence(program, cut.cp), cut.tp)
+        context = cut_sequence(program, cut.cp)
+        keep_own_keys(program, context, cut.tp)
         experts = open_experts(program, found, mesh_of(cut))
         if cut.cp > 1 or cut.has_expert_axes:
             seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)

@@ -36,7 +36,10 @@ from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
 VERSION = 1
-DECIDED = ("program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu")
+DECIDED = (
+    "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
+    "own_tokens",
+)  # fmt: skip
 PARTS = ("regions", "recomputed", "pieces")
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted"))
 DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, AssertionError)

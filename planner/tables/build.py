@@ -79,7 +79,7 @@ def tables_of(
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
-            *regather_notes(decisions, shards, places),
+            *regather_notes(lowered, places),
             *padded_notes(decisions, shards, places),
         ),
         summary=summary_row(decisions, parameters),

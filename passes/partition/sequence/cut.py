@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.partition.sequence.facts import Context, Exchange
+from passes.partition.sequence.facts import Context
 from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.local_program import LocalProgram
 from passes.partition.sequence.refusals import no_sequence
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
-from passes.program.ops.sequence import gather_sequence, sum_over_ranks
 from passes.program.program import Program
 
 
@@ -31,7 +30,7 @@ def cut_sequence(program: Program, cp: int) -> Context:
     source = program.graph.graph
     program.graph.graph = LocalProgram(source, types).write(source, program.node(program.loss))
     _loss_is(program)
-    return Context(cp, tuple(sorted(types.lengths)), tuple(_exchanges(program.graph.graph)))
+    return Context(cp, tuple(sorted(types.lengths)))
 
 
 def _loss_is(program: Program) -> None:
@@ -53,11 +52,3 @@ def _tell_operands_apart(graph: fx.Graph) -> None:
                     same = graph.call_function(aten.reshape.default, (value, list(shape_of(value))))
                 same.meta = dict(value.meta)
                 node.update_arg(position, same)
-
-
-def _exchanges(graph: fx.Graph) -> list[Exchange]:
-    return [
-        Exchange(n.name, "all_gather" if n.target is gather_sequence else "all_reduce")
-        for n in graph.nodes
-        if n.op == "call_function" and n.target in (gather_sequence, sum_over_ranks)
-    ]

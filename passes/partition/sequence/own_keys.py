@@ -8,12 +8,12 @@ were repeated for the heads that read them (reshape, expand, reshape) are not: e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from passes.partition.sequence.facts import Context, Exchange
+from passes.partition.sequence.facts import Context
 from passes.program.ops.aten import aten, is_random, named, shape_of
 from passes.program.ops.groups import ATTENTION
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
@@ -22,14 +22,14 @@ from passes.program.program import Program
 SEQUENCE = 2  # the dim of tokens in q, k, v [b, h, s, d]
 
 
-def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
-    """Rewrites in place and returns the new exchanges: for each attention without dropout that is the only reader of
-    its gathered keys and values, and has a mask without gradient.
+def keep_own_keys(program: Program, context: Context, tp: int) -> None:
+    """Rewrites in place: each attention without dropout that is the only reader of its gathered keys and values, and
+    has a mask without gradient.
 
     If ``tp`` ranks share key heads, all of them are gathered before each takes its own, so that case is unchanged.
     """
     if context.cp == 1:
-        return context
+        return
     graph = program.graph.graph
     for node in list(graph.nodes):
         is_open = node.target in ATTENTION and node.target is not gathered_attention
@@ -41,9 +41,6 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> Context:
             if is_alone and (mask is None or not mask.meta.get("grad")):
                 _exchange(node, [g for g in operands if g is not None], mask, options)
     program.graph_changed()
-    kinds = {exchange.node: exchange.kind for exchange in context.exchanges}
-    found = [n for n in graph.nodes if n.name in kinds or n.target is gathered_attention]
-    return replace(context, exchanges=tuple(Exchange(n.name, kinds.get(n.name, "all_gather")) for n in found))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from passes.types.types import R
 from planner import Plan, plan
+from planner.saved.lowered import Lowered
+from planner.tables.regather import gathered_values
 
 WIDTH, LENGTH = 16, 8
 
@@ -53,8 +55,7 @@ def planned(model: nn.Module, **rest: Any) -> Plan:
 
 def gathers(made: Plan) -> list[bool]:
     """Of each value that is gathered forward and summed backward: whether it is gathered again."""
-    changes = made.to_run()[1].changes[0]
-    return [change.again for change in changes if change.how.name == "gather" and change.how.backward]
+    return [again for _, again in gathered_values(Lowered(*made.to_run(), made.regions), 0)]
 
 
 def test_what_linears_alone_read_is_gathered_again_and_the_plan_says_what_that_saves():
