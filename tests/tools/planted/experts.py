@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.ops import experts, slots
+from passes.ops.axis import has_values
 from runtime.optimizer.adamw import FlatAdamW
 from tests.tools.planted.fault import Fault, Function, on_other_axis
 
@@ -57,7 +58,7 @@ def _slots_stay(x: Tensor, axis: Any, split: int, joined: int, phase: str) -> Te
 def _slots_twice(x: Tensor, axis: Any, split: int, joined: int, phase: str) -> Tensor:
     sent = torch.stack(x.chunk(axis.size, split))
     first, second = torch.empty_like(sent), torch.empty_like(sent)
-    if not x.is_meta:
+    if has_values(x):
         dist.all_to_all_single(first, sent, group=axis.group)
         dist.all_to_all_single(second, first.flip(0).contiguous(), group=axis.group)
     return torch.cat(second.unbind(0), joined)
