@@ -25,7 +25,6 @@ from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
 from passes.partition.placements import Placements
-from passes.partition.sequence.facts import Context
 from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
 from passes.program.program import Program
@@ -70,7 +69,6 @@ class Staged:
     denominators: tuple[str, ...]
     experts: Experts
     asked: tuple[Asked, ...]
-    sequence: Context
     regather: bool = False
     own_tokens: bool = False
 

@@ -57,14 +57,6 @@ def recompute(stage: StageGraph, context: LowerContext) -> None:
             module.recompile()
 
 
-def block_calls(stage: StageGraph) -> list[BlockCall]:
-    """The calls of all pieces, also of those in captured regions."""
-    regions = regions_in(stage.graph, stage.root)
-    graphs = [(stage.graph, stage.root), *((call.module.graph, call.module) for call in regions)]
-    marks = ((graph.find_nodes(op="call_function", target=end_block), root) for graph, root in graphs)
-    return [getattr(root, node.args[0].target) for nodes, root in marks for node in nodes]
-
-
 @dataclass
 class _Part:
     """A graph, and the piece of it that is recomputed."""

@@ -28,7 +28,6 @@ def staged(decisions: Decisions, shards: Shards) -> Staged:
         tuple(decisions.terms.denominators),
         decisions.experts,
         decisions.asked,
-        decisions.context,
         decisions.regather,
         decisions.own_tokens,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -145,10 +146,7 @@ class Reader:
         where, shape, stride, offset, dtype, requires_grad = like
         kind, device = _of_torch("dtype", dtype), "meta" if where == "meta" else "cpu"
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        if where == "meta":
-            whole = torch.empty((max(last, 0),), dtype=kind, device=device)
-            return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
-        with self._mode:
+        with nullcontext() if where == "meta" else self._mode:
             whole = torch.empty((max(last, 0),), dtype=kind, device=device)
             return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
 

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from passes.moe.domain import domain_of
-from passes.partition.options.forms import Form
 from passes.partition.type_changes import type_at
 from passes.pieces import Homes, Key, Piece
 from passes.program.ops.own_backward import OwnBackward
@@ -159,9 +158,7 @@ class Memories:
 
     def exchanges(self, call: Call) -> bool:
         """Whether its forward talks to other ranks."""
-        if call.changed is not None:
-            return bool(call.changed.how.forward)
-        return self.scene.decisions.placements.options[call.name].form in (Form.OVER_RANKS, Form.CLASSES)
+        return any(sent.phase == "forward" for sent in call.seen.sent)
 
     def flops(self, call: Call) -> int:
         """Of one rank."""

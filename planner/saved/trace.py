@@ -72,7 +72,6 @@ class Call:
 class StageTrace:
     """Calls in their order. ``bytes_of`` memory; ``received`` and ``sent`` by name of the value.
 
-    ``stored``: numbers of the values outside as they are stored; a part sliced from one is another value.
     ``memory_of``: of each value of the captured graph, in the type in which this stage has it (a tuple's first).
     """
 
@@ -81,7 +80,6 @@ class StageTrace:
     bytes_of: list[int] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outside: set[int] = field(default_factory=set)
-    stored: set[int] = field(default_factory=set)
     received: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     memory_of: dict[str, int] = field(default_factory=dict)
@@ -173,9 +171,7 @@ class _Tracer:
         held = node.meta["val"]
         trainable = bool(node.meta.get("parameter")) and bool(node.meta["grad"])
         like = Like.contiguous(self._shape(node, tuple(held.shape)), held.dtype, trainable)
-        value = self.trace.value(like, self.trace.new(like.bytes, outside=True))
-        self.trace.stored.add(value.number)
-        return value
+        return self.trace.value(like, self.trace.new(like.bytes, outside=True))
 
     def _sent(self) -> None:
         output = self.stage.graph.output_node()

@@ -19,7 +19,7 @@ from planner.lower import context_of, passes_text
 def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int = 0, seed: int = 0) -> LowerContext:
     """For passes that read the placements, the axis and the random state alone."""
     nothing = cast(Any, None)
-    staged = Staged(nothing, placements or Placements(tp, {}, {}), nothing, nothing, (), (), nothing, (), nothing)
+    staged = Staged(nothing, placements or Placements(tp, {}, {}), nothing, nothing, (), (), nothing, ())
     handle = AxisHandle("tp", tp, tp_rank)
     return LowerContext(staged, handle, RandomState(seed, tp_rank), torch.device("cpu"))
 

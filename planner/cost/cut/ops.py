@@ -11,10 +11,9 @@ Sizes proportional to the batch are separate from constant ones, so that one tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -109,7 +108,18 @@ class CallOps:
     puts_aside: Size = NOTHING
 
 
-DIRECTIONS = tuple(map(attrgetter, ("forward", "backward", "of_held", "of_weights")))
+def together(parts: Iterable[CallOps]) -> CallOps:
+    """Kernels of a call that does the work of several."""
+    found = CallOps()
+    for part in parts:
+        found = CallOps(
+            found.forward + part.forward,
+            found.backward + part.backward,
+            found.of_held + part.of_held,
+            found.of_weights + part.of_weights,
+            found.puts_aside.plus(part.puts_aside),
+        )
+    return found
 
 
 def touched(like: Like) -> int:
@@ -247,10 +257,14 @@ class OpsOf:
 
     def _change(self, call: Call) -> CallOps:
         """A gather or scatter along an inner dim copies once; its communication is counted in the messages."""
+        return self._copied(call, self._value(call.results[0]))
+
+    def _copied(self, call: Call, result: Size) -> CallOps:
+        """``result``: bytes of the value in its new type."""
         assert call.changed is not None
-        how, result, operand = call.changed.how, call.results[0], call.operands[0]
+        how = call.changed.how
         copies = how.name in ("gather", "collect", "scatter", "exchange")
-        size = self._value(result).plus(self._value(operand))
+        size = result.plus(self._value(call.operands[0]))
         forward = (Op(self._dtype(call), size),) if copies and how.forward else ()
         backward = (Op(self._dtype(call), size),) if copies and how.backward else ()
         return CallOps(forward, backward)
@@ -272,22 +286,27 @@ class OpsOf:
         *_, weights, biases, _ = args
         held = dict.fromkeys((args[0], *weights, *(b for b in biases if b is not None)))
         number_of, value = dict(zip(held, call.operands, strict=True)), call.operands[0]
-        found = [self._change(call)]
+        found = [self._copied(call, self._factor(value, number_of[weights[0]], call.results[0]))]
         for weight, bias, result in zip(weights, biases, call.results, strict=True):
             found.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
-        forward, backward, of_held, of_weights = (tuple(op for of in found for op in way(of)) for way in DIRECTIONS)
-        return CallOps(forward, backward, of_held, of_weights, self._results(call))
+        return together(found)
 
     def _of_linear(self, call: Call, value: int, weight: int, bias: int | None, result: int) -> CallOps:
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
         m, n = prod(out.shape[:-1]), out.shape[-1]
         k, follows = prod(w.shape) // n, self.size_follows(value)
-        total = Size.of(m * k * x.dtype.itemsize, self.micro, follows=follows)
+        total = self._factor(value, weight, result)
         for number in (weight, result):
             total = total.plus(self._value(number))
         product = self._per_sequence(call, (1, m, n, k), 1 if follows else -1)
         has_bias = bias is not None and self.trace.values[bias].like.requires_grad
         return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
+
+    def _factor(self, value: int, weight: int, result: int) -> Size:
+        """Bytes of all of the value that is multiplied; of ``value`` itself a rank may have a part."""
+        x, w, out = (self.trace.values[n].like for n in (value, weight, result))
+        elements = prod(out.shape[:-1]) * (prod(w.shape) // out.shape[-1])
+        return Size.of(elements * x.dtype.itemsize, self.micro, follows=self.size_follows(value))
 
     def _both_ways(
         self, call: Call, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
@@ -302,13 +321,6 @@ class OpsOf:
         if not puts_aside(self.trace, call):
             return found
         return replace(found, of_weights=held, puts_aside=self._value(result))
-
-    def _results(self, call: Call) -> Size:
-        """Bytes of the gradients with which a call waits for a W."""
-        total = Size()
-        for number in call.results if puts_aside(self.trace, call) else ():
-            total = total.plus(self._value(number))
-        return total
 
     def _per_sequence(self, call: Call, sides: Sides, at: int) -> Op:
         """``at``: the side that is proportional to the sequences; −1: none."""
