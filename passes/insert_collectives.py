@@ -15,6 +15,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops import collectives
 from passes.ops.axis import AxisHandle
 from passes.partition.type_changes import type_at
+from passes.partition.writer import convert
 from passes.types.types import Placement, Segment
 
 # the generated code of the graph names a collective's cut, and must find these names
@@ -49,15 +50,13 @@ def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
         if change.how.name == "exchange":
             cut = (change.before, change.after)
         arguments: Any = (value, handle, *cut)
-        with stage.graph.inserting_after(_last_of_header(stage, value)):
-            call = stage.graph.call_function(collectives.BY_NAME[change.how.name], arguments)
+        readers = [stage.env[reader] for reader in change.readers if reader in stage.env]
+        function = collectives.BY_NAME[change.how.name]
+        call = convert(value, readers, lambda f=function, a=arguments: stage.graph.call_function(f, a))
         call.meta = {**value.meta, "placement": change.after, "change": change}
-        for reader in change.readers:
-            if reader in ("send", "loss"):
+        for reader in ("send", "loss"):
+            if reader in change.readers:
                 _replace_output(output, change.value, call, reader)
-            else:
-                if reader in stage.env:
-                    stage.env[reader].replace_input_with(value, call)
 
 
 def axis_node(stage: StageGraph, axis: AxisHandle) -> fx.Node:
@@ -68,13 +67,6 @@ def axis_node(stage: StageGraph, axis: AxisHandle) -> fx.Node:
     setattr(stage.root, axis.name, axis)
     with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
         return stage.graph.create_node("get_attr", axis.name)
-
-
-def _last_of_header(stage: StageGraph, value: fx.Node) -> fx.Node:
-    """Calls stand after all placeholders, also those on a placeholder or attribute."""
-    if value.op == "call_function":
-        return value
-    return [n for n in stage.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
 
 def _replace_output(output: fx.Node, name: str, call: fx.Node, reader: str) -> None:

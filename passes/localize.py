@@ -18,6 +18,7 @@ Leaves:  every value in the shape that this rank holds of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_s
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
-from passes.partition.sequence.local_calls import local_arguments
-from passes.program.ops.aten import arguments, named, position_of
+from passes.partition.writer import AXIS, Rewrite, Scene, rewrite
+from passes.program.ops.aten import arguments, named
 from passes.program.ops.groups import WITH_SIZES
 from passes.types.sizes import Sizes
 from passes.types.types import Placement
@@ -49,60 +50,14 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
     for name, node in list(stage.env.items()):
         option = context.staged.placements.options[name]
         axis = context.axis_of(node)
+        scene = Scene(node, option, axis.size, partial(axis_node, stage, axis))
         if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
-            _sizes_among_experts(_Scene(stage, node, option, axis), context.staged.sizes)
-        elif node.op == "call_function" and axis.size > 1 and option.form not in SAME_OP:
-            REWRITES[option.form](_Scene(stage, node, option, axis))
+            _sizes_among_experts(scene, context.staged.sizes)
+        elif node.op == "call_function" and axis.size > 1:
+            stage.env[name] = rewrite(scene, OVER_TP)
 
 
-class _Scene:
-    """One node with its option, and the rank's facts for a rewrite."""
-
-    def __init__(self, stage: StageGraph, node: fx.Node, option: Option, axis: AxisHandle) -> None:
-        self.stage, self.node, self.option, self.axis = stage, node, option, axis
-
-    def input_type(self, position: int) -> Placement:
-        """Type of the ``position``-th distinct tensor input."""
-        return self.option.args[position]
-
-    def local_shape(self) -> list[int]:
-        return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.axis.size))
-
-    def set_arg(self, position: int, value: Any) -> None:
-        self.node.update_arg(position, value)
-
-    def set_named(self, name: str, value: Any) -> None:
-        """The argument that the schema calls ``name``, which may be given by position or by keyword."""
-        position = position_of(self.node.target, name)
-        if position < len(self.node.args):
-            self.node.update_arg(position, value)
-        else:
-            self.node.update_kwarg(name, value)
-
-    def become(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> fx.Node:
-        """Replace the node by a call that gets the axis in place of AXIS in ``args``."""
-        handle = axis_node(self.stage, self.axis)
-        with self.stage.graph.inserting_before(self.node):
-            given = tuple(handle if a is AXIS else a for a in args)
-            new = self.stage.graph.call_function(function, given, kwargs or {})
-        new.meta = dict(self.node.meta)
-        self.node.replace_all_uses_with(new)
-        self.stage.graph.erase_node(self.node)
-        self.stage.env[new.meta["origin"]] = new
-        return new
-
-
-AXIS = object()
-
-
-def _sized(scene: _Scene) -> None:
-    """Written sizes and bounds."""
-    scene.node.args = tuple(local_arguments(scene.node, scene.option, scene.axis.size))
-
-
-def _sizes_among_experts(scene: _Scene, mesh: Sizes) -> None:
+def _sizes_among_experts(scene: Scene, mesh: Sizes) -> None:
     """Experts are those of this rank, and how many rows there are follows the routing."""
     domain = domain_of(scene.node)
     if domain is not None:
@@ -110,81 +65,71 @@ def _sizes_among_experts(scene: _Scene, mesh: Sizes) -> None:
         scene.set_arg(1, [-1 if d == domain.rows else n for d, n in enumerate(local)])
 
 
-def _mean(scene: _Scene) -> None:
-    """P = Σ over ranks of (local mean · local/global)."""
-    node = scene.node
-    with scene.stage.graph.inserting_after(node):
-        new = scene.stage.graph.call_function(aten.mul.Tensor, (node, 1.0 / scene.axis.size))
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    scene.stage.env[node.meta["origin"]] = new
-
-
-def _groups(scene: _Scene) -> None:
+def _groups(scene: Scene) -> None:
     """Convolutions and norms by groups of channels: this rank's share of the groups."""
     given, channels = named(scene.node), scene.input_type(0)
     name = "groups" if "groups" in given else "num_groups"
-    scene.set_named(name, given[name] * channels.local_size(scene.axis.size) // sum(channels.sizes))
+    scene.set_named(name, given[name] * channels.local_size(scene.size) // sum(channels.sizes))
 
 
-def _embedding(scene: _Scene) -> None:
+def _embedding(scene: Scene) -> None:
     operands: Any = scene.node.args[:3]
     weight, ids, *padding_idx = operands
     scene.become(vocabulary_embedding, (weight, ids, AXIS, int(weight.meta["val"].shape[0]), *padding_idx))
 
 
-def _cross_entropy(scene: _Scene) -> None:
+def _cross_entropy(scene: Scene) -> None:
     given = arguments(scene.node)
     logits = given["self"]
     options = {k: v for k, v in given.items() if k not in ("self", "target") and v is not None}
     scene.become(vocabulary_cross_entropy, (logits, given["target"], AXIS, int(logits.meta["val"].shape[1])), options)
 
 
-def _over_ranks(scene: _Scene) -> None:
+def _over_ranks(scene: Scene) -> None:
     STATISTICS[scene.node.target](scene, named(scene.node))
 
 
-def _logsumexp(scene: _Scene, given: dict[str, Any]) -> None:
+def _logsumexp(scene: Scene, given: dict[str, Any]) -> None:
     scene.become(cut_logsumexp, (given["self"], given["dim"], given["keepdim"], AXIS, _cut_size(scene, given["self"])))
 
 
-def _softmax(scene: _Scene, given: dict[str, Any]) -> None:
+def _softmax(scene: Scene, given: dict[str, Any]) -> None:
     x, dim = given["self"], scene.input_type(0).dim
     function = cut_softmax if scene.node.target is aten.softmax.int else cut_log_softmax
     scene.become(function, (x, dim, given["dtype"], AXIS, _cut_size(scene, x)))
 
 
-def _layer_norm(scene: _Scene, given: dict[str, Any]) -> None:
+def _layer_norm(scene: Scene, given: dict[str, Any]) -> None:
     size = int(given["normalized_shape"][0])
     scene.become(cut_layer_norm, (given["input"], given["weight"], given["bias"], given["eps"], AXIS, size))
 
 
-def _rms_norm(scene: _Scene, given: dict[str, Any]) -> None:
+def _rms_norm(scene: Scene, given: dict[str, Any]) -> None:
     size = int(given["normalized_shape"][0])
     scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
 
 
-def _vector_norm(scene: _Scene, given: dict[str, Any]) -> None:
+def _vector_norm(scene: Scene, given: dict[str, Any]) -> None:
     scene.become(cut_vector_norm, (given["self"], given["dim"], given["keepdim"], AXIS))
 
 
-def _extreme(scene: _Scene, given: dict[str, Any]) -> None:
+def _extreme(scene: Scene, given: dict[str, Any]) -> None:
     function = cut_amax if scene.node.target is aten.amax.default else cut_amin
     scene.become(function, (given["self"], given["dim"], given["keepdim"], AXIS))
 
 
-def _cut_size(scene: _Scene, x: fx.Node) -> int:
+def _cut_size(scene: Scene, x: fx.Node) -> int:
     """The full size of the sharded dim of ``x``."""
     return int(x.meta["val"].shape[scene.input_type(0).dim])
 
 
-def _picked(scene: _Scene) -> None:
+def _picked(scene: Scene) -> None:
     given = named(scene.node)
     x, dim = given["self"], scene.input_type(0).dim
     scene.become(cut_gather, (x, dim, given["index"], AXIS, _cut_size(scene, x)))
 
 
-def _attention(scene: _Scene) -> None:
+def _attention(scene: Scene) -> None:
     if scene.node.target is causal_attention:
         *operands, cp = scene.node.args
         scene.become(shared_key_causal_attention, (*operands, AXIS, cp), dict(scene.node.kwargs))
@@ -193,21 +138,15 @@ def _attention(scene: _Scene) -> None:
     scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
 
 
-SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
-REWRITES: dict[Form, Callable[[_Scene], None]] = {
-    Form.SIZES: _sized,
-    Form.SPLIT: _sized,
-    Form.SEGMENT: _sized,
-    Form.STRIDED: _sized,
+OVER_TP: dict[Form, Rewrite] = {
     Form.GROUPS: _groups,
-    Form.MEAN: _mean,
     Form.VOCABULARY: _embedding,
     Form.CLASSES: _cross_entropy,
     Form.OVER_RANKS: _over_ranks,
     Form.PICKED: _picked,
     Form.SHARED_KEYS: _attention,
 }
-STATISTICS: dict[Any, Callable[[_Scene, dict[str, Any]], None]] = {
+STATISTICS: dict[Any, Callable[[Scene, dict[str, Any]], None]] = {
     aten.logsumexp.default: _logsumexp,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,

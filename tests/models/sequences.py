@@ -80,6 +80,24 @@ def _added_twice(logits: Tensor, labels: Tensor) -> Tensor:
     return _rows(logits + logits.mean(1, keepdim=True).tanh(), labels)
 
 
+def _probabilities(labels: Tensor) -> Tensor:
+    """[b, s, classes]: most of it for the label."""
+    return F.one_hot(_valid(labels), VOCABULARY).double() * 0.9 + 0.1 / VOCABULARY
+
+
+def _of_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), _probabilities(labels).flatten(0, 1)) + 0.1 * logits.square().mean()
+
+
+def _of_probabilities_second(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.mT, _probabilities(labels).mT)
+
+
+def _weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    weight = torch.arange(1, VOCABULARY + 1, dtype=logits.dtype, device=logits.device)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight, label_smoothing=0.1)
+
+
 LOSSES: dict[str, Loss] = {
     "shifted": _shifted,
     "shifted, classes second": _classes_second,
@@ -94,6 +112,9 @@ LOSSES: dict[str, Loss] = {
     "mean of some": _pooled,
     "last valid token": _last_valid,
     "mean and tokens": _added_twice,
+    "probabilities": _of_probabilities,
+    "probabilities, classes second": _of_probabilities_second,
+    "weights of classes, smoothed": _weighted,
 }
 # what reads the whole sequence and makes as much of it: op → the model's part that does it
 REFUSED: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {

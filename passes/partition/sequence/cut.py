@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.partition.sequence.counted_rows import count_rows
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.lengthen import lengthen
-from passes.partition.sequence.local_program import LocalProgram
+from passes.partition.sequence.partition import partition
 from passes.partition.sequence.refusals import no_sequence
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
@@ -27,8 +28,8 @@ def cut_sequence(program: Program, cp: int) -> Context:
     types = decide_types(program, cp)
     if not types.natives:
         raise no_sequence(cp)
-    source = program.graph.graph
-    program.graph.graph = LocalProgram(source, types).write(source, program.node(program.loss))
+    count_rows(program.graph.graph, types)
+    program.graph.graph = partition(program.graph.graph, types, program.node(program.loss))
     _loss_is(program)
     return Context(cp, tuple(sorted(types.lengths)))
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes import localize
-from passes.ops.axis import AxisHandle
+from passes.partition import writer
 from passes.partition.loss.shares import _Rewriter
 from passes.partition.options.forms import Form
 from runtime import intake
@@ -71,7 +70,7 @@ def _half_mean(rewrites: Any) -> Any:
     """The share of a mean over a cut dim is 1/(2n)."""
 
     def mean(scene: Any) -> None:
-        scene.axis = AxisHandle(scene.axis.name, scene.axis.size * 2, scene.axis.rank)
+        scene.size *= 2
         rewrites[Form.MEAN](scene)
 
     return {**rewrites, Form.MEAN: mean}
@@ -142,7 +141,7 @@ FAULTS = {
     "loss: denominators without dp": Fault(intake, "denominators", _without_dp, seed=179),
     "loss: denominators without microbatches": Fault(intake, "denominators", _of_one_microbatch, seed=25),
     "loss: denominators of one rank": Fault(intake, "denominators", _of_one_rank, seed=3),
-    "mean over a cut dim: 1/n halved": Fault(localize, "REWRITES", _half_mean, seed=62),
+    "mean over a cut dim: 1/n halved": Fault(writer, "REWRITES", _half_mean, seed=62),
     "loss scale: halved in the loss": Fault(executor, "_seed", _half_seed, seed=177),
     "loss scale: halved where gradients are read": Fault(LossScale, "value", _half_value, seed=177),
     "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=147),

@@ -1,0 +1,120 @@
+"""The writer of a rank's program, the same over every axis: conversions between a value and its readers, and each op
+in the form of its typing.
+
+    convert     the readers of a value that want another type read a conversion of it
+    rewrite     an op on whole tensors becomes the op on a rank's parts
+
+An axis adds its own conversions, and the forms that need its collectives: passes.localize over tp,
+passes.partition.sequence over cp. Both begin with values and arguments of global sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from passes.partition.local_arguments import local_arguments
+from passes.partition.options.base import Option
+from passes.partition.options.forms import Form
+from passes.program.ops.aten import aten, position_of
+from passes.types.types import Placement
+
+AXIS = object()
+
+
+class Scene:
+    """One node with its option, and the facts of its axis: ``size`` ranks, and the argument that stands for it in
+    calls of its collectives. ``node`` is the result of the rewrite afterwards.
+    """
+
+    def __init__(self, node: fx.Node, option: Option, size: int, axis: Callable[[], Any]) -> None:
+        self.node, self.option, self.size, self.axis = node, option, size, axis
+
+    def input_type(self, position: int) -> Placement:
+        """Type of the ``position``-th distinct tensor input."""
+        return self.option.args[position]
+
+    def local_shape(self) -> list[int]:
+        return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.size))
+
+    def set_arg(self, position: int, value: Any) -> None:
+        self.node.update_arg(position, value)
+
+    def set_named(self, name: str, value: Any) -> None:
+        """The argument that the schema calls ``name``, which may be given by position or by keyword."""
+        position = position_of(self.node.target, name)
+        if position < len(self.node.args):
+            self.node.update_arg(position, value)
+        else:
+            self.node.update_kwarg(name, value)
+
+    def become(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """Replace the node by a call that gets the axis in place of AXIS in ``args``."""
+        given = tuple(self.axis() if a is AXIS else a for a in args)
+        with self.node.graph.inserting_before(self.node):
+            new = self.node.graph.call_function(function, given, kwargs or {})
+        return self.be(new)
+
+    def be(self, new: fx.Node) -> fx.Node:
+        """Replace the node by ``new``, which stands before it."""
+        new.meta = dict(self.node.meta)
+        self.node.replace_all_uses_with(new)
+        self.node.graph.erase_node(self.node)
+        self.node = new
+        return new
+
+
+Rewrite = Callable[[Scene], None]
+
+
+def convert(value: fx.Node, readers: Iterable[fx.Node], write: Callable[[], fx.Node]) -> fx.Node:
+    """One conversion for all ``readers`` that want the same type, right after its value and behind all placeholders."""
+    with value.graph.inserting_before(_last_of_header(value).next):
+        call = write()
+    for reader in readers:
+        reader.replace_input_with(value, call)
+    return call
+
+
+def _last_of_header(value: fx.Node) -> fx.Node:
+    """Calls stand after all placeholders, also those on a placeholder or attribute."""
+    if value.op == "call_function":
+        return value
+    return [n for n in value.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
+
+
+def rewrite(scene: Scene, forms: Mapping[Form, Rewrite]) -> fx.Node:
+    """The op in its form: one of every axis, or one of ``forms``. Returns the node that has the value."""
+    form = scene.option.form
+    if form not in SAME_OP:
+        (REWRITES.get(form) or forms[form])(scene)
+    return scene.node
+
+
+def _sized(scene: Scene) -> None:
+    """Written sizes and bounds."""
+    scene.node.args = tuple(local_arguments(scene.node, scene.option, scene.size))
+
+
+def _mean(scene: Scene) -> None:
+    """P = Σ over ranks of (local mean · local/global)."""
+    node = scene.node
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(aten.mul.Tensor, (node, 1.0 / scene.size))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    scene.node = new
+
+
+SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
+REWRITES: dict[Form, Rewrite] = {
+    Form.SIZES: _sized,
+    Form.SPLIT: _sized,
+    Form.SEGMENT: _sized,
+    Form.STRIDED: _sized,
+    Form.MEAN: _mean,
+}
