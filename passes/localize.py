@@ -28,19 +28,16 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.moe.domain import domain_of, in_domain
 from passes.ops.attention import attention_arguments, shared_key_attention
-from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.norm import cut_layer_norm, cut_rms_norm
 from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
 from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.partition.options.forms import Form
-from passes.partition.options.table import Option
 from passes.partition.writer import AXIS, Rewrite, Scene, rewrite
 from passes.program.ops.aten import arguments, named
 from passes.program.ops.groups import WITH_SIZES
 from passes.types.sizes import Sizes
-from passes.types.types import Placement
 
 aten = torch.ops.aten
 

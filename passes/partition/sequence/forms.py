@@ -1,9 +1,9 @@
 """Ops that become others over cp, as a rank has to know the places of its tokens.
 
-    causal attention       causal_attention: no matrix of a mask; which keys stand before a query, its chunk says
-    attention with a bias  that is trained: softmax(q kᵀ · scale + bias) v, which saves no gathered operands
-    tril, triu             a comparison of the places of rows and columns
-    one token              where(it is that token, x, 0), summed: other ranks have zeros
+causal attention       causal_attention: no matrix of a mask; which keys stand before a query, its chunk says
+attention with a bias  that is trained: softmax(q kᵀ · scale + bias) v, which saves no gathered operands
+tril, triu             a comparison of the places of rows and columns
+one token              where(it is that token, x, 0), summed: other ranks have zeros
 """
 
 from __future__ import annotations
@@ -114,4 +114,3 @@ def _with_heads(build: Builder, x: fx.Node) -> fx.Node:
         return x
     shape = (prod(outer[:-1]), *outer[-1:], size, width) if outer else (1, 1, size, width)
     return build.call(aten.reshape.default, x, list(shape))
-

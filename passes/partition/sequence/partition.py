@@ -1,13 +1,14 @@
 """partition(graph, types, loss): the program over all tokens becomes that of one rank of cp.
 
-Each needed version of a value becomes a node (versions.py). Then the writer of every axis has its turn
-(passes.partition.writer): conversions between the versions and their readers, and each op in the form of its typing.
+Each needed version of a value becomes a node (versions.py). Then the writer of every axis (passes.partition.writer)
+adds conversions between the versions and their readers, and gives each op the form of its typing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,7 +59,7 @@ def _typed(source: fx.Graph, versions: Mapping[fx.Node, Made], loss: fx.Node) ->
                 continue
             typed.placements[read[node, version]] = version
         for version, have in versions[node].items():
-            if (node, version) not in read:
+            if not isinstance(have, Option) and (node, version) not in read:
                 read[node, version] = read[node, have]
     result = typed.graph.output((read[loss, P],))
     typed.options[result] = Option((P,), P, Form.WHOLE)
@@ -108,7 +109,8 @@ def _become_local(node: fx.Node, cut: Placement, cp: int) -> None:
 
 def _shapes(node: fx.Node, cut: Placement, cp: int) -> Iterator[tuple[int, ...]]:
     """Of a split along the cut dim, whose sizes are local now, or of values with one size there."""
-    along = node.args[2] if node.target is aten.split_with_sizes.default else None
+    arguments: Any = node.args
+    is_along = node.target is aten.split_with_sizes.default and arguments[2] == cut.dim
     for place, value in enumerate(node.meta["val"]):
-        size = node.args[1][place] if along == cut.dim else cut.local_size(cp)
+        size = arguments[1][place] if is_along else cut.local_size(cp)
         yield tuple(size if d == cut.dim else n for d, n in enumerate(value.shape))
