@@ -34,7 +34,7 @@ def count_rows(graph: fx.Graph, types: Types) -> None:
 def _count(graph: fx.Graph, node: fx.Node, types: Types) -> None:
     given: dict[str, Any] = named(node)
     build = Builder(graph, node, node)
-    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore[reportAttributeAccessIssue]
+    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
     total = build.call(node.target, *({**given, "reduction": SUM}[name] for name in names))
     count = build.call(aten.sum.default, _weights_of_rows(build, given), grad=False)
     mean = build.call(aten.div.Tensor, total, count)

@@ -108,7 +108,7 @@ def _become_local(node: fx.Node, cut: Placement, cp: int) -> None:
 
 
 def _shapes(node: fx.Node, cut: Placement, cp: int) -> Iterator[tuple[int, ...]]:
-    """Of a split along the cut dim, whose sizes are local now, or of values with one size there."""
+    """Of a split along the cut dim (its sizes are local now), or of values with one size there."""
     arguments: Any = node.args
     is_along = node.target is aten.split_with_sizes.default and arguments[2] == cut.dim
     for place, value in enumerate(node.meta["val"]):

@@ -5,7 +5,7 @@
 From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
 a float input; from there on each op takes the typing that moves least. Values without a sharded input (positions,
 masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
-(passes.partition.sequence.local_program). Weights are R, so gradients of all replicated values are partial, and are
+(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are
 summed with those of the weights.
 """
 
