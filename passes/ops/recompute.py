@@ -327,4 +327,9 @@ def blank_inputs(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
 def leave_inside(rerun: Rerun, value: Any) -> Any:
     """The op's result, without a graph of its own."""
     rerun.leave()
-    return tuple(v.detach() for v in value) if isinstance(value, (tuple, list)) else value.detach()
+    return _detached(value)
+
+
+def _detached(value: Any) -> Any:
+    """A tensor, or several: of a compiled piece, one may itself be the tuple that an op gives."""
+    return tuple(map(_detached, value)) if isinstance(value, (tuple, list)) else value.detach()

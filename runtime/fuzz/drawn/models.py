@@ -74,7 +74,9 @@ class Block(nn.Module):
     def _added(self, x: Tensor, norm: nn.Module, part: Any) -> Tensor:
         if self.place == "post":
             return norm(x + self.dropout(part(x)))
-        return x + self.dropout(part(x if self.place == "none" else norm(x)))
+        if self.place == "none":
+            return x + self.dropout(part(x)) * 0.25  # or a gated MLP squares x again and again: rounding is amplified
+        return x + self.dropout(part(norm(x)))
 
 
 class Drawn(nn.Module):

@@ -15,6 +15,10 @@ from runtime.fuzz.run import Outcome, Verdict
 from runtime.fuzz.specs import FIELDS
 
 FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a compiled piece that a backward reruns gives the tuple of a topk": (
+        {"experts": "rows"},
+        {"recompute": "first full", "compile": True, "continued": "on tp"},
+    ),
     "a bias that regions of graphs share is summed with partial sums": (
         {"norm_place": "post", "shared_layer": True},
         {"mesh.tp": 2, "cuda_graphs.impl": "emulate"},
