@@ -17,7 +17,7 @@ from runtime.fuzz.specs import FIELDS
 FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a compiled piece that a backward reruns gives the tuple of a topk": (
         {"experts": "rows"},
-        {"recompute": "first full", "compile": True, "continued": "on tp"},
+        {"recompute": "first full", "compile": True, "continued on": "tp"},
     ),
     "a bias that regions of graphs share is summed with partial sums": (
         {"norm_place": "post", "shared_layer": True},
