@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from passes.blocks.blocks import Blocks
+from passes.blocks.blocks import Block, Blocks
 from passes.moe.layers import Asked, Experts
 from passes.moe.parts import ExpertPart, expert_parts
 from passes.moe.resting import asked_of, resting
@@ -125,3 +125,17 @@ class Decisions:
     def scored(self) -> Scored:
         """The op of the loss that looks up the targets' probabilities. Raises PlanError if it does not."""
         return find_scored(self.program)
+
+    def calls_of(self, block: Block) -> list[fx.Node]:
+        """The calls of a block; of calls that stages recompute, such as views of weights, those that only these calls
+        read.
+
+        So a value that blocks share, as a bias of relative positions, is computed outside, with all its inputs.
+        """
+        found: dict[fx.Node, None] = {}
+        for node in map(self.program.node, reversed(block.nodes)):
+            copies = self.stages.copies.get(node.name, ())
+            is_own = len(copies) == 1 and all(user in found for user in node.users)
+            if node.op == "call_function" and node.name in self.stages.stage_of and (not copies or is_own):
+                found[node] = None
+        return list(reversed(found))

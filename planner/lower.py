@@ -14,9 +14,7 @@ from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
 from passes.lower import PASSES, lower_scores, lower_stage, run_passes
-from passes.ops.axis import AxisHandle
 from passes.ops.load import ExpertLoad
-from passes.ops.random_state import RandomState
 from passes.parameters import LocalParameter
 from passes.peephole import place
 from passes.program.program import Program
@@ -25,9 +23,9 @@ from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
 from planner.exchanges.scores import check_scored
 from planner.frozen_plan import Plan
+from planner.saved.lowered import context_at
 from planner.sharding.parameters import local_parameter
 from planner.sharding.shards import Shards
-from planner.staged import more_axes, staged
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
@@ -63,14 +61,18 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     """The context of the passes for ``rank``, and the indices of its stages, chunk by chunk."""
     decisions, shards = plan.to_run()
     here = plan.mesh.place(rank)
-    tp, random = AxisHandle("tp", plan.mesh.tp, here["tp"]), RandomState(decisions.seed, here["tp"])
-    asked: dict[str, Any] = {"regions": plan.regions, "recomputed": plan.recomputed, "pieces": plan.pieces}
-    asked |= {"thorough": thorough, "place": here, "buckets": _buckets(shards, here)}
-    data = plan.mesh.data_axis
-    asked["data"] = AxisHandle(data, plan.mesh.size(data), here[data])
-    asked["load"] = ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked)
-    asked["axes"] = {a: AxisHandle(a, plan.mesh.size(a), here[a]) for a in more_axes(plan.mesh)}
-    context = LowerContext(staged(decisions, shards), tp, random, device, **asked)
+    context = context_at(
+        decisions,
+        shards,
+        here,
+        device,
+        regions=plan.regions,
+        recomputed=plan.recomputed,
+        pieces=plan.pieces,
+        thorough=thorough,
+        buckets=_buckets(shards, here),
+        load=ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked),
+    )
     return context, plan.mesh.stages_of(here["pp"])
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from passes.pieces import Piece
 from passes.regions import Region
 from planner.decisions import Decisions
-from planner.regions.regions import calls_of
 
 
 def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[Region]) -> list[Piece]:
@@ -21,7 +20,7 @@ def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[
         if block.index not in kinds:
             continue
         parts: dict[tuple[int, int | None], list[str]] = {}
-        for node in calls_of(block, decisions):
+        for node in decisions.calls_of(block):
             place = decisions.stages.stage_of[node.name], region_of.get(node.name)
             parts.setdefault(place, []).append(node.name)
         for (stage, region), names in parts.items():

@@ -132,7 +132,7 @@ def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region]
 def _parts(
     block: Block, scope: Collection[str], decisions: Decisions, on_batch: Collection[fx.Node]
 ) -> list[tuple[str, list[fx.Node]]]:
-    calls = calls_of(block, decisions)
+    calls = decisions.calls_of(block)
     if not scope:
         return [(LAYER, calls)] if calls else []
     found, layers = parts_of(calls, on_batch), layers_of(calls, decisions.experts.layers)
@@ -149,20 +149,6 @@ def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decision
     if node is None or domain_of(node) is not None:
         return None
     return node, f"the number of rows per expert in {node.target} depends on the routing: moe needs fixed-size slots"
-
-
-def calls_of(block: Block, decisions: Decisions) -> list[fx.Node]:
-    """The calls of a block; of calls that stages recompute, such as views of weights, those that only these calls read.
-
-    So a value that blocks share, as a bias of relative positions, is computed outside, with all its inputs.
-    """
-    stages, found = decisions.stages, dict[fx.Node, None]()
-    for node in map(decisions.program.node, reversed(block.nodes)):
-        copies = stages.copies.get(node.name, ())
-        is_own = len(copies) == 1 and all(user in found for user in node.users)
-        if node.op == "call_function" and node.name in stages.stage_of and (not copies or is_own):
-            found[node] = None
-    return list(reversed(found))
 
 
 # ---- values that cross borders

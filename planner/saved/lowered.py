@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from passes.base import StageGraph
+import torch
+
+from passes.base import LowerContext, Staged, StageGraph
+from passes.extract import extract
+from passes.lower import LOCAL
+from passes.ops.axis import AxisHandle
+from passes.ops.random_state import RandomState
 from passes.regions import Region
 from planner.decisions import Decisions
 from planner.saved.trace import StageTrace, trace_of
 from planner.sharding.shards import Shards
-from planner.staged import local_stage
+
+
+def context_at(
+    decisions: Decisions, shards: Shards, place: Mapping[str, int], device: torch.device, **given: Any
+) -> LowerContext:
+    """The context of the passes for the rank at ``place`` on the axes; its handles are bound to no group.
+    ``given``: other fields of the context.
+    """
+    mesh = decisions.mesh
+    more = (*(("etp", "ep") if mesh.has_expert_axes else ()), *(("cp",) if mesh.cp > 1 else ()))
+    handles = {a: AxisHandle(a, mesh.size(a), place[a]) for a in ("tp", mesh.data_axis, *more)}
+    tp, data = handles.pop("tp"), handles.pop(mesh.data_axis)
+    random = RandomState(decisions.seed, tp.rank)
+    return LowerContext(_staged(decisions, shards), tp, random, device, place=place, data=data, axes=handles, **given)
+
+
+def _staged(decisions: Decisions, shards: Shards) -> Staged:
+    """The typed and cut program, with the changes of type of each stage."""
+    return Staged(
+        decisions.program,
+        decisions.placements,
+        decisions.stages,
+        decisions.mesh,
+        shards.changes,
+        tuple(decisions.terms.denominators),
+        decisions.experts,
+        decisions.asked,
+        decisions.regather,
+        decisions.own_tokens,
+    )
 
 
 @dataclass
@@ -24,8 +60,15 @@ class Lowered:
     _traces: dict[int, StageTrace] = field(default_factory=dict, repr=False)
 
     def stage(self, index: int) -> StageGraph:
+        """The program of a stage before any part of it is captured, compiled or recomputed. It can be read, and run on
+        tensors without values.
+        """
         if index not in self._stages:
-            self._stages[index] = local_stage(self.decisions, self.shards, index, self.regions)
+            place, cpu = self.decisions.mesh.place(0), torch.device("cpu")
+            context = context_at(self.decisions, self.shards, place, cpu, regions=tuple(self.regions))
+            stage = self._stages[index] = extract(context, index)
+            for step in LOCAL:
+                step.run(stage, context)
         return self._stages[index]
 
     def trace(self, index: int) -> StageTrace:

@@ -2,7 +2,7 @@
 
     Call("softmax_3", reads (7,), makes (9,), keeps (9,))        memory 9 has bytes_of[9] bytes
 
-The lowered program is traced (planner.staged.local_stage), and each op runs on tensors without values: the plan's bytes
+The lowered program is traced (planner.saved.lowered), and each op runs on tensors without values: the plan's bytes
 are those of the ops that run. A memory is a number: views of one tensor share it. Parameters, buffers, constants and
 batches are ``outside``: a stage does not own them. Each kind of call runs once, so that equal blocks cost a look in a
 dictionary.
