@@ -81,9 +81,8 @@ def overwrite_logits(stage: StageGraph, context: LowerContext) -> None:
     for node in stage.graph.find_nodes(op="call_function", target=vocabulary_cross_entropy):
         if loses_logits(node):
             node.kwargs = {**node.kwargs, "in_place": True}
-    compiled = {name for piece in context.pieces if piece.stage == stage.index for name in piece.nodes}
     for node in stage.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
-        if loses_logits(node) and node.meta["origin"] not in compiled:
+        if loses_logits(node):
             given = arguments(node)
             node.args, node.kwargs = (given.pop("self"), given.pop("target")), given
             node.target = cross_entropy_in_place

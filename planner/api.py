@@ -227,7 +227,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
         lowered = Lowered(decisions, shards, regions)
         recomputed = decide_recompute(spec.recompute, lowered)
-        compiled = decide_compiled(spec.compile, decisions, shards, regions, recomputed)
+        compiled = decide_compiled(spec.compile, lowered, regions, recomputed)
         costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)

@@ -16,20 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.domain import axis_of, domain_of
-from passes.partition.options.forms import Form
+from passes.moe.domain import domain_of
 from passes.program.ops.aten import aten, is_mutable, is_random, packet_of, tensors_of
 from passes.program.ops.host_stops import reads_on_host
-from passes.program.ops.overwritten import loses_logits
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import has_flops
 from planner.decisions import Decisions
 
-_MEET = {Form.VOCABULARY, Form.CLASSES, Form.OVER_RANKS, Form.PICKED, Form.SHARED_KEYS}
-
-PRODUCT = "a separate kernel"
-MEETING = "it contains a collective"
-_BY_DESIGN = {PRODUCT, MEETING}
+OURS = "a separate kernel, or a collective"
 
 
 class Borders:
@@ -39,29 +33,25 @@ class Borders:
         self._decisions = decisions
 
     def reason(self, node: fx.Node) -> str:
-        """Why a call is no part of a piece; empty if it is plain."""
-        target: Any = node.target
+        """Why a call of a lowered stage is no part of a piece; empty if it is plain."""
         if node.target is operator.getitem:
             return self.reason(node.all_input_nodes[0])
-        if isinstance(target, OwnBackward):
+        if "change" in node.meta:
+            return OURS
+        if isinstance(node.target, OwnBackward):
             return "a custom autograd.Function, which may run any Python code"
         if domain_of(node) is not None:
             return "the number of rows per expert depends on the routing"
-        if target is aten.cross_entropy_loss.default and loses_logits(node):
-            return PRODUCT
-        is_kernel = has_flops(node) or packet_of(target) is aten.embedding
-        if not isinstance(target, torch._ops.OpOverload) or (is_kernel and target.namespace == "aten"):
-            return "a random draw" if is_random(node) else PRODUCT
-        return self._of_op(node, target)
+        if is_random(node) or is_random(self._decisions.program.node(node.meta["origin"])):
+            return "a random draw"
+        target: Any = node.target
+        return self._of_op(node, target) if isinstance(target, torch._ops.OpOverload) else OURS
 
     def _of_op(self, node: fx.Node, target: Any) -> str:
-        mesh, axis = self._decisions.mesh, axis_of(node)
-        if is_random(node):
-            return "a random draw"
         if target.namespace != "aten":
             return f"an op of {target.namespace}, not a torch op"
-        if getattr(mesh, axis) > 1 and self._decisions.placements.options[node.name].form in _MEET:
-            return MEETING
+        if has_flops(node) or packet_of(target) is aten.embedding:
+            return OURS
         if reads_on_host(target, node.args, lambda value: value.meta["val"]):
             return "its size is data-dependent"
         if is_mutable(target):
@@ -72,4 +62,4 @@ class Borders:
 
 def is_worth_telling(reason: str) -> bool:
     """Whether the reason is news to a user: not for products and collectives, which separate pieces by design."""
-    return bool(reason) and reason not in _BY_DESIGN
+    return reason not in ("", OURS)

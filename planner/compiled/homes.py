@@ -41,12 +41,13 @@ class Homes:
         self.num_regions = len(mine)
 
     def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
-        """``calls`` in their order. A view is rerun if its base is."""
+        """``calls`` of the lowered stage in their order. A view is rerun if its base is."""
         found: dict[fx.Node, Home] = {}
         for node in calls:
-            region, block = self._region.get(node.name), self._block.get(node.name)
+            name = node.meta["origin"]
+            region, block = self._region.get(name), self._block.get(name)
             source = found.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
-            again = source.again if source is not None and source.block == block else node.name in self._again
+            again = source.again if source is not None and source.block == block else name in self._again
             found[node] = Home(region, block, again)
         return found
 

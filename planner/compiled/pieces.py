@@ -5,6 +5,8 @@ border ends on a higher level, so ops of one level can run as one call, after al
 read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
 equal. Equal pieces, of all copies of a block and beyond, share one function.
 
+They are runs of the lowered stage: a product has its bias by then, and each collective is a call.
+
 A path into a captured region or a recomputed block, or out of it, is a border too (planner.compiled.homes), and the
 inputs of a region raise all of it: its graph runs as one, so no piece may be both before and after it.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -22,11 +23,10 @@ from passes.pieces import CompiledPiece, Piece
 from passes.program.ops.aten import tensors_of
 from passes.program.walks import readers, walk
 from passes.regions import Region
-from planner.compiled.biases import joined_biases
 from planner.compiled.borders import Borders
 from planner.compiled.homes import OUTSIDE, Home, Homes, is_free
 from planner.decisions import Decisions
-from planner.sharding.shards import Shards
+from planner.saved.lowered import Lowered
 
 FEWEST_OPS = 2
 FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
@@ -42,25 +42,23 @@ class Compiled:
     eager: tuple[tuple[int, str, str], ...] = ()
 
 
-def decide_compiled(
-    asked: bool, decisions: Decisions, shards: Shards, regions: Sequence[Region], recomputed: Sequence[Piece]
-) -> Compiled:
+def decide_compiled(asked: bool, lowered: Lowered, regions: Sequence[Region], recomputed: Sequence[Piece]) -> Compiled:
     """The pieces of all stages in their order; none if nothing is to be compiled."""
     if not asked:
         return Compiled()
-    borders = Borders(decisions)
-    on_gradient = _on_gradient(decisions)
-    found, eager = list[_Run](), list[tuple[int, str, str]]()
+    borders, on_gradient = Borders(lowered.decisions), _on_gradient(lowered.decisions)
+    found, eager = list[_Run](), dict[tuple[int, str, str], None]()
     groups: dict[Any, _Group] = {}
-    for stage in range(decisions.stages.num_stages):
-        cut = _Cut(stage, decisions, shards, borders, on_gradient, Homes(stage, regions, recomputed))
+    for index in range(lowered.num_stages):
+        graph = lowered.stage(index).graph
+        cut = _Cut(graph, borders, on_gradient, Homes(index, regions, recomputed))
         for nodes in cut.runs():
-            group = groups.setdefault(cut.structure(nodes), _Group(_num_ops(nodes)))
-            group.add(nodes, cut.leaves(nodes))
-            found.append(_Run(stage, nodes, cut.home[nodes[0]].again))
-        eager += [(stage, node.name, why) for node, why in cut.left.items()]
+            group = groups.setdefault(_structure(nodes), _Group(_num_ops(nodes)))
+            group.add(nodes, _leaves(nodes))
+            found.append(_Run(index, nodes, cut.home[nodes[0]].again))
+        eager |= dict.fromkeys((index, node.meta["origin"], why) for node, why in cut.left.items())
     group_of = {nodes[0]: group for group in groups.values() for nodes in group.runs}
-    return _numbered(found, group_of, eager)
+    return _numbered(found, group_of, list(eager))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +93,12 @@ def _numbered(found: Sequence[_Run], group_of: dict[fx.Node, _Group], eager: lis
     for run in found:
         stage, nodes, group = run.stage, run.nodes, group_of[run.nodes[0]]
         if group.reason:
-            eager += [(stage, node.name, group.reason) for node in nodes if not is_free(node)]
+            eager += [(stage, node.meta["origin"], group.reason) for node in nodes if not is_free(node)]
             continue
-        leaves = frozenset(nodes[i].name for i in group.left)
+        leaves = frozenset(nodes[i].meta["origin"] for i in group.left)
         number = functions.setdefault(id(group), len(functions))
-        pieces.append(CompiledPiece(len(pieces), stage, tuple(n.name for n in nodes), number, leaves, run.again))
+        names = tuple(dict.fromkeys(node.meta["origin"] for node in nodes))
+        pieces.append(CompiledPiece(len(pieces), stage, names, number, leaves, run.again))
     return Compiled(tuple(pieces), tuple(eager))
 
 
@@ -117,9 +116,7 @@ def _num_ops(nodes: Iterable[fx.Node]) -> int:
 class _Cut:
     """One stage. Owns: the ``home`` and the level of each of its calls, and why calls are in no piece (``left``)."""
 
-    stage: int
-    decisions: Decisions
-    shards: Shards
+    graph: fx.Graph
     borders: Borders
     on_gradient: set[str]
     homes: Homes
@@ -136,13 +133,12 @@ class _Cut:
 
     def _levels(self) -> dict[fx.Node, int]:
         """The level of each plain call."""
-        program, stages = self.decisions.program, self.decisions.stages
-        calls = [n for n in program.graph.graph.nodes if n.op == "call_function" and stages.runs_on(n.name, self.stage)]
+        calls = [node for node in self.graph.nodes if node.op == "call_function"]
         self.home = self.homes.of_calls(calls)
         self.left = {node: reason for node in calls if (reason := self.borders.reason(node))}
-        ends = self.left.keys() | joined_biases(calls, self._is_changed)
-        level = self._raised(calls, ends)
-        return {node: level[node] for node in calls if node not in ends and node.name in self.on_gradient}
+        level = self._raised(calls, self.left)
+        plain = [node for node in calls if node not in self.left]
+        return {node: level[node] for node in plain if node.meta["origin"] in self.on_gradient}
 
     def _raised(self, calls: Sequence[fx.Node], ends: Collection[fx.Node]) -> dict[fx.Node, int]:
         """The number of borders on the longest way to each call. All of a region is as high as its inputs; a further
@@ -161,20 +157,11 @@ class _Cut:
                 level[node] = max([least, *ways.values()]) + (node in ends)
             if floor == before:
                 return level
-        raise AssertionError(f"captured regions of stage {self.stage} read each other in a circle")
+        raise AssertionError("captured regions of a stage read each other in a circle")
 
     def _is_border(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether the way from a value to its reader goes through a change of type, or from one home to another."""
-        is_moved = value in self.home and self.home[value] != self.home[reader]
-        return is_moved or self._is_changed(value, reader)
-
-    def _is_changed(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether the value changes its type on the way to its reader: a collective, or another call of ours."""
-        return (value.name, reader.name) in self._changed
-
-    @cached_property
-    def _changed(self) -> set[tuple[str, str]]:
-        return {(c.value, reader) for c in self.shards.changes[self.stage] for reader in c.readers}
+        """Whether the way from a value to its reader goes from one home to another; changes of type are borders."""
+        return value in self.home and "change" not in value.meta and self.home[value] != self.home[reader]
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Without the views with which it begins, and those with which it ends."""
@@ -198,34 +185,29 @@ class _Cut:
             run_of[node] = mine
         return list({id(run): sorted(run) for run in run_of.values()}.values())
 
-    def structure(self, nodes: Sequence[fx.Node]) -> Any:
-        """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, gradient flags."""
-        number = {node: i for i, node in enumerate(nodes)}
-        given: dict[Any, int] = {}
 
-        def shown(value: Any, reader: fx.Node) -> Any:
-            if not isinstance(value, fx.Node):
-                return value
-            if value in number:
-                return f"%{number[value]}"
-            wanted = self.decisions.placements.wanted(reader, reader.all_input_nodes.index(value))
-            place = given.setdefault((value, wanted), len(given))
-            return f"in {place} {self._seen(value)} {wanted}"
+def _structure(nodes: Sequence[fx.Node]) -> Any:
+    """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, gradient flags."""
+    number = {node: i for i, node in enumerate(nodes)}
+    given: dict[fx.Node, int] = {}
 
-        calls = []
-        for node in nodes:
-            args = fx.map_arg((node.args, node.kwargs), lambda value, node=node: shown(value, node))
-            calls.append((str(node.target), str(args), self._seen(node)))
-        return tuple(calls)
+    def shown(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        return f"%{number[value]}" if value in number else f"in {given.setdefault(value, len(given))} {_seen(value)}"
 
-    def leaves(self, nodes: Sequence[fx.Node]) -> set[int]:
-        """Places of those that others read."""
-        inside = set(nodes)
-        return {i for i, node in enumerate(nodes) if any(user not in inside for user in node.users)}
+    return tuple((str(n.target), str(fx.map_arg((n.args, n.kwargs), shown)), _seen(n)) for n in nodes)
 
-    def _seen(self, node: fx.Node) -> str:
-        shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]
-        return f"{shapes} {self.decisions.placements.of(node)} {bool(node.meta.get('grad'))}"
+
+def _seen(node: fx.Node) -> str:
+    shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]
+    return f"{shapes} {node.meta['placement']} {bool(node.meta.get('grad'))}"
+
+
+def _leaves(nodes: Sequence[fx.Node]) -> set[int]:
+    """Places of those that others read."""
+    inside = set(nodes)
+    return {i for i, node in enumerate(nodes) if any(user not in inside for user in node.users)}
 
 
 def _merged(one: list[fx.Node], other: list[fx.Node], run_of: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
