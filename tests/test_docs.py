@@ -21,7 +21,7 @@ pytestmark = pytest.mark.check
 
 PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "benchmarks/README.md")
 DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+INTERNALS = (ROOT / "docs" / "internals.md").read_text()
 NAMES = [mark.partition(":")[0].partition("(")[0] for mark in MARKS]
 HOUSES = ("planner", "passes", "runtime")
 TOPS = (*HOUSES, "specs", "examples", "benchmarks", "tests")
@@ -30,12 +30,12 @@ MODULE = re.compile(rf"`((?:{'|'.join(HOUSES)})(?:\.\w+)+)`")
 
 
 def section(title: str) -> str:
-    """The text below a heading of architecture.md."""
-    return re.split(r"^## ", ARCHITECTURE.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0]
+    """The text below a heading of internals.md."""
+    return re.split(r"^## ", INTERNALS.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0]
 
 
 def tree() -> Iterator[tuple[Path, str]]:
-    """(folder, its line) of the tree in architecture.md, where two spaces are a level."""
+    """(folder, its line) of the tree in internals.md, where two spaces are a level."""
     parents: list[str] = []
     for line in section("The rooms").split("```")[1].strip("\n").splitlines():
         found = re.fullmatch(r"( *)(\w+)/ +(.+)", line)
