@@ -16,19 +16,8 @@ from typing import Any
 from passes.partition.options.base import Covers, Option, Site
 from passes.partition.options.by_factors import by_factors
 from passes.partition.options.forms import Form
-from passes.program.ops.aten import aten, named, reduced_dims
+from passes.program.ops.aten import named, reduced_dims
 from passes.types.types import I, P, Placement
-
-EXCHANGES: dict[Any, tuple[int, int]] = {  # op → all-reduces of one number a row, in the forward and in the backward
-    aten.logsumexp.default: (2, 0),
-    aten.softmax.int: (2, 1),
-    aten.log_softmax.int: (2, 1),
-    aten.layer_norm.default: (2, 2),
-    aten.rms_norm.default: (1, 1),
-    aten.linalg_vector_norm.default: (1, 0),
-    aten.amax.default: (1, 0),
-    aten.amin.default: (1, 0),
-}
 
 
 def total(site: Site) -> Iterator[Option]:

@@ -16,8 +16,9 @@ from passes.program.ops.aten import value_bytes
 from passes.program.walks import readers, walk
 from planner.cost.cut.homes import Homes, Units, following
 from planner.cost.cut.keeping import Keeping, Kept, loose_of
+from planner.cost.cut.kernels import CallOps, Op, Size
 from planner.cost.cut.messages import MessagesOf
-from planner.cost.cut.ops import CallOps, Op, OpsOf, Size
+from planner.cost.cut.ops import OpsOf
 from planner.cost.cut.units import (
     Crossing,
     CutWork,

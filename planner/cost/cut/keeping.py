@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cost.cut.homes import Homes, Units
-from planner.cost.cut.ops import NOTHING, OpsOf, Size
+from planner.cost.cut.kernels import NOTHING, Size
+from planner.cost.cut.ops import OpsOf
 from planner.cost.cut.units import Loose
 from planner.cost.let_go import LetGo
 from planner.cost.liveness import backward_live, forward_live, held_between

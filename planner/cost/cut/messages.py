@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from passes.blocks.places import Places
 from passes.types.collectives import CollectivePlan
-from planner.cost.cut.ops import Op, Size
+from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import Message
 from planner.decisions import Decisions
 from planner.exchanges.collectives import rows_of_call

@@ -1,20 +1,18 @@
 """The device work of one call of a stage, forward and backward: products and bytes moved, at the shapes of one rank.
 
-    linear      forward  x W         one product [m, k] · [k, n]
-                backward g Wᵀ, xᵀ g  one for each operand that has a gradient; the bias is a sum
-    attention   forward 2 products, backward 5: scores are recomputed (Dao et al. 2022, "FlashAttention")
-    the rest    bytes: forward operands and results; backward the gradient, saved tensors, and each new gradient
-    a view      nothing
-
-Sizes proportional to the batch are separate from constant ones, so that one trace serves every microbatch size.
+linear      forward  x W         one product [m, k] · [k, n]
+            backward g Wᵀ, xᵀ g  one for each operand that has a gradient; the bias is a sum
+attention   forward 2 products, backward 5: scores are recomputed (Dao et al. 2022, "FlashAttention")
+the rest    bytes: forward operands and results; backward the gradient, saved tensors, and each new gradient
+a view      nothing
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -24,102 +22,11 @@ from passes.program.ops.aten import arguments, aten, packet_of
 from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules.flops import has_flops, multiplied, node_flops
+from planner.cost.cut.kernels import OF_FIRST, OF_SECOND, CallOps, Op, Sides, Size, together
 from planner.saved.observe import Like
 from planner.saved.trace import Call, StageTrace
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recomputes the scores
-
-
-class Size(NamedTuple):
-    """``fixed`` and, for each sequence of a microbatch, ``per``: bytes, elements or operations."""
-
-    fixed: float = 0.0
-    per: float = 0.0
-
-    @classmethod
-    def of(cls, amount: float, micro: int, *, follows: bool) -> Size:
-        """``amount`` of ``micro`` sequences."""
-        return cls(0.0, amount / micro) if follows else cls(float(amount), 0.0)
-
-    def at(self, micro: int) -> float:
-        return self.fixed + self.per * micro
-
-    def plus(self, other: Size) -> Size:
-        return Size(self.fixed + other.fixed, self.per + other.per)
-
-    def times(self, factor: float) -> Size:
-        return Size(self.fixed * factor, self.per * factor)
-
-
-NOTHING = Size()
-Sides = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: the index of the side that
-    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products.
-    """
-
-    dtype: str
-    bytes: Size
-    sides: tuple[int, int, int, int] | None = None
-    follows: int = -1
-    attention: Size = NOTHING
-
-    def sides_at(self, micro: int) -> tuple[int, int, int, int]:
-        assert self.sides is not None
-        b, m, n, k = self.sides
-        at = self.follows
-        return (
-            (b * micro, m, n, k)
-            if at == 0
-            else (b, m * micro, n, k)
-            if at == 1
-            else ((b, m, n * micro, k) if at == 2 else (b, m, n, k * micro) if at == 3 else (b, m, n, k))
-        )
-
-    def flops(self, micro: int) -> float:
-        """Operations of its products."""
-        return self.attention.at(micro) if self.sides is None else 2.0 * prod(self.sides_at(micro))
-
-    def turned(self, order: tuple[int, int, int, int], more: Size) -> Op:
-        """The product with its sides in another order, as the gradient of an operand is."""
-        assert self.sides is not None
-        b, m, n, k = (self.sides[i] for i in order)
-        return Op(self.dtype, more, (b, m, n, k), order.index(self.follows) if self.follows >= 0 else -1)
-
-
-OF_FIRST, OF_SECOND = (0, 1, 3, 2), (0, 3, 2, 1)  # [m, k] = g Bᵀ contracts n; [k, n] = Aᵀ g contracts m
-
-
-@dataclass(frozen=True, slots=True)
-class CallOps:
-    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone.
-
-    ``of_weights``: of these, the ones that a W of a schedule may run: the second operand is a parameter, and the first
-    has a gradient of its own. ``puts_aside``: bytes of the gradient that they wait with.
-    """
-
-    forward: tuple[Op, ...] = ()
-    backward: tuple[Op, ...] = ()
-    of_held: tuple[Op, ...] = ()
-    of_weights: tuple[Op, ...] = ()
-    puts_aside: Size = NOTHING
-
-
-def together(parts: Iterable[CallOps]) -> CallOps:
-    """Kernels of a call that does the work of several."""
-    found = CallOps()
-    for part in parts:
-        found = CallOps(
-            found.forward + part.forward,
-            found.backward + part.backward,
-            found.of_held + part.of_held,
-            found.of_weights + part.of_weights,
-            found.puts_aside.plus(part.puts_aside),
-        )
-    return found
 
 
 def touched(like: Like) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost.cut.ops import NOTHING, Op, Size
+from planner.cost.cut.kernels import NOTHING, Op, Size
 
 
 @dataclass(frozen=True, slots=True)

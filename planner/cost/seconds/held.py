@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from planner.cost.cut.ops import Size
+from planner.cost.cut.kernels import Size
 from planner.cost.cut.units import CutWork
 from planner.cost.layout import Layout
 from planner.cost.memory import SLACK, MemoryRow

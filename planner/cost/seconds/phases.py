@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, seconds, wires
-from planner.cost.cut.ops import Op, Size
+from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import CutWork, Message, Phase, UnitWork
 from planner.cost.seconds.roofline import Roofline
 from planner.mesh import Mesh

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.cluster.cluster import Device
-from planner.cost.cut.ops import Op
+from planner.cost.cut.kernels import Op
 
 # if a device's sheet does not name a dtype: the same speed as another, or a part of it
 LIKE = {"bfloat16": (("float16", 1.0), ("float32", 1.0)), "float16": (("bfloat16", 1.0), ("float32", 1.0)),
