@@ -20,6 +20,7 @@ from passes.moe.domain import axis_of
 from passes.moe.layers import Asked, Experts
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
@@ -94,6 +95,7 @@ class LowerContext:
     place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
     data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))
     load: ExpertLoad = field(default_factory=lambda: ExpertLoad(()))
+    sums: GlobalSums | None = None  # of a loss that needs them, if a rank runs several microbatches
     axes: Mapping[str, AxisHandle] = field(default_factory=dict)  # of experts and of cp, if there are any
 
     def axis_of(self, node: fx.Node) -> AxisHandle:

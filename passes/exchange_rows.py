@@ -4,6 +4,7 @@
     dispatch, give_back        all-to-all over ep, and over etp to all holders of a part
     send_slots, return_slots   the same of parts of one size                             (passes.ops.slots)
     over_data                  an all-reduce over dp, and of the gradient               (passes.ops.collectives)
+                               or, if a rank runs several microbatches, their sum       (passes.ops.global_sums)
     ends_of, ids_of, part      of the experts of this rank
 
 Needs:   rows typed R before they are sent, P when they come back.
@@ -23,6 +24,7 @@ from passes.moe import exchange
 from passes.moe.domain import domain_of
 from passes.ops import meeting, slots
 from passes.ops.collectives import g_f
+from passes.ops.global_sums import global_sum
 from passes.program.ops.over_data import over_data
 
 BECOMES: dict[Any, Callable[..., Any]] = {
@@ -43,7 +45,11 @@ BECOMES: dict[Any, Callable[..., Any]] = {
 def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
     """In place: arguments stay, except for the handles that the exchange of counts needs."""
     for node in stage.graph.find_nodes(op="call_function", target=over_data):
-        node.target, node.args = g_f, (node.args[0], axis_node(stage, context.data))
+        if context.sums is None:
+            node.target, node.args = g_f, (node.args[0], axis_node(stage, context.data))
+        else:
+            site = f"{stage.index} {node.meta['origin']}"
+            node.target, node.args = global_sum, (node.args[0], _handle(stage, "sums", context.sums), site)
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in BECOMES:
             if node.target is exchange.meet:
@@ -74,12 +80,17 @@ def _hand_axes(stage: StageGraph, context: LowerContext, node: fx.Node) -> None:
 
 
 def load_node(stage: StageGraph, context: LowerContext) -> fx.Node:
-    """The node of the handle that counts rows; made once."""
-    for node in stage.graph.find_nodes(op="get_attr", target="load"):
+    """The node of the handle that counts rows."""
+    return _handle(stage, "load", context.load)
+
+
+def _handle(stage: StageGraph, name: str, handle: Any) -> fx.Node:
+    """The node of a handle; made once."""
+    for node in stage.graph.find_nodes(op="get_attr", target=name):
         return node
-    stage.root.load = context.load  # pyright: ignore[reportArgumentType]
+    setattr(stage.root, name, handle)
     with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
-        return stage.graph.create_node("get_attr", "load")
+        return stage.graph.create_node("get_attr", name)
 
 
 def _layer_of(context: LowerContext, node: fx.Node) -> int:

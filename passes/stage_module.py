@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from passes.ops.axis import AxisHandle
+from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
@@ -51,7 +52,8 @@ class RankProgram:
 
     ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
     its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
-    ``load``: the counts of rows that experts get. ``gate``: lets stages wait for updated parameters; None if all are
+    ``load``: the counts of rows that experts get. ``sums``: those of the global batch that the loss needs, counted by
+    forwards of their own. ``gate``: lets stages wait for updated parameters; None if all are
     awaited before the first forward. ``weight_gradients``: the weight gradients of their products.
     """
 
@@ -62,5 +64,6 @@ class RankProgram:
     count_inputs: tuple[str, ...] = ()
     gate: ParameterGate | None = None
     load: ExpertLoad | None = None
+    sums: GlobalSums | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     notes: list[str] = field(default_factory=list)

@@ -33,6 +33,7 @@ from planner.capture.kept.same_model import ModelState
 from planner.capture.real_forward import refuse_another_forward
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
+from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
 
 _AGAIN = "call capture(model, spec) with this spec"
@@ -157,7 +158,8 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     if spec.dropout == "layout_invariant":
         name_draws(program, int(spec.batch.micro))
     num_microbatches = spec.batch.global_size // int(spec.batch.micro)
-    terms = share_loss(program, num_microbatches, captured.program, at_once=spec.num_microbatches == 1)
+    is_whole = spec.batch.statistics == GLOBAL or spec.num_microbatches == 1
+    terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuse_norms:
         fuse_norms(program)
     return Prepared(program, terms)

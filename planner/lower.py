@@ -53,6 +53,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
         inputs,
         context.gate,
         load=context.load,
+        sums=context.sums,
         weight_gradients=context.weight_gradients,
     )
 
@@ -105,7 +106,7 @@ def lower_scoring(
         return None
     handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
     axes = {name: program.axes[name] for name in context.axes}
-    context = replace(context, **handles, axes=axes, load=program.load or context.load)
+    context = replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
     borders = shards.received(trained.index), shards.sent(trained.index)
     return lower_scores(context, trained, _local(decisions, context, trained.index), borders)
 

@@ -166,6 +166,7 @@ class Engine:
         self._ready()
         self._gradients_ready = False
         given = replace(self._step(batch, local), index=index, scale=self.loss_scale.before)
+        self._count_sums(given)
         before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
@@ -179,7 +180,9 @@ class Engine:
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch, without gradients and without dropout."""
         self._ready()
-        return self._over_world(self._loss_here(self.executor.evaluate(self._step(batch, local))))
+        step = self._step(batch, local)
+        self._count_sums(step, training=False)
+        return self._over_world(self._loss_here(self.executor.evaluate(step)))
 
     @shared_call("evaluation")
     def score(self, batch: Mapping[str, Tensor]) -> Scores:
@@ -391,6 +394,7 @@ class Engine:
         step = self._step(batch, local)
         self._gradients_ready = False
         self._activity.off(FORWARD)
+        self._count_sums(step)
         self._capture_graphs(step)
         is_whole = self.graphs is not None and self.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
@@ -412,6 +416,14 @@ class Engine:
         audit.check_memory()
         own, allowed = audit.compare(sample, self.layout, loss, self.gather_parameters(), self._kept.buffers)
         return sample, loss, own, allowed
+
+    def _count_sums(self, step: Step, *, training: bool = True) -> None:
+        """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
+        if self.program.sums is not None:
+            self._ready()
+            self.program.sums.begin()
+            self.executor.evaluate(step, training=training)
+            self.program.sums.end()
 
     def _note_load(self, begins: bool) -> None:
         if self.program.load is not None:

@@ -35,6 +35,8 @@ def collective_rows(lowered: Lowered, places: Places, recomputed: Sequence[Piece
         repeated = [call for call in calls if (call.name, call.changed) in rerun]
         rows += (row for call in repeated for row in _again_rows(decisions, call, stage, places))
         rows += _boundary_rows(decisions, shards, places, stage, stage)
+    if decisions.terms.in_turn > 1:  # all forwards of a step run twice
+        rows = [replace(row, count=2) if row.phase == "forward" else row for row in rows]
     return tuple(rows)
 
 

@@ -12,6 +12,7 @@ from passes.base import LowerContext, Staged, StageGraph
 from passes.extract import extract
 from passes.lower import LOCAL
 from passes.ops.axis import AxisHandle
+from passes.ops.global_sums import GlobalSums
 from passes.ops.random_state import RandomState
 from passes.regions import Region
 from planner.decisions import Decisions
@@ -29,7 +30,8 @@ def context_at(
     more = (*(("etp", "ep") if mesh.has_expert_axes else ()), *(("cp",) if mesh.cp > 1 else ()))
     handles = {a: AxisHandle(a, mesh.size(a), place[a]) for a in ("tp", mesh.data_axis, *more)}
     tp, data = handles.pop("tp"), handles.pop(mesh.data_axis)
-    random = RandomState(decisions.seed, tp.rank)
+    random, terms = RandomState(decisions.seed, tp.rank), decisions.terms
+    given["sums"] = GlobalSums(data, terms.in_turn) if terms.in_turn > 1 else None
     return LowerContext(_staged(decisions, shards), tp, random, device, place=place, data=data, axes=handles, **given)
 
 

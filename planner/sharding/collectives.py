@@ -2,6 +2,7 @@
 
 dp, dp-cp, edp       reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
 tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
+dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
 world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
 
 edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp if cp > 1.
@@ -9,11 +10,14 @@ edp and etp are those of experts that have axes of their own; dp-cp takes the pl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
+from passes.program.ops.over_data import over_data
 from passes.types.collectives import CollectivePlan
+from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.sharding import buckets
 from planner.sharding.buffers import Buffer
@@ -46,6 +50,22 @@ def step_collectives(
         size = (2 + num_experts + notes) * torch.float64.itemsize
         rows.append(CollectivePlan("all_reduce", "world", "step", where, size, 1, "step"))
     return tuple(rows)
+
+
+def sums_of_the_loss(decisions: Decisions) -> tuple[CollectivePlan, ...]:
+    """A row for each pp rank with sums over the global batch that its ranks count before the first backward."""
+    mesh, program, elements = decisions.mesh, decisions.program, Counter[int]()
+    for node in program.graph.graph.find_nodes(op="call_function", target=over_data):
+        for stage in range(decisions.stages.num_stages):
+            if decisions.stages.runs_on(node.name, stage):
+                elements[mesh.pp_rank_of(stage)] += node.meta["val"].numel()
+    if decisions.terms.in_turn == 1 or mesh.size(mesh.data_axis) == 1:
+        return ()
+    what, size = "sums of the loss over the global batch", torch.float64.itemsize
+    axis = mesh.data_axis
+    return tuple(
+        CollectivePlan("all_reduce", axis, "step", what, n * size, 1, "step", pp) for pp, n in elements.items()
+    )
 
 
 def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:

@@ -14,7 +14,7 @@ from passes.types.collectives import CollectivePlan
 from planner.decisions import Decisions
 from planner.sharding.boundaries import boundary
 from planner.sharding.buffers import Buffer, buffers_at, buffers_of
-from planner.sharding.collectives import step_collectives
+from planner.sharding.collectives import step_collectives, sums_of_the_loss
 from planner.spec.spec import Spec
 
 
@@ -65,6 +65,9 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
         changes,
         tuple(boundary(decisions, index) for index in range(stages.num_stages)),
         buffers,
-        step_collectives(decisions.mesh, buffers, spec.optimizer.zero, decisions.num_noted),
+        (
+            *sums_of_the_loss(decisions),
+            *step_collectives(decisions.mesh, buffers, spec.optimizer.zero, decisions.num_noted),
+        ),
         partial(buffers_at, spec, decisions) if are_alone else None,
     )

@@ -38,6 +38,7 @@ from planner.spec.fields import (
 )
 from planner.spec.messages import describe_value
 
+GLOBAL = "global"
 STYLES: tuple[str, ...] = get_args(Style)
 
 
@@ -97,6 +98,11 @@ class MeshSpec(Section):
 class BatchSpec(Section):
     global_size: Size = required("sequences per step over all replicas; divisible by micro · dp", 16, alias="global")
     micro: Size | Auto = required("sequences per microbatch of one replica; may be auto if an axis is auto", 2)
+    statistics: Annotated[Literal["global", "microbatch"], Word] = key(
+        GLOBAL,
+        "the sequences over which a loss that is no sum, such as a balancing loss of experts, takes its means: global "
+        "is exact, and runs all forwards of a step twice if a rank has several microbatches; microbatch is not",
+    )
 
 
 class InputSpec(Section):

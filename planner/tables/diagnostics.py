@@ -123,13 +123,22 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
+    for what, where in decisions.terms.counted_first:
+        yield Diagnostic(
+            "info",
+            f"the loss is not a sum over tokens at {what}: all forwards of a step run twice, first to count its sums "
+            "over the global batch",
+            str(where),
+            "for one forward, give each dp rank one microbatch (batch.micro = global / dp), or set batch.statistics: "
+            "microbatch, which is not exact",
+        )
     for what, where in decisions.terms.inexact:
         yield Diagnostic(
             "warning",
             f"the loss is not a sum over tokens at {what}: it is averaged over microbatches",
             str(where),
-            "give each dp rank one microbatch (batch.micro = global / dp), or write the loss as a sum divided "
-            "by a count",
+            "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
+            "loss as a sum divided by a count",
         )
     for what, where in decisions.terms.doubts:
         yield Diagnostic(

@@ -116,9 +116,9 @@ class Executor:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, step: Step) -> Tensor | None:
-        """The forwards alone, without autograd and without dropout."""
-        self.random.training = False
+    def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
+        """The forwards alone, without autograd; ``training``: with dropout, as the step will draw it."""
+        self.random.training = training
         self.scores = []
         try:
             return self._run(step, tuple(action for action in self.order if action.kind == "F"))

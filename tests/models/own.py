@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import LENGTH, Entry, tokens
 from tests.models.own_losses import (
+    balanced_loss,
     by_position_loss,
     by_sequence_loss,
     class_weights_loss,
@@ -24,6 +25,7 @@ from tests.models.own_losses import (
     mean_loss,
     means_loss,
     several_losses,
+    spread_loss,
     sum_by_size_loss,
     weights_loss,
     z_loss,
@@ -371,6 +373,8 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "class-weights-buffer": lambda: Entry(ClassWeights(), tokens(VOCABULARY), ("labels",)),
     "z-loss": lambda: own(lambda: stack(4, Block), loss=z_loss),
     "entropy-loss": lambda: own(lambda: stack(4, Block), loss=entropy_loss),
+    "balanced-loss": lambda: own(lambda: stack(4, Block), loss=balanced_loss),
+    "spread-loss": lambda: own(lambda: stack(4, Block), loss=spread_loss),
     "penalty-loss": lambda: Entry(Decayed(stack(4, Block)), tokens(VOCABULARY), ("labels",)),
     "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
     "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),

@@ -87,3 +87,16 @@ def entropy_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     """Sure answers are discouraged, on every token alike."""
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
     return mean_loss(logits, labels) - 0.1 * entropy.mean()
+
+
+def balanced_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """As the load balancing of a router: how often a class is the likeliest, times its mean probability."""
+    probs = logits.softmax(-1).flatten(0, 1)
+    often = F.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs.dtype).mean(0)
+    return mean_loss(logits, labels) + probs.shape[-1] * (often * probs.mean(0)).sum()
+
+
+def spread_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """The standard deviation of the logits over all tokens: means under a root, each with a gradient."""
+    rows = logits.flatten(0, 1)
+    return mean_loss(logits, labels) + (rows.square().mean(0) - rows.mean(0).square()).clamp(min=1e-6).sqrt().sum()

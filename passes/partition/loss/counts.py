@@ -26,7 +26,8 @@ class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
     batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and their places. ``mixed``: ops
     before the loss that mix the sequences of a batch; ``unknown``: those that may. ``doubts``: ops of the loss with a
-    number or a constant that may depend on the batch size, left unchanged."""
+    number or a constant that may depend on the batch size, left unchanged. ``counted_first``: ops that read sums over
+    the global batch while a rank runs ``in_turn`` microbatches: all forwards of a step run once more, to count them."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
@@ -35,6 +36,8 @@ class LossTerms:
     mixed: list[tuple[str, Any]] = field(default_factory=list)
     unknown: list[tuple[str, Any]] = field(default_factory=list)
     doubts: list[tuple[str, Any]] = field(default_factory=list)
+    counted_first: list[tuple[str, Any]] = field(default_factory=list)
+    in_turn: int = 1
 
 
 class Counts:

@@ -11,7 +11,7 @@ global batch, of n microbatches:
     mean over the batch       → itself / n     (equal sizes: exact)
     value without a batch     → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
-    a product of means …      → of all ranks, if they run all microbatches at once (passes.partition.loss.together)
+    a product of means …      → of the whole global batch, whose sums are counted (passes.partition.loss.together)
     anything else             → itself / n, and a warning that names the line
     sums of half precision    → in float32     (passes.partition.loss.widen)
 
@@ -77,15 +77,16 @@ Recapture = Callable[[int], Program]
 
 
 def share_loss(
-    program: Program, num_microbatches: int, recapture: Recapture | None = None, *, at_once: bool = False
+    program: Program, num_microbatches: int, recapture: Recapture | None = None, *, in_turn: int = 0
 ) -> LossTerms:
     """Rewrite ``program``'s loss in place; ``num_microbatches`` counts those of the full global batch (all dp ranks).
 
-    ``at_once``: each is run by a dp rank of its own, all at the same time.
+    ``in_turn``: those that each dp rank runs; what is no sum over them is then computed of sums over all. 0: of each
+    microbatch by itself, with a warning.
     ``recapture(k)`` gives the program of k times as many sequences, for a loss with numbers that may count them.
     """
     terms = LossTerms()
-    rewriter = _Rewriter(program, num_microbatches, terms, at_once)
+    rewriter = _Rewriter(program, num_microbatches, terms, in_turn)
     if num_microbatches > 1:
         rewriter.find_kinds(recapture)
         rewriter.warn_of_statistics()
@@ -108,9 +109,9 @@ def share_loss(
 class _Rewriter:
     """Owns the kinds of the values, and writes the share."""
 
-    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms, at_once: bool) -> None:
+    def __init__(self, program: Program, num_microbatches: int, terms: LossTerms, in_turn: int) -> None:
         self.program, self.total, self.terms = program, num_microbatches, terms
-        self.at_once = at_once and num_microbatches > 1
+        self.in_turn = in_turn if num_microbatches > 1 else 0
         self.counts = Counts(program, terms)
         self.graph = program.graph.graph
         self.kinds: dict[fx.Node, Kind] = {}
@@ -302,10 +303,13 @@ class _Rewriter:
         return node if self.total == 1 else self._emit(node, aten.div.Tensor, [node, self.total])
 
     def _inexact(self, node: fx.Node) -> fx.Node:
-        if self.at_once:
+        if self.in_turn:
             self.together = self.together or Together(self.kinds, self._emit, self._share)
             made = self.together.whole(node)
             if made is not None:
+                if self.in_turn > 1:
+                    self.terms.in_turn = self.in_turn
+                    self._tell(self.terms.counted_first, node)
                 return self._average(made)
         self._tell(self.terms.inexact, node)
         return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
@@ -314,7 +318,7 @@ class _Rewriter:
         """Raise PlanError if the mean over microbatches is of another size than the value: a sum over the batch that is
         divided by a number that is no count of it.
         """
-        if node.target in DIVISIONS and not self.at_once:
+        if node.target in DIVISIONS and not self.in_turn:
             above, below = (n if isinstance(n, fx.Node) else None for n in node.args[:2])
             if above is not None and below is not None and self._is_sum(above) and below in self.on_batch:
                 raise _other_size(node, "divides a sum over the batch by a number that is not a count over the batch")

@@ -1,10 +1,10 @@
-"""Terms of a loss that are no sum over the batch, such as a product of two means: exact if all microbatches run at
-once.
+"""Terms of a loss that are no sum over the batch, such as a product of two means: exact by sums over the global batch.
 
-    mean(a) · mean(b)   →   over_data(mean(a) / n) · over_data(mean(b) / n)      each rank has all of it, and takes 1/n
+    mean(a) · mean(b)   →   over_data(mean(a) / n) · over_data(mean(b) / n)     each microbatch has all of it, takes 1/n
 
-That is so with one microbatch for each dp rank: the parts that add up over the batch are summed over the ranks, and
-values made of them are on every rank those of one process over the global batch.
+The parts that add up over the batch are summed over all microbatches: values made of these sums are everywhere those of
+one process over the global batch. With one microbatch for each dp rank that is a sum over ranks; with several in turn,
+forwards of their own count the sums first (passes.ops.global_sums).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A value summed over the ranks that run the other microbatches of the global batch at the same time."""
+"""A value summed over all microbatches of the global batch."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def over_data(share: Tensor) -> Tensor:
-    """In a captured graph: Σ of the dp ranks' shares, with the gradients summed too. Of one process: the value."""
+    """In a captured graph: Σ of the shares of all microbatches, as are their gradients. Of one process: the value."""
     return share
