@@ -190,6 +190,8 @@ CASES = {
     ),
     "tp2 dp2, softmax over the vocabulary": ("sureness", {"mesh": {"tp": 2, "dp": 2}}),
     "tp2 pp2, norm over all heads": ("normed queries", {"mesh": {"tp": 2, "pp": 2}}),
+    "tp2 pp2, all forwards twice": ("balance", {"mesh": {"tp": 2, "pp": 2}}),
+    "cp2 dp2, all forwards twice": ("balance", {"mesh": {"cp": 2, "dp": 2}, "recompute": "full"}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
     "cp2 dp2": ("gpt", {"mesh": {"cp": 2, "dp": 2}}),
     "cp2 tp2, one key head, zero 0": (

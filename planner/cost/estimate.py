@@ -88,7 +88,19 @@ def cost_of(
     ranges, pp, count = stage_ranges(layout.sizes), layout.mesh.pp, layout.num_microbatches
     stages = [of_units.stage(*of) for of in ranges]
     sent, returned = _messages(work, ranges, pricing)
-    step = _Step(layout, spec, pricing, stages, sent, returned, list(holds), work.num_noted, pp, count)
+    step = _Step(
+        layout,
+        spec,
+        pricing,
+        stages,
+        sent,
+        returned,
+        list(holds),
+        work.num_noted,
+        pp,
+        count,
+        count if work.reads_global_sums and count > 1 else 0,
+    )
     peak = peak_of(cluster.device, of_units.dtype) if of_units.dtype else 0.0
     return replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
 
@@ -187,6 +199,7 @@ class _Step:
     num_noted: int
     pp: int
     count: int
+    counted: int  # microbatches with a forward more, for the sums of the loss
 
     def _run(self, *, messages: bool) -> Run:
         overlap, placed_by = self.pricing.cluster.overlap, costs_of(self.stages)
@@ -210,7 +223,7 @@ class _Step:
         reduced = max(end + of.reduce for end, of in zip(run.ends, ends, strict=True))
         update, gather = max(e.update for e in ends), max(e.gather for e in ends)
         norm = norm_seconds(self.pricing, self.num_noted)
-        step = max(reduced, run.seconds) + norm + update + gather
+        step = self._counting() + max(reduced, run.seconds) + norm + update + gather
         parts = {
             "compute": longest.compute,
             "recompute": longest.recompute,
@@ -227,10 +240,15 @@ class _Step:
     def _busy(self, rank: int) -> Spent:
         total = Spent()
         for stage in (self.stages[s] for s in self.layout.mesh.stages_of(rank)):
-            total = (
-                total.plus(stage.forward, self.count).plus(stage.backward, self.count).plus(stage.weights, self.count)
-            )
+            total = total.plus(stage.forward, self.count + self.counted)
+            total = total.plus(stage.backward, self.count).plus(stage.weights, self.count)
         return total
+
+    def _counting(self) -> float:
+        """Seconds of the forwards that only count sums: all stages once, then the slowest rank again and again."""
+        forward = [stage.forward.total for stage in self.stages]
+        slowest = max(sum(forward[s] for s in self.layout.mesh.stages_of(rank)) for rank in range(self.pp))
+        return sum(forward) + (self.counted - 1) * slowest if self.counted else 0.0
 
     def _end(self, rank: int, start: float) -> EndOfStep:
         first = self.stages[self.layout.mesh.stages_of(rank)[0]]

@@ -179,6 +179,13 @@ FAMILIES: dict[str, Callable[[], Entry]] = {
     "t5-gated": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "vit": vit,
     "mixtral": lambda: hugging_face("Mixtral:ForCausalLM", **(LLAMA | {"num_hidden_layers": 2}), num_local_experts=4),
+    "mixtral-balanced": lambda: hugging_face(
+        "Mixtral:ForCausalLM",
+        **(LLAMA | {"num_hidden_layers": 2}),
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    ),
 }
 
 

@@ -87,6 +87,12 @@ def sureness(logits: Tensor) -> Tensor:
     return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() + logits.logsumexp(-1).pow(2).mean()
 
 
+def balance(logits: Tensor) -> Tensor:
+    """A product of means over all tokens, which is no sum over them."""
+    probs = logits.softmax(-1).flatten(0, 1)
+    return (F.one_hot(probs.argmax(-1), VOCABULARY).to(probs.dtype).mean(0) * probs.mean(0)).sum()
+
+
 @dataclass(frozen=True)
 class Entry:
     make: Callable[[], nn.Module]
@@ -145,6 +151,7 @@ MODELS: dict[str, Entry] = {
     "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
     "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: F.gumbel_softmax(x, hard=False))),
     "normed queries": Entry(lambda: Decoder([Sizes(normed=True)] * 2)),
+    "balance": Entry(lambda: Decoder([Sizes()] * 2, penalty=balance)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
     "mixtral": Entry(
         _hugging_face(

@@ -64,11 +64,19 @@ def test_a_family_with_its_loss():
     check(lambda: family(member), batch, FOLDINGS["ep2·dp2"], 1e-5, 1e-5)
 
 
-def test_several_microbatches_a_rank_are_told():
+def test_statistics_of_each_microbatch_are_reported():
+    spec = spec_of(batch_of(8), {"dp": 2})
+    spec["batch"] = {"global": 8, "micro": 2, "statistics": "microbatch"}
+    warned = [row for row in plan(made("one-hot"), spec).diagnostics if row.level == "warning"]
+    assert any("averaged over microbatches" in row.what and "batch.statistics" in row.fix for row in warned)
+
+
+def test_forwards_that_run_twice_are_reported():
     spec = spec_of(batch_of(8), {"dp": 2})
     spec["batch"] = {"global": 8, "micro": 2}
-    told = [row for row in plan(made("one-hot"), spec).diagnostics if row.level == "warning"]
-    assert any("averaged over microbatches" in row.what and "batch.micro" in row.fix for row in told)
+    made_plan = plan(made("one-hot"), spec)
+    assert [row.level for row in made_plan.diagnostics if "run twice" in row.what] == ["info"]
+    assert not any("averaged over microbatches" in row.what for row in made_plan.diagnostics)
 
 
 class Hooking(nn.Module):

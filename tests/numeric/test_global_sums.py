@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from planner import Plan
+from runtime.engine import Engine
+from tests.models import families
 from tests.tools.laboratory import Case, Lab
+
+Batch = dict[str, torch.Tensor]
 
 LOSSES = ("balanced-loss", "spread-loss")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -19,7 +25,14 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"pipeline": {"schedule": "interleaved_1f1b"}, "recompute": "full"},
     ),
     "pp2, zero bubble": ({"pp": 2}, {"pipeline": {"schedule": "zero_bubble"}}),
+    "dp2, blocks in graphs": ({"dp": 2}, {"cuda_graphs": {"impl": "emulate", "warmup_steps": 1}}),
+    "one graph": ({}, {"cuda_graphs": {"impl": "emulate", "scope": ["full_iteration"], "warmup_steps": 1}}),
 }
+
+
+def evaluated(made: Plan, batches: list[Batch]) -> float:
+    with Engine(made, timeout_seconds=60) as engine:
+        return engine.evaluate(batches[0])
 
 
 @pytest.mark.covering(1)
@@ -28,3 +41,20 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_a_loss_of_means_is_that_of_the_global_batch(lab: Lab, model: str, layout: str) -> None:
     mesh, rest = LAYOUTS[layout]
     assert lab.check(Case(model, mesh, rest, num_sequences=8, micro=1)).wrong == []
+
+
+def test_an_evaluation_takes_its_means_over_the_global_batch(lab: Lab) -> None:
+    case = Case("spread-loss", {"dp": 2}, num_sequences=8, micro=1, job=evaluated)
+    entry = families.build("spread-loss")
+    expected = entry.loss(entry.model.eval()(**entry.batch(8, 0)))
+    assert lab.run(case) == [pytest.approx(expected.item(), rel=1e-12)] * 2
+
+
+def test_experts_of_a_family_with_their_loss(lab: Lab) -> None:
+    case = Case("mixtral-balanced", {"dp": 2, "ep": 2}, {"precision": {"parameters": "float32"}}, 8, 2)
+    assert lab.check(case).wrong == []
+
+
+def test_means_of_each_microbatch_are_another_training(lab: Lab) -> None:
+    rest = {"batch": {"global": 8, "micro": 1, "statistics": "microbatch"}}
+    assert lab.check(Case("spread-loss", {}, rest, num_sequences=8, micro=1)).wrong

@@ -13,6 +13,7 @@ from passes.partition.batch.flow import batch_flow
 from passes.partition.type_changes import sent_type
 from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
+from passes.program.ops.over_data import over_data
 from passes.program.walks import readers, walk
 from planner.cost.cut.homes import Homes, Units, following
 from planner.cost.cut.keeping import Keeping, Kept, loose_of
@@ -38,6 +39,7 @@ from planner.saved.trace import Call, StageTrace
 from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
 from planner.sharding.parameters import local_parameter
+from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
 
 
@@ -234,8 +236,22 @@ class Builder:
             units.append(made.setdefault(unit, unit))
         loose = tuple(self.loose)
         return CutWork(
-            tuple(units), self.micro, tuple(kinds), tuple(shared), loose, tuple(tied), self.decisions.num_noted
+            tuple(units),
+            self.micro,
+            tuple(kinds),
+            tuple(shared),
+            loose,
+            tuple(tied),
+            self.decisions.num_noted,
+            self.reads_global_sums,
         )
+
+    @property
+    def reads_global_sums(self) -> bool:
+        """Whether forwards of their own count sums for the loss, once a rank runs several microbatches."""
+        program = self.decisions.program
+        reads = any(program.graph.graph.find_nodes(op="call_function", target=over_data))
+        return reads and self.spec.batch.statistics == GLOBAL
 
     def _kind(self, number: int, kind: str, of_unit: Mapping[tuple[int, str], Phase]) -> KindWork:
         kept = self.kept.get((kind, number), Kept())

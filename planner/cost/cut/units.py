@@ -174,6 +174,7 @@ class CutWork:
     loose: tuple[Loose, ...] = ()
     tied: tuple[Tied, ...] = ()
     num_noted: int = 0
+    reads_global_sums: bool = False
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def at(self, micro: int) -> CutWork:
