@@ -117,7 +117,9 @@ class _Trials:
 
     def __init__(self, stage: StageGraph, context: LowerContext) -> None:
         self.program, mesh = context.staged.program, context.staged.sizes
-        axes = {a.name: AxisHandle(a.name, a.size, a.rank) for a in (context.tp, context.data, *context.axes.values())}
+        axes = (context.tp, context.data, *context.axes.values())
+        handles: dict[str, Any] = {axis.name: AxisHandle(axis.name, axis.size, axis.rank) for axis in axes}
+        handles["sums"] = context.sums
         self.due: dict[fx.Node, tuple[int, ...]] = {}
         self.held: dict[fx.Node, Any] = {}  # the part of a call's key for a value
         self.tensors: dict[Any, Any] = {}
@@ -130,7 +132,7 @@ class _Trials:
                 self.held[node] = (self.due[node], value.dtype)
             elif node.op == "get_attr":
                 self.held[node] = node.target
-                self.tensors[node.target] = axes.get(str(node.target))
+                self.tensors[node.target] = handles.get(str(node.target))
 
     def made(self, node: fx.Node) -> tuple[int, ...] | str | None:
         result = self._result(node)

@@ -21,7 +21,7 @@ from runtime.fuzz.fitting import Facts
 from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.spec_text import CONTINUED, ROWS, continued_on, spec_of
 
-VERSION = 2
+VERSION = 3
 _FIX = "give a file written by `meshwright fuzz`"
 
 

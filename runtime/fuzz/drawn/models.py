@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "padding": (False, True),
     "loss": ("mean", "ignored", "weighted", "masked", "smoothed", "counted", "auxiliary", "squares"),
     "returns": ("loss", "named"),
+    "penalty": ("none", "balance", "spread"),
 }
 
 
@@ -124,7 +125,7 @@ class Drawn(nn.Module):
             for _ in range(2 if self.given["shared_layer"] else 1):
                 x = block(x, memory, padded)
         logits = self.head(self.norm(x))
-        loss = loss_of(self.given, logits, labels, weights)
+        loss = loss_of(self.given, logits, labels, weights) + penalty_of(self.given["penalty"], logits)
         return {"logits": logits, "objective": loss} if self.given["returns"] == "named" else loss
 
     def _patches(self, pixels: Tensor) -> Tensor:
@@ -159,6 +160,17 @@ def loss_of(given: dict[str, Any], logits: Tensor, labels: Tensor, weights: Tens
         case "squares":
             return (rows - F.one_hot(flat, rows.shape[-1]).to(rows.dtype)).pow(2).mean()
     return F.cross_entropy(rows, flat)
+
+
+def penalty_of(kind: str, logits: Tensor) -> Tensor | float:
+    """No sum over tokens: products and roots of means over all of them."""
+    rows = logits.flatten(0, 1)
+    match kind:
+        case "balance":
+            return 0.1 * rows.shape[-1] * rows.softmax(-1).mean(0).square().sum()
+        case "spread":
+            return 0.01 * (rows.square().mean() - rows.mean().square() + 1e-3).sqrt()
+    return 0.0
 
 
 def build(given: Choices) -> Drawn:
