@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.ops import global_sums
+from passes.ops.global_sums import GlobalSums
 from passes.partition import writer
 from passes.partition.loss.shares import _Rewriter
 from passes.partition.options.forms import Form
@@ -133,7 +135,31 @@ def _step_of(change: int) -> Make:
     return lambda whole: lambda self, step: whole(self, max(0, step + change))
 
 
+def _sums_of_one_rank(whole: Function) -> Function:
+    """The sums of the loss are those of this rank's microbatches."""
+
+    def end(self: GlobalSums) -> None:
+        self.is_counting = False
+
+    return end
+
+
+def _sums_without_dropout(whole: Function) -> Function:
+    """The forwards that count draw no masks, those of the step do."""
+    return lambda self, step, *, training=False: whole(self, step, training=False)
+
+
+def _gradient_of_one_microbatch(whole: Function) -> Function:
+    """The gradient of a share is that of its own microbatch's part."""
+    return lambda ctx, *grads: (grads[0], None, None)
+
+
 FAULTS = {
+    "sums of the loss: of one rank": Fault(GlobalSums, "end", _sums_of_one_rank, seed=3),
+    "sums of the loss: without dropout": Fault(executor.Executor, "evaluate", _sums_without_dropout, seed=32),
+    "sums of the loss: gradient of one microbatch": Fault(
+        global_sums._Whole, "backward", _gradient_of_one_microbatch, seed=3
+    ),
     "loss: 1/n of a mean over microbatches halved": Fault(
         _Rewriter, "_average", lambda whole: _num_microbatches_halved(whole), seed=179
     ),
