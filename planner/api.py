@@ -220,6 +220,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
+        imbalance=spec.experts.imbalance or 1.0,
         own_tokens=mesh.cp > 1 and spec.recompute == "none" and spec.cuda_graphs.impl == "none",
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):

@@ -49,6 +49,7 @@ class Decisions:
     on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
     regather: bool = False  # as passes.base.Staged has them
     own_tokens: bool = False
+    imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
 
     def __post_init__(self) -> None:
         if self._model is not None:
@@ -80,6 +81,11 @@ class Decisions:
     def expert_parts(self) -> dict[str, ExpertPart]:
         """The expert parts that parameters hold, by placeholder; empty if experts have no axes of their own."""
         return expert_parts(self.experts) if self.mesh.has_expert_axes else {}
+
+    @property
+    def fullest(self) -> float:
+        """Rows of experts on the fullest rank of ep over the mean; one rank can have no more than all."""
+        return min(self.imbalance, float(self.mesh.ep))
 
     @property
     def noted_experts(self) -> tuple[int, ...]:

@@ -253,7 +253,7 @@ class _Tracer:
             return placement.local_shape(shape, mesh.tp)
         local = list(in_domain(node, placement.local_shape(shape, mesh.etp), mesh))
         if domain.rows >= 0:
-            local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, mesh))
+            local[domain.rows] = ceil(local[domain.rows] * share_of_rows(node, mesh) * self.decisions.fullest)
         return tuple(local)
 
 

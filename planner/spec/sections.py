@@ -18,6 +18,7 @@ from planner.spec.fields import (
     LARGEST_SIZE,
     MOST_DIMS,
     MOST_NAMES,
+    AtLeastOne,
     Auto,
     Count,
     Dtype,
@@ -137,6 +138,14 @@ class TensorParallelSpec(Section):
     def gathers_again(self) -> bool:
         """Whether products with weights gather their input again in the backward, instead of saving all of it."""
         return self.sequence_parallel is True and self.regather
+
+
+class ExpertsSpec(Section):
+    imbalance: AtLeastOne | None = key(
+        None,
+        "rows of the fullest rank of ep over the mean, for the predicted memory and time; training warns beyond it; "
+        "null: as many on each, without a warning",
+    )
 
 
 class EvenSplit(Section):

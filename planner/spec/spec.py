@@ -52,6 +52,7 @@ from planner.spec.schema import json_schema
 from planner.spec.sections import (
     BatchSpec,
     CudaGraphsSpec,
+    ExpertsSpec,
     InitializationSpec,
     InputSpec,
     MeshSpec,
@@ -107,6 +108,7 @@ class Spec(Section):
     )
     loss: Loss = key(AUTO, "auto, or {output: NAME} with the name of the output that is the loss")
     tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "sharding inside a layer")
+    experts: ExpertsSpec = key(ExpertsSpec(), "experts behind a router")
     pipeline: PipelineSpec = key(PipelineSpec(), "stages and their schedule")
     optimizer: OptimizerSpec = key(OptimizerSpec(), "optimizer and its state")
     precision: PrecisionSpec = key(PrecisionSpec(), "dtypes and loss scale")

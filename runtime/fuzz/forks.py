@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -188,22 +189,28 @@ def _is_ours(error: BaseException) -> bool:
 
 
 class StoreHost:
-    """A child that hosts one rendezvous store for every case of a session."""
+    """A child that hosts one rendezvous store for every case of a session, and ends with this object: as it runs, it
+    keeps all memory that its parent had.
+    """
 
     def __init__(self) -> None:
         read, write = os.pipe()
-        alive_read, self._alive = os.pipe()
-        if os.fork() == 0:
+        alive_read, alive = os.pipe()
+        pid = os.fork()
+        if pid == 0:
             os.close(read)
-            os.close(self._alive)
+            os.close(alive)
             store = TCPStore(HOST, 0, None, True, timedelta(seconds=TIMEOUT_SECONDS), wait_for_workers=False)
             os.write(write, str(store.port).encode())
             os.close(write)
             os.read(alive_read, 1)  # returns when the parent and all its forks are gone
             os._exit(0)
         os.close(write)
+        os.close(alive_read)
         self.port = int(os.read(read, 16))
+        os.close(read)
         self._num_cases = 0
+        self._end = weakref.finalize(self, _end_host, os.getpid(), pid, alive)
 
     def begin(self, token: str) -> None:
         """Forks of one process count for themselves: ``token``, in hexadecimal, keeps their cases apart."""
@@ -214,6 +221,15 @@ class StoreHost:
         self._num_cases += 1
         prefix = f"{os.getpid()}/{self._num_cases}"
         return in_forks([(_rank, (self.port, prefix, r, world_size, function, args)) for r in range(world_size)])
+
+
+def _end_host(owner: int, pid: int, alive: int) -> None:
+    """In the process that made it; its forks leave it alone."""
+    if os.getpid() == owner:
+        os.close(alive)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _rank(

@@ -112,6 +112,15 @@ class StepReport:
     def imbalance(self) -> float:
         return max((max(n) * len(n) / sum(n) for n in self.expert_tokens.values() if sum(n)), default=1.0)
 
+    def imbalance_of_ranks(self, ep: int) -> float:
+        """Tokens of the experts of one rank of ``ep`` over the mean: the most of any, in any layer."""
+        found = [1.0]
+        for tokens in self.expert_tokens.values():
+            size = len(tokens) // ep
+            of_ranks = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+            found.append(max(of_ranks) * ep / max(1, sum(tokens)))
+        return max(found)
+
     @cached_property
     def told(self) -> Told:
         """Values from all ranks."""

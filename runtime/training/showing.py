@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -45,6 +47,8 @@ class Showing:
         self._planned = Planned.of(plan) if leads else Planned(0.0, 0.0, 0.0)
         self._first = 0
         self._before: list[StepRow] = []
+        self._imbalance: float | None = plan.spec.get("experts", {}).get("imbalance")
+        self._ep = plan.mesh.ep
         self._stack = ExitStack()
 
     def from_step(self, step: int) -> Self:
@@ -76,6 +80,7 @@ class Showing:
     def step(self, report: StepReport, seen: Seen) -> None:
         if not self.leads:
             return
+        self._warn_of_imbalance(report, seen.step)
         row = make_row(
             seen.step,
             report,
@@ -87,6 +92,19 @@ class Showing:
         )
         self.rows.append(row)
         self._progress.show(row)
+
+    def _warn_of_imbalance(self, report: StepReport, step: int) -> None:
+        """Once for each value that is larger: the plan's memory is that of fewer rows."""
+        if self._imbalance is None or not report.expert_tokens:
+            return
+        found = report.imbalance_of_ranks(self._ep)
+        if found > self._imbalance:
+            self._imbalance = math.ceil(found * 10) / 10
+            warnings.warn(
+                f"step {step}: the fullest rank of ep had {found:.2f} times the mean rows of experts, more than "
+                f"planned; set experts.imbalance: {self._imbalance}, so that the plan predicts its memory",
+                stacklevel=2,
+            )
 
     def _sinks(self) -> list[Sink]:
         found: list[Sink] = []

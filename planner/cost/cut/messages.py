@@ -8,6 +8,7 @@ everything else                  the rank waits
 from __future__ import annotations
 
 from passes.blocks.places import Places
+from passes.ops import meeting
 from passes.types.collectives import CollectivePlan
 from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import Message
@@ -38,5 +39,8 @@ class MessagesOf:
         return [self._message(row, call, ()) for row in rows if row.phase == "forward"]
 
     def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
-        size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or row.axis in ("ep", "etp"))
+        is_routed = row.axis in ("ep", "etp")
+        size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or is_routed)
+        if is_routed and call.node.target in (meeting.dispatch, meeting.give_back):
+            size = size.times(self.decisions.fullest)  # the others wait for the fullest rank
         return Message(row.kind, row.axis, size, beside)
