@@ -237,12 +237,17 @@ class _Tracer:
         return operands[result.shares].memory if result.shares >= 0 else made[-1 - result.shares].memory
 
     def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
-        """New memory of the planned shapes; floating-point operands are saved if the result has a gradient."""
+        """New memory of the planned shapes. If the result has a gradient, floating-point operands are saved; of rows that
+        only move, their order.
+        """
         grad = bool(node.meta.get("grad"))
         held = node.meta.get("val")
         values = held if isinstance(held, (tuple, list)) else (held,) if isinstance(held, torch.Tensor) else ()
         likes = [Like.contiguous(self._shape(node, tuple(v.shape)), v.dtype, grad) for v in values]
         made = tuple(Made(like, None, like.bytes) for like in likes)
+        if grad and node.target in (meeting.dispatch, meeting.give_back):
+            rows = likes[0].shape[0] if node.target is meeting.dispatch else operands[0].like.shape[0]
+            return Seen(made, is_tuple=False, hidden=(rows * torch.int64.itemsize,))
         keeps = tuple(n for n, v in enumerate(operands) if v.like.dtype.is_floating_point) if grad else ()
         return Seen(made, isinstance(held, (tuple, list)), keeps)
 

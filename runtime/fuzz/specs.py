@@ -70,6 +70,7 @@ FOLLOWS = {
 EXCLUDED = {
     "batch.statistics": "its other value is not exact",
     "tensor_parallel.infer_rules": "no drawn model has an op without a rule",
+    "experts.imbalance": "it is for the predicted memory and time",
     "optimizer.name": "it has only one value",
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
     "data.objective": "it prepares batches and does not affect a step",
