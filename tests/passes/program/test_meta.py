@@ -50,6 +50,7 @@ STAGES_ARE_READ = (
     "passes",
     "runtime",
     "planner/saved",
+    "planner/compiled",
     "planner/regions/weight_gradients.py",
     "planner/tables/regather.py",
 )
