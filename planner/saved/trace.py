@@ -237,8 +237,8 @@ class _Tracer:
         return operands[result.shares].memory if result.shares >= 0 else made[-1 - result.shares].memory
 
     def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
-        """New memory of the planned shapes. If the result has a gradient, floating-point operands are saved, but only the
-        order of rows that move.
+        """New memory of the planned shapes. If the result has a gradient, floating-point operands are saved, but of
+        rows that move only their order.
         """
         grad = bool(node.meta.get("grad"))
         held = node.meta.get("val")
