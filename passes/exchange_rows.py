@@ -23,10 +23,12 @@ from passes.insert_collectives import axis_node
 from passes.moe import exchange
 from passes.moe.domain import domain_of
 from passes.ops import meeting, slots
+from passes.ops.axis import AxisHandle
 from passes.ops.collectives import g_f
 from passes.ops.global_sums import global_sum
 from passes.program.ops.over_data import over_data
 
+ALONE = AxisHandle("alone", 1, 0)  # every rank has all experts, and all rows
 BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.meet: meeting.meet,
     exchange.dispatch: meeting.dispatch,
@@ -71,11 +73,12 @@ def _number_here(context: LowerContext, node: fx.Node) -> int:
     """The number of an expert among those of this rank."""
     domain = domain_of(node)
     assert domain is not None
-    return domain.number % (domain.num_experts // context.axes["ep"].size)
+    return domain.number % (domain.num_experts // context.axes.get("ep", ALONE).size)
 
 
 def _hand_axes(stage: StageGraph, context: LowerContext, node: fx.Node) -> None:
-    handles = [axis_node(stage, axis) for axis in (context.tp, context.axes["ep"], context.axes["etp"])]
+    own = (context.tp, context.axes["ep"], context.axes["etp"]) if "ep" in context.axes else (ALONE,) * 3
+    handles = [axis_node(stage, axis) for axis in own]
     node.args = (*node.args, *handles)
 
 

@@ -212,7 +212,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = cut_sequence(program, mesh.cp)
         keep_own_keys(program, context, mesh.tp)
-    experts = open_experts(program, found, mesh)
+    experts = open_experts(program, found, mesh, dense="mesh.cp" if mesh.cp > 1 else spec.frees_or_captures)
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
@@ -221,7 +221,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0,
-        own_tokens=mesh.cp > 1 and spec.recompute == "none" and spec.cuda_graphs.impl == "none",
+        own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)

@@ -14,13 +14,15 @@ from passes.types.sizes import Sizes
 class Domain:
     """``experts``: the dim that counts the experts, sharded over ep; ``rows``: the dim with a length that depends on
     the routing; ``slots``: the dim of slots, with those of several ranks;
-    ``number``: of a value that belongs to one expert alone, of ``num_experts``, and is on its rank alone."""
+    ``number``: of a value that belongs to one expert alone, of ``num_experts``, and is on its rank alone.
+    ``axis``: over which values are typed; tp if every rank has all experts."""
 
     experts: int = -1
     rows: int = -1
     slots: int = -1
     number: int = -1
     num_experts: int = 0
+    axis: str = "etp"
 
 
 def domain_of(node: fx.Node) -> Domain | None:
@@ -30,7 +32,8 @@ def domain_of(node: fx.Node) -> Domain | None:
 
 def axis_of(node: fx.Node) -> str:
     """The axis over which a value is typed."""
-    return "etp" if "domain" in node.meta else "tp"
+    domain = domain_of(node)
+    return "tp" if domain is None else domain.axis
 
 
 def is_here(node: fx.Node, mesh: Sizes, ep_rank: int) -> bool:

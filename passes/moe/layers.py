@@ -18,7 +18,16 @@ class Dispatch(StrEnum):
     CAPACITY = "slots of each expert"  # x[E, c, h]: tokens without a slot are dropped
     TAKEN = "slots that each expert fills"  # x[E, c, h] of the tokens that an expert likes best
     EVERY_TOKEN = "every token, weighted"  # x[E, t, h], or a loop: computed for all, used for those chosen
+    CHOSEN = "the rows that chose it"  # x[rows of e, h]: as many as the routing says
     GATHERED = "matrices of each token"  # W[t, k, h, w] by the ids: none is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A part with a router that was not understood, or not changed: the reason, or the spec's key; the line."""
+
+    why: str
+    where: Where | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class ExpertLayer:
     tips: tuple[str, ...] = ()  # of experts that are branches: the summands of each
     sent: tuple[str, ...] = ()  # calls that send slots to experts, in an opened graph
     limit: int = 0  # slots of an expert, if as many are filled as tokens chose it; 0: not known
+    dense: Doubt | None = None  # why experts in a loop compute every token; None: they do not, or by the model's code
 
     @property
     def how(self) -> str:
@@ -80,14 +90,6 @@ class Asked:
     chosen: tuple[str, ...]
     size: int
     start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """A part that chooses among matrices like a router, and was not understood: the reason and the line."""
-
-    why: str
-    where: Where
 
 
 @dataclass(frozen=True, slots=True)

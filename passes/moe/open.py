@@ -1,11 +1,16 @@
 """open_experts(program, experts, mesh): inserts the exchange of rows if experts have axes of their own.
 
-A layer that cannot be distributed is refused here, before any decision: none is skipped silently.
+A layer that cannot be distributed is refused here, before any decision: none is skipped silently. Without such axes
+nothing has to move: experts in a loop that would compute every token are opened all the same, so that each computes the
+rows that chose it. A loop that is not understood does not change.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from passes.errors import PlanError
+from passes.moe.domain import domain_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
 from passes.moe.opening import open_stacks
 from passes.moe.opening_branches import open_branches
@@ -16,12 +21,13 @@ from passes.program.program import Program
 from passes.types.sizes import Sizes
 
 
-def open_experts(program: Program, experts: Experts, mesh: Sizes) -> Experts:
+def open_experts(program: Program, experts: Experts, mesh: Sizes, *, dense: str = "") -> Experts:
     """Rewrite ``program`` at each layer of experts; returns the layers with their new calls. Raises PlanError for sizes
-    that do not fit the mesh, and for layers that are not understood.
+    that do not fit the mesh, and for layers that are not understood. ``dense``: why no value may have as many rows as
+    the routing says, if experts have no axes of their own.
     """
     if not mesh.has_expert_axes:
-        return experts
+        return _chosen_rows_alone(program, experts, dense)
     if experts.doubts:
         raise _not_understood(experts.doubts[0])
     if not experts.layers:
@@ -35,6 +41,41 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes) -> Experts:
     opened = tuple(_opened(program, layer) for layer in experts.layers)
     program.graph_changed()
     return Experts(opened)
+
+
+def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Experts:
+    """Loops over experts compute the rows that chose each, on every rank."""
+    layers = tuple(_opened_here(program, layer, dense) if _is_loop(layer) else layer for layer in experts.layers)
+    program.graph_changed()
+    return Experts(layers, experts.doubts)
+
+
+def _is_loop(layer: ExpertLayer) -> bool:
+    """Whether experts are branches that compute tokens that did not choose them."""
+    return layer.dispatch is Dispatch.EVERY_TOKEN and bool(layer.tips) and layer.top_k < layer.num_experts
+
+
+def _opened_here(program: Program, layer: ExpertLayer, dense: str) -> ExpertLayer:
+    if dense:
+        return replace(layer, dense=Doubt(dense))
+    nodes = program.graph.graph.nodes
+    before = set(nodes)
+    marked = {node for node in nodes if "domain" in node.meta}
+    try:
+        opened = open_branches(program, layer)
+    except PlanError as error:
+        opened = replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
+        for node in reversed([node for node in nodes if node not in before]):
+            program.graph.graph.erase_node(node)
+    for node in nodes:
+        domain = domain_of(node)
+        if domain is None or node in marked:
+            continue
+        if opened.dense:
+            del node.meta["domain"]
+        else:
+            node.meta["domain"] = replace(domain, axis="tp")
+    return opened
 
 
 def _opened(program: Program, layer: ExpertLayer) -> ExpertLayer:

@@ -19,7 +19,7 @@ from passes.moe.branch_ends import check_hidden, end_of
 from passes.moe.building import Builder, erase_unread
 from passes.moe.domain import Domain
 from passes.moe.inside import made_of
-from passes.moe.layers import ExpertLayer
+from passes.moe.layers import Dispatch, ExpertLayer
 from passes.moe.refusals import check_draws, refusal_of
 from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
@@ -77,7 +77,7 @@ class _Opening:
         whole = self._sum(build, back, order)
         products = [made.name for made in self.made if made.target in PRODUCTS]
         combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
-        return replace(self.layer, products=tuple(products), combined=combined, tips=())
+        return replace(self.layer, dispatch=Dispatch.CHOSEN, products=tuple(products), combined=combined, tips=())
 
     # ---- facts
 

@@ -19,7 +19,7 @@ from passes.moe import exchange
 from passes.moe.building import Builder, erase_unread
 from passes.moe.domain import Domain
 from passes.moe.inside import is_number, made_of
-from passes.moe.layers import ExpertLayer
+from passes.moe.layers import Dispatch, ExpertLayer
 from passes.moe.layouts import Counts, Layout, Part, followed
 from passes.moe.pair_ops import ROWS, STACK, Held, PairOps, stack_of
 from passes.moe.refusals import check_draws, refusal_of
@@ -89,7 +89,7 @@ class _Opening:
         erase_unread(self.graph, [end])
         products = [n.name for n in self.graph.nodes if n.target is exchange.grouped_mm and n.args[2] is here]
         combined = whole.name if end is self.combined else self.combined.name
-        return replace(self.layer, products=tuple(products), combined=combined)
+        return replace(self.layer, dispatch=Dispatch.CHOSEN, products=tuple(products), combined=combined)
 
     # ---- facts
 

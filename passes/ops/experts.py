@@ -95,12 +95,16 @@ def _every(counts: Tensor, axis: AxisHandle) -> Tensor:
 
 def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
+    if axis.size == 1:
+        return rows
     came = _Way.apply(rows, splits, axis, _send, _return)
     return came.index_select(0, splits.order)
 
 
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The results of the rows that this rank sent, in the order of sending."""
+    if axis.size == 1:
+        return rows
     return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 

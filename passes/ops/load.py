@@ -42,7 +42,7 @@ class ExpertLoad:
 
     def note(self, layer: int, counts: Tensor) -> None:
         """``counts`` [.., experts]: of the rows that a layer routes in one microbatch, of each group that has slots."""
-        if self.figures is None or self._counts is None:
+        if self.figures is None or self._counts is None or not self.sizes:
             return
         start, limit = sum(self.sizes[:layer]), self.limits[layer] if self.limits else 0
         self.figures[start : start + self.sizes[layer]] += counts.view(-1, self.sizes[layer]).sum(0) * self._counts

@@ -43,7 +43,7 @@ def collective_rows(lowered: Lowered, places: Places, recomputed: Sequence[Piece
 def rows_of_call(decisions: Decisions, call: Call, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """The collectives of one call on ``stage``, in both directions."""
     node = decisions.program.node(call.name)
-    if call.changed is None and is_exchange(node):
+    if call.changed is None and is_exchange(node) and decisions.mesh.has_expert_axes:
         yield from exchange_rows(decisions, node, stage, places)
         return
     if call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it

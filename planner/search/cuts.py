@@ -82,7 +82,15 @@ class Cuts:
 
         Raises PlanError if the model does not admit it.
         """
-        variant, mesh = self._variant(cut), mesh_of(cut)
+        dense = "mesh.cp" if cut.cp > 1 else "cuda_graphs" if self.spec.cuda_graphs.impl != "none" else ""
+        variant = self._variant(cut, dense or "recompute")
+        found = self._works(cut, variant, self.kinds)
+        if not dense and NONE in found and any(layer.dense for layer in variant.experts.layers):
+            found |= self._works(cut, self._variant(cut), (NONE,))
+        return found
+
+    def _works(self, cut: Cut, variant: _Variant, asked_kinds: tuple[str, ...]) -> dict[str, CutWork]:
+        mesh = mesh_of(cut)
         asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
         spec = self.spec.model_copy(update={"tensor_parallel": asked})
         program, blocks = variant.program, variant.blocks
@@ -103,7 +111,7 @@ class Cuts:
             experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
             regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
         )  # fmt: skip
-        return self._unfolded(decisions, spec, variant)
+        return self._unfolded(decisions, spec, variant, asked_kinds)
 
     def stages(self, cut: Cut, num_stages: int) -> list[int]:
         """Blocks of each stage, as in a plan."""
@@ -114,15 +122,17 @@ class Cuts:
             self._sizes[key] = balance(costs, num_stages) if costs else [0]
         return self._sizes[key]
 
-    def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
+    def _unfolded(
+        self, decisions: Decisions, spec: Spec, variant: _Variant, asked_kinds: tuple[str, ...]
+    ) -> dict[str, CutWork]:
         """Over cp a plan without recompute may gather more values again: then it is a work of its own."""
         shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
-        parts = [(decisions, self.kinds)]
+        parts = [(decisions, asked_kinds)]
         if decisions.mesh.cp > 1 and spec.cuda_graphs.impl == "none":
             again = replace(decisions, own_tokens=True)
-            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in self.kinds if kind != NONE))]
+            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in asked_kinds if kind != NONE))]
         for decided, kinds in parts:
-            if not kinds or not set(kinds) <= set(self.kinds):
+            if not kinds or not set(kinds) <= set(asked_kinds):
                 continue
             work = cut_work(decided, shards, spec, kinds)
             if len(variant.source) > len(work.units):
@@ -130,24 +140,25 @@ class Cuts:
             found |= dict.fromkeys(kinds, work)
         return found
 
-    def _variant(self, cut: Cut) -> _Variant:
-        key = _key(cut)
+    def _variant(self, cut: Cut, dense: str = "") -> _Variant:
+        """``dense``: why experts in a loop would compute every token."""
+        key = (*_key(cut), not dense)
         if key not in self._variants:
             folded = self.folded
-            found = self._cut(folded, cut)
+            found = self._cut(folded, cut, dense)
             if found is None:  # other blocks were found in it
-                found = self._cut(_whole(self.prepared.program, self.blocks), cut)
+                found = self._cut(_whole(self.prepared.program, self.blocks), cut, dense)
             assert found is not None, "the blocks of a whole program are its own"
             self._variants[key] = found
         return self._variants[key]
 
-    def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
+    def _cut(self, folded: Folded, cut: Cut, dense: str) -> _Variant | None:
         program, blocks = copied(folded.program), folded.blocks
         found = find_experts(program)
         context = cut_sequence(program, cut.cp)
         keep_own_keys(program, context, cut.tp)
-        experts = open_experts(program, found, mesh_of(cut))
-        if cut.cp > 1 or cut.has_expert_axes:
+        experts = open_experts(program, found, mesh_of(cut), dense=dense)
+        if cut.cp > 1 or cut.has_expert_axes or experts != found:
             seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
             if folded.is_folded and _pattern(seen) != _pattern(blocks):
                 return None

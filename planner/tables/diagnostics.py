@@ -17,6 +17,7 @@ from torch import fx
 from passes.blocks.places import Places, glob_of
 from passes.canonical.norms import spelled_norms
 from passes.errors import Where
+from passes.moe.layers import Doubt, ExpertLayer
 from passes.partition.options.forms import Form
 from passes.partition.options.table import rule_of
 from passes.program.ops.aten import arguments, is_random, named, packet_of
@@ -35,6 +36,11 @@ from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_word
 from planner.tables.rows import Diagnostic, Summary
 
 aten = torch.ops.aten
+DENSE = {  # key → why experts in a loop compute every token with it, and the fix
+    "mesh.cp": ("cp shards the sequence", "set cp: 1"),
+    "recompute": ("recompute frees saved tensors of fixed shapes", "remove recompute, or set mesh.ep"),
+    "cuda_graphs": ("CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"),
+}
 
 
 def diagnostic_rows(
@@ -242,10 +248,21 @@ def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places
         what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
         where = places.text(decisions.program.node(layer.products[0]))
         yield Diagnostic("info", f"{what}: every rank holds {how}", where)
+        if layer.dense is not None:
+            yield _computed_densely(layer, layer.dense, where)
     for doubt in decisions.experts.doubts:
         yield Diagnostic(
             "info", f"this looks like a router of experts, but is not planned as one: {doubt.why}", str(doubt.where)
         )
+
+
+def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnostic:
+    """A loop over experts that computes every token, although tokens choose few experts."""
+    what = (
+        f"each of the {layer.num_experts} experts computes every token, {layer.num_experts / layer.top_k:g}× the work"
+    )
+    why, fix = DENSE.get(dense.why, (dense.why, "weight and sum the results of the tokens of each expert"))
+    return Diagnostic("info", f"{what}: {why}", str(dense.where or where), fix)
 
 
 def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places) -> Iterator[Diagnostic]:

@@ -59,7 +59,7 @@ def _ranks_of(decisions: Decisions, ep_rank: int, pp_rank: int) -> tuple[int, ..
 def _sent_bytes(decisions: Decisions) -> dict[tuple[str, ...], int]:
     """Choices of a layer → bytes of the rows that follow from them, of one rank."""
     found: dict[tuple[str, ...], int] = {}
-    if decisions.mesh.ep == decisions.mesh.etp == 1:  # each rank has them all
+    if not decisions.mesh.has_expert_axes or decisions.mesh.ep == decisions.mesh.etp == 1:  # no row leaves its rank
         return found
     for node in exchanges_of(decisions):
         if node.target is exchange.dispatch:
