@@ -1,0 +1,97 @@
+"""A loop over a ModuleList of experts computes, without ep, the rows that chose each expert, and no others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner import Plan, plan
+from planner.tables.rows import Diagnostic
+from runtime.engine import Engine
+from tests.models import experts, selected_rows
+from tests.numeric.test_expert_layouts import OPENED, batch_of, built, check, layer_of
+from tests.tools.simulated_mesh import spec_of
+
+MESHES: dict[str, dict[str, int]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "dp2·tp2": {"dp": 2, "tp": 2},
+}
+
+
+def make_net(way: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    return lambda: built(partial(layer_of, way))
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return experts.Blocks(partial(experts.Layer, experts.masks), shared=True).double()
+
+
+def planned(make: Callable[[], nn.Module], batch: Mapping[str, Tensor], **more: object) -> Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan(make(), spec_of(dict(batch), {}, **more), example_inputs=dict(batch))
+
+
+def notes(found: Plan) -> list[Diagnostic]:
+    return [row for row in found.diagnostics if " experts" in row.what]
+
+
+@pytest.mark.check
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("mesh", ["one", "tp2", "dp2·tp2"])
+@pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
+def test_every_spelling_trains_as_one_process(way, mesh):
+    sizes = MESHES[mesh]
+    check(make_net(way), batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"compile": True}], ids=["plain", "recompute", "compile"])
+def test_two_layers_beside_a_shared_expert(mesh, more):
+    sizes = MESHES[mesh]
+    check(two_layers, batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10, **more)
+
+
+@pytest.mark.check
+def test_products_of_experts_are_those_of_the_chosen_rows():
+    batch = batch_of(4)
+    rows, each = 4 * experts.LENGTH, 2 * (8 * 12 + 12 * 8)  # forward FLOPs of a row in one expert
+    found = planned(make_net(experts.masks), batch)
+    with FlopCounterMode(display=False) as counter, Engine(found) as engine:
+        engine.train_step(batch)
+    others = 2 * 8 * (4 + experts.VOCABULARY)  # the router and the head
+    assert counter.get_total_flops() == 3 * rows * (others + 2 * each)
+
+
+@pytest.mark.check
+def test_the_plan_says_which_rows_experts_compute():
+    (note,) = notes(planned(make_net(experts.masks), batch_of(2)))
+    assert note.what == "4 experts, 2 per token (the rows that chose it): every rank holds all of them"
+
+
+@pytest.mark.check
+def test_the_plan_says_why_experts_compute_every_token():
+    kept, dense, *_ = notes(planned(two_layers, batch_of(2), recompute="full"))
+    assert "(every token, weighted)" in kept.what
+    assert dense.what == (
+        "each of the 4 experts computes every token, 2× the work: recompute frees saved tensors of fixed shapes"
+    )
+    assert dense.fix == "remove recompute, or set mesh.ep"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("mesh", ["one", "dp2·tp2"])
+def test_a_loop_that_is_not_understood_stays_as_it_is(mesh):
+    sizes, make = MESHES[mesh], make_net(selected_rows.overwritten)
+    check(make, batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
+    dense = notes(planned(make, batch_of(2)))[-1]
+    assert dense.what.endswith("computes every token, 2× the work: the result of one is overwritten by that of another")
+    assert "experts.py:" in dense.where
