@@ -30,7 +30,7 @@ UNUSUAL_GRAPHS = [
 ]
 IN_PIPELINE_TESTS = {"gpt2-8-layers", "llama-8-layers"}
 IN_BERT_TESTS = {"bert-post", "bert-pre"}
-IN_EXPERT_TESTS = {"mixtral"}  # in float32: grouped products have no float64
+IN_EXPERT_TESTS = {"mixtral", "mixtral-balanced"}  # in float32: grouped products have no float64
 ELSEWHERE = {*IN_LAYOUT_TESTS, *IN_PIPELINE_TESTS, *IN_BERT_TESTS, *IN_EXPERT_TESTS, *LOSSES, *UNUSUAL_GRAPHS}
 NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE and "dropout" not in name)
 

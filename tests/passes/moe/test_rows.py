@@ -28,7 +28,7 @@ def rows(layer: Any, **mesh: int) -> list[str]:
     [
         (experts.stacked, 1, "every token, weighted", "all of them"),
         (experts.stacked, 2, "every token, weighted", "some of them"),
-        (experts.masks, 2, "every token, weighted", "a shard of each"),
+        (experts.masks, 2, "the rows that chose it", "a shard of each"),
     ],
 )
 def test_a_layer_of_experts_has_a_row(way: experts.Way, tp: int, dispatch: str, how: str):
