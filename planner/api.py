@@ -210,9 +210,9 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
     program, terms = prepared.program, prepared.terms
     found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
-        context = cut_sequence(program, mesh.cp)
+        context = cut_sequence(program, mesh.cp, found)
         keep_own_keys(program, context, mesh.tp)
-    experts = open_experts(program, found, mesh, dense="mesh.cp" if mesh.cp > 1 else spec.frees_or_captures)
+    experts = open_experts(program, found, mesh, dense=spec.frees_or_captures)
     check_draws(program)
     blocks, placements, sites = _placed(program, spec, mesh)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
@@ -272,11 +272,4 @@ def _on_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def _mesh(spec: Spec) -> Mesh:
-    mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule))
-    if mesh.cp > 1 and mesh.has_expert_axes:
-        raise PlanError(
-            f"cp = {mesh.cp} with ep = {mesh.ep}, etp = {mesh.etp}: experts with ep or etp cannot be sharded over cp",
-            where="mesh.cp",
-            fix="set cp: 1; or set ep: 1 and remove etp",
-        )
-    return mesh
+    return spec.mesh.to_mesh(fold_of(spec.pipeline.schedule))

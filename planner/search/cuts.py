@@ -82,7 +82,7 @@ class Cuts:
 
         Raises PlanError if the model does not admit it.
         """
-        dense = "mesh.cp" if cut.cp > 1 else "cuda_graphs" if self.spec.cuda_graphs.impl != "none" else ""
+        dense = "cuda_graphs" if self.spec.cuda_graphs.impl != "none" else ""
         variant = self._variant(cut, dense or "recompute")
         found = self._works(cut, variant, self.kinds)
         if not dense and NONE in found and any(layer.dense for layer in variant.experts.layers):
@@ -155,7 +155,7 @@ class Cuts:
     def _cut(self, folded: Folded, cut: Cut, dense: str) -> _Variant | None:
         program, blocks = copied(folded.program), folded.blocks
         found = find_experts(program)
-        context = cut_sequence(program, cut.cp)
+        context = cut_sequence(program, cut.cp, found)
         keep_own_keys(program, context, cut.tp)
         experts = open_experts(program, found, mesh_of(cut), dense=dense)
         if cut.cp > 1 or cut.has_expert_axes or experts != found:

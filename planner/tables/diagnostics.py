@@ -37,7 +37,6 @@ from planner.tables.rows import Diagnostic, Summary
 
 aten = torch.ops.aten
 DENSE = {  # key → why experts in a loop compute every token with it, and the fix
-    "mesh.cp": ("cp shards the sequence", "set cp: 1"),
     "recompute": ("recompute frees saved tensors of fixed shapes", "remove recompute, or set mesh.ep"),
     "cuda_graphs": ("CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"),
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.partition.loss.shares import LossTerms
+from passes.moe.find import find_experts
 from passes.partition.sequence.cut import cut_sequence
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.program.program import Program
@@ -109,7 +110,7 @@ def compared(program: Program, terms: LossTerms, model: nn.Module, batch: Mappin
         return loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
     loss, gradients = found(1)
-    cut_sequence(program, cp)
+    cut_sequence(program, cp, find_experts(program))
     cut_loss, cut_gradients = found(cp)
     worst = Worst(loss=_apart(loss, cut_loss))
     for name, one, other in zip(names, gradients, cut_gradients, strict=True):

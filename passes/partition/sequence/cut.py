@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.moe.layers import Experts
+from passes.moe.sorting import sort_plainly
 from passes.partition.sequence.counted_rows import count_rows
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.partition import partition
 from passes.partition.sequence.refusals import no_sequence
+from passes.partition.sequence.repeated_rows import repeat_rows
+from passes.partition.sequence.sorted_rows import SortedRows
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
 from passes.program.program import Program
 
 
-def cut_sequence(program: Program, cp: int) -> Context:
+def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     """Rewrite ``program`` in place; returns the facts of the sharding. Inputs stay full: ranks take their tokens of
     them.
 
@@ -23,9 +27,10 @@ def cut_sequence(program: Program, cp: int) -> Context:
     if cp == 1:
         return Context()
     _tell_operands_apart(program.graph.graph)
+    repeat_rows(program.graph.graph)
     lengthen(program.graph.graph, cp)
     _loss_is(program)
-    types = decide_types(program, cp)
+    types = decide_types(program, cp, SortedRows(sort_plainly(program, experts)))
     if not types.natives:
         raise no_sequence(cp)
     count_rows(program.graph.graph, types)

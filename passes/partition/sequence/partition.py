@@ -35,7 +35,7 @@ class _Typed:
 
 def partition(graph: fx.Graph, types: Types, loss: fx.Node) -> fx.Graph:
     """The graph of one rank; its result is the rank's partial sum of the loss."""
-    typed = _typed(graph, versions_of(graph, types, loss), loss)
+    typed = _typed(graph, types, versions_of(graph, types, loss), loss)
     _convert(typed, types.cp)
     for node in list(typed.graph.nodes):
         made, option = node, typed.options.get(node)
@@ -46,11 +46,12 @@ def partition(graph: fx.Graph, types: Types, loss: fx.Node) -> fx.Graph:
     return typed.graph
 
 
-def _typed(source: fx.Graph, versions: Mapping[fx.Node, Made], loss: fx.Node) -> _Typed:
-    """Every computed version, in the order of ``source``; readers have the version from which theirs is converted."""
+def _typed(source: fx.Graph, types: Types, versions: Mapping[fx.Node, Made], loss: fx.Node) -> _Typed:
+    """Every computed version, in the order of ``source``; readers have the version from which theirs is converted. That
+    of its own type keeps a value's name."""
     typed, read = _Typed(), dict[tuple[fx.Node, Placement], fx.Node]()
     for node in source.nodes:
-        for version, option in versions[node].items():
+        for version, option in sorted(versions[node].items(), key=lambda made: made[0] != types.of(node)):
             if node.op == "placeholder" and version == R:
                 read[node, R] = typed.graph.node_copy(node)
             elif isinstance(option, Option):

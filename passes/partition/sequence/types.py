@@ -23,6 +23,7 @@ from passes.partition.options.forms import Form
 from passes.partition.sequence.flow import begins, sequence_flow
 from passes.partition.sequence.refusals import no_typing, not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
+from passes.partition.sequence.sorted_rows import SortedRows
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
 from passes.program.program import Program
@@ -47,8 +48,9 @@ class Types:
         return self.natives.get(node, R)
 
 
-def decide_types(program: Program, cp: int) -> Types:
-    """Raises PlanError for a sequence that does not divide by 2·cp, and for ops that read all of it."""
+def decide_types(program: Program, cp: int, rows: SortedRows) -> Types:
+    """``rows``: those that are sorted by expert. Raises PlanError for a sequence that does not divide by 2·cp, and for
+    ops that read all of it."""
     types = Types(cp)
     flow = sequence_flow(program)
     needed = set(walk([program.node(program.loss)], operands))
@@ -56,7 +58,7 @@ def decide_types(program: Program, cp: int) -> Types:
         if node.op != "call_function" or node not in needed:
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
-            _settle(node, types, _chosen(node, types))
+            _settle(node, types, rows.option(node, types.natives, 2 * cp) or _chosen(node, types))
         elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types

@@ -1,0 +1,154 @@
+"""sort_plainly(program, layer): what a layer computes to sort its rows by expert becomes a few known calls.
+
+A model may find the order of its rows in any way. A value that equals one of these for random choices is replaced by it:
+
+    order   sort(choices)     pairs of token and choice, by expert       ids      choices[order]
+    tokens  order // k        the token of each of them                  counts   of the rows of each expert
+    places  sort(order)       the place of each pair in the order        ends     cumsum(counts)
+
+Over cp each rank sorts its own pairs (passes.partition.sequence.sorted_rows): these calls, and no others, may be
+computed of a rank's pairs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import getitem
+
+import torch
+from torch import Tensor, fx
+
+from passes.moe import exchange
+from passes.moe.building import Builder, erase_unread
+from passes.moe.layers import Dispatch, Experts
+from passes.moe.routing import Routing
+from passes.program.ops.aten import aten
+from passes.program.program import Program
+from passes.program.walks import readers, walk
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The known calls of all layers: ``pairs`` and ``tokens`` count rows before they are sorted, ``places`` after it;
+    ``ids`` are rows that are sorted."""
+
+    sorts: set[fx.Node] = field(default_factory=set)
+    pairs: set[fx.Node] = field(default_factory=set)
+    tokens: set[fx.Node] = field(default_factory=set)
+    places: set[fx.Node] = field(default_factory=set)
+    ids: set[fx.Node] = field(default_factory=set)
+
+
+def sort_plainly(program: Program, experts: Experts) -> Sorted:
+    """Rewrite ``program`` at each layer whose rows are sorted by expert."""
+    found = Sorted()
+    for layer in experts.layers:
+        routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        if layer.dispatch is Dispatch.OFFSETS and len(routing.chosen) == 1:
+            _Layer(program, routing, program.node(layer.combined), found).rewrite()
+    program.graph_changed()
+    return found
+
+
+class _Layer:
+    """Owns the known calls of one layer, each of which is made when it is wanted."""
+
+    def __init__(self, program: Program, routing: Routing, combined: fx.Node, found: Sorted) -> None:
+        self.graph, self.routing, self.found = program.graph.graph, routing, found
+        (self.chosen,) = routing.chosen
+        self.combined = combined
+        self.build = Builder(self.graph, self.chosen.next, self.chosen)
+        self.made: dict[str, fx.Node] = {}
+
+    def rewrite(self) -> None:
+        replaced = []
+        for node in sorted(walk([self.chosen], readers, into=lambda n: n <= self.combined)):
+            name = self._name_of(node)
+            if name:
+                replaced.append(node)
+                node.replace_all_uses_with(self._as(name, node.meta["val"].dtype))
+        erase_unread(self.graph, replaced)
+
+    def _name_of(self, node: fx.Node) -> str:
+        value = node.meta.get("val")
+        sizes = {(self.routing.num_rows,), (self.routing.size,)}
+        if not isinstance(value, Tensor) or tuple(value.shape) not in sizes or node.meta.get("grad"):
+            return ""
+        if node is self.chosen:
+            return ""
+        left = dict.fromkeys(FACTS)
+
+        def holds(found: list[Tensor], counts: Tensor, ids: list[Tensor]) -> bool:
+            for name in list(left):
+                if not torch.equal(found[0].long(), FACTS[name](ids[0].reshape(-1), counts, self.routing.top_k)):
+                    del left[name]
+            return bool(left)
+
+        return next(iter(left)) if self.routing.holds([node], holds) else ""
+
+    def _as(self, name: str, dtype: torch.dtype) -> fx.Node:
+        node = self._known(name)
+        return node if node.meta["val"].dtype == dtype else self._call(f"{name} as {dtype}", aten.to.dtype, node, dtype)
+
+    def _known(self, name: str) -> fx.Node:
+        if name not in self.made:
+            self.made[name] = getattr(self, f"_{name}")()
+        return self.made[name]
+
+    def _call(self, key: str, *call: object) -> fx.Node:
+        if key not in self.made:
+            self.made[key] = self.build.call(*call)
+        return self.made[key]
+
+    def _flat(self) -> fx.Node:
+        return self._call("flat", aten.reshape.default, self.chosen, [self.routing.num_rows])
+
+    def _sort(self, values: fx.Node) -> fx.Node:
+        sort = self.build.call(aten.sort.stable, values, stable=True)
+        self.found.sorts.add(sort)
+        return self.build.call(getitem, sort, 1)
+
+    def _order(self) -> fx.Node:
+        order = self._sort(self._flat())
+        self.found.pairs.add(order)
+        return order
+
+    def _tokens(self) -> fx.Node:
+        made = self.build.call(aten.floor_divide.default, self._known("order"), self.routing.top_k)
+        self.found.tokens.add(made)
+        return made
+
+    def _places(self) -> fx.Node:
+        made = self._sort(self._known("order"))
+        self.found.places.add(made)
+        return made
+
+    def _ids(self) -> fx.Node:
+        made = self.build.call(aten.index.Tensor, self._flat(), [self._known("order")])
+        self.found.ids.add(made)
+        return made
+
+    def _counts(self) -> fx.Node:
+        val = torch.empty(self.routing.size, dtype=torch.int64, device="meta")
+        return self.build.call(exchange.count_experts, self.routing.size, self.chosen, val=val)
+
+    def _ends(self) -> fx.Node:
+        return self.build.call(aten.cumsum.default, self._known("counts"), 0)
+
+
+Fact = Callable[[Tensor, Tensor, int], Tensor]  # flat choices, rows of each expert, k → the value
+
+
+def _in_order(flat: Tensor) -> Tensor:
+    return torch.sort(flat, stable=True).indices
+
+
+FACTS: Mapping[str, Fact] = {
+    "order": lambda flat, _, k: _in_order(flat),
+    "tokens": lambda flat, _, k: _in_order(flat) // k,
+    "places": lambda flat, _, k: torch.argsort(_in_order(flat)),
+    "ids": lambda flat, _, k: torch.sort(flat).values.long(),
+    "counts": lambda _, counts, k: counts,
+    "ends": lambda _, counts, k: counts.cumsum(0),
+}
