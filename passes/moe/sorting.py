@@ -1,6 +1,6 @@
 """sort_plainly(program, layer): what a layer computes to sort its rows by expert becomes a few known calls.
 
-A model may find the order of its rows in any way. A value that equals one of these for random choices is replaced by it:
+A model may find the order of its rows in any way. What equals one of these for random choices is replaced by it:
 
     order   sort(choices)     pairs of token and choice, by expert       ids      choices[order]
     tokens  order // k        the token of each of them                  counts   of the rows of each expert
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -62,30 +63,34 @@ class _Layer:
         self.made: dict[str, fx.Node] = {}
 
     def rewrite(self) -> None:
-        replaced = []
+        """Of values that depend on the choices alone, the known ones."""
+        names, order = dict[fx.Node, str](), self.chosen
         for node in sorted(walk([self.chosen], readers, into=lambda n: n <= self.combined)):
-            name = self._name_of(node)
+            name = self._name_of(node, order)
             if name:
-                replaced.append(node)
-                node.replace_all_uses_with(self._as(name, node.meta["val"].dtype))
-        erase_unread(self.graph, replaced)
+                names[node] = name
+                order = node if name == "order" and order is self.chosen else order
+        for node, name in names.items():
+            node.replace_all_uses_with(self._as(name, node.meta["val"].dtype))
+        erase_unread(self.graph, names)
 
-    def _name_of(self, node: fx.Node) -> str:
+    def _name_of(self, node: fx.Node, order: fx.Node) -> str:
+        """``order``: that of the rows; the choices, while it is not known."""
         value = node.meta.get("val")
         sizes = {(self.routing.num_rows,), (self.routing.size,)}
-        if not isinstance(value, Tensor) or tuple(value.shape) not in sizes or node.meta.get("grad"):
+        if node is self.chosen or not isinstance(value, Tensor) or tuple(value.shape) not in sizes:
             return ""
-        if node is self.chosen:
+        if node.meta.get("grad"):
             return ""
-        left = dict.fromkeys(FACTS)
+        facts = WITHOUT_ORDER if order is self.chosen else WITH_ORDER
+        left = list(facts)
 
         def holds(found: list[Tensor], counts: Tensor, ids: list[Tensor]) -> bool:
-            for name in list(left):
-                if not torch.equal(found[0].long(), FACTS[name](ids[0].reshape(-1), counts, self.routing.top_k)):
-                    del left[name]
+            trial = Trial(found[0].long(), ids[0].reshape(-1), counts, found[1].reshape(-1), self.routing.top_k)
+            left[:] = [name for name in left if facts[name](trial)]
             return bool(left)
 
-        return next(iter(left)) if self.routing.holds([node], holds) else ""
+        return left[0] if self.routing.holds([node, order], holds) else ""
 
     def _as(self, name: str, dtype: torch.dtype) -> fx.Node:
         node = self._known(name)
@@ -137,18 +142,39 @@ class _Layer:
         return self.build.call(aten.cumsum.default, self._known("counts"), 0)
 
 
-Fact = Callable[[Tensor, Tensor, int], Tensor]  # flat choices, rows of each expert, k → the value
+class Trial(NamedTuple):
+    """A value for random choices, and what it may be: ``flat`` choices, ``counts`` of the rows of each expert, and the
+    model's own ``order`` of the rows, in which those of one expert may stand in any order."""
+
+    value: Tensor
+    flat: Tensor
+    counts: Tensor
+    order: Tensor
+    top_k: int
 
 
-def _in_order(flat: Tensor) -> Tensor:
-    return torch.sort(flat, stable=True).indices
+def _sorts(trial: Trial) -> bool:
+    """Whether it is an order of all rows, by expert."""
+    value, flat = trial.value, trial.flat
+    if value.shape != flat.shape or not torch.equal(_sorted(value), torch.arange(len(flat))):
+        return False
+    return torch.equal(flat[value], _sorted(flat))
 
 
-FACTS: Mapping[str, Fact] = {
-    "order": lambda flat, _, k: _in_order(flat),
-    "tokens": lambda flat, _, k: _in_order(flat) // k,
-    "places": lambda flat, _, k: torch.argsort(_in_order(flat)),
-    "ids": lambda flat, _, k: torch.sort(flat).values.long(),
-    "counts": lambda _, counts, k: counts,
-    "ends": lambda _, counts, k: counts.cumsum(0),
+def _sorted(values: Tensor) -> Tensor:
+    return torch.sort(values).values
+
+
+Facts = Mapping[str, Callable[[Trial], bool]]
+OF_COUNTS: Facts = {
+    "ids": lambda trial: torch.equal(trial.value, _sorted(trial.flat)),
+    "counts": lambda trial: torch.equal(trial.value, trial.counts),
+    "ends": lambda trial: torch.equal(trial.value, trial.counts.cumsum(0)),
 }
+OF_THE_ORDER: Facts = {
+    "order": lambda trial: torch.equal(trial.value, trial.order),
+    "tokens": lambda trial: torch.equal(trial.value, trial.order // trial.top_k),
+    "places": lambda trial: torch.equal(trial.value, torch.argsort(trial.order)),
+}
+WITHOUT_ORDER: Facts = {"order": _sorts} | OF_COUNTS
+WITH_ORDER: Facts = OF_THE_ORDER | OF_COUNTS
