@@ -2,6 +2,7 @@
 
 chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
 one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
+grouped_mm(rows, W, ends) with ends [E] that are computed of ids                              too
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from operator import getitem
 
 from torch import Tensor, fx
 
-from passes.moe.ties import lookup
+from passes.moe.ties import is_grouped, lookup
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, SORTS, SPLITS
 from passes.program.walks import walk
@@ -56,7 +57,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
         return packet_of(node.target) is not aten.sort or user.args[1] in (0,)
     if found is not None:
         return found[0] is node
-    is_taken = packet in (aten.sort, aten.clamp) or (packet is aten.gather and user.args[0] is node)
+    is_taken = packet in (aten.sort, aten.clamp) or (packet in (aten.gather, aten.index) and user.args[0] is node)
     return is_taken or user.target in LAID_OUT | CUTS | SPLITS
 
 
@@ -66,6 +67,14 @@ def dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int
         for user in node.users:
             if user.op == "call_function":
                 yield from _made(user, node, size)
+    for node in walk(ids, _counting):
+        if shape_of(node) == (size,) and any(is_grouped(user) and user.args[2] is node for user in node.users):
+            yield node, 0
+
+
+def _counting(node: fx.Node) -> Iterator[fx.Node]:
+    """What is computed of ids without a gradient: the ends of the rows of each expert, however they are counted."""
+    yield from (user for user in node.users if user.op == "call_function" and not user.meta["grad"])
 
 
 def _made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:

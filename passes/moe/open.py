@@ -18,6 +18,7 @@ from passes.moe.opening_pairs import open_pairs
 from passes.moe.opening_slot_branches import open_slot_branches
 from passes.moe.opening_slots import open_slots
 from passes.program.program import Program
+from passes.program.source_lines import where_of
 from passes.types.sizes import Sizes
 
 
@@ -38,6 +39,8 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, dense: str 
         )
     for layer in experts.layers:
         _check_sizes(program, layer, mesh)
+        if layer.capacity and mesh.cp > 1:
+            raise _slots_of_a_sequence(program, layer, mesh)
     opened = tuple(_opened(program, layer) for layer in experts.layers)
     program.graph_changed()
     return Experts(opened)
@@ -85,6 +88,14 @@ def _opened(program: Program, layer: ExpertLayer) -> ExpertLayer:
     if layer.capacity:
         return open_slot_branches(program, layer) if layer.tips else open_slots(program, layer)
     return open_branches(program, layer) if layer.tips else open_pairs(program, layer)
+
+
+def _slots_of_a_sequence(program: Program, layer: ExpertLayer, mesh: Sizes) -> PlanError:
+    return PlanError(
+        f"cp = {mesh.cp} with ep = {mesh.ep}, etp = {mesh.etp}: tokens of all ranks of cp compete for {layer.how}",
+        where=where_of(program.node(layer.products[0])),
+        fix="set cp: 1; or set ep: 1 and remove etp",
+    )
 
 
 def _check_sizes(program: Program, layer: ExpertLayer, mesh: Sizes) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from passes.moe import exchange
 from passes.moe.building import Builder
 from passes.moe.domain import Domain
+from passes.program.constants import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import BEST, FILLED
 from passes.program.walks import in_order, readers, walk
@@ -191,7 +192,9 @@ def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: tor
 
 def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
     """Whether a value is to be computed: it depends on the choices, or is made of numbers alone."""
-    return node in below or not node.all_input_nodes or node.target in FILLED
+    if node in below or not node.all_input_nodes or node.target in FILLED:
+        return True
+    return not node.meta["grad"] and is_made_of(node, ())
 
 
 def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:

@@ -42,7 +42,7 @@ class Sorted:
 
 
 def sort_plainly(program: Program, experts: Experts) -> Sorted:
-    """Rewrite ``program`` at each layer whose rows are sorted by expert."""
+    """Rewrite ``program`` at each layer with rows that are sorted by expert."""
     found = Sorted()
     for layer in experts.layers:
         routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])

@@ -12,6 +12,9 @@ class Sizes(Protocol):
     def tp(self) -> int: ...
 
     @property
+    def cp(self) -> int: ...
+
+    @property
     def ep(self) -> int: ...
 
     @property

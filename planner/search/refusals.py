@@ -57,10 +57,7 @@ def check_pins(spec: Spec, devices: int) -> None:
 
 
 def _check_experts(spec: Spec, devices: int) -> None:
-    ep, cp = spec.mesh.ep, spec.mesh.cp
-    if ep not in (AUTO, 1) and cp not in (AUTO, 1):
-        what = f"cp = {cp} with ep = {ep}: experts with ep or etp cannot be sharded over cp"
-        raise spec.error("mesh.cp", what, "set cp: 1; or set ep: 1 and remove etp")
+    ep = spec.mesh.ep
     if ep != AUTO and devices % int(ep):
         raise spec.error("mesh.ep", f"ep {ep} does not divide the {devices} devices", "choose a divisor, or auto")
 

@@ -106,11 +106,7 @@ class Space:
         return sorted({tp, 1}) if given == AUTO else [int(given)]
 
     def _with_sequence(self, tp: int, cp: int, ep: int, etp: int) -> Iterator[Cut]:
-        cut = Cut(tp, False, cp, ep, etp)
         if self.devices % (tp * cp) or self.devices % (etp * ep):
-            return
-        if cp > 1 and cut.has_expert_axes:
-            self.pruned["cp together with ep or etp: not supported"] += 1
             return
         given = self.spec.tensor_parallel.sequence_parallel
         for sequence_parallel in (False, True) if given == AUTO else (given,):

@@ -7,7 +7,7 @@ would do there they show on the CPU, too: the ops are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import passes.dropout
-from examples.moe import MoE
 from passes.ops.dropout import stream_attention, stream_dropout
 from planner import Plan, plan
 from planner.lower import lower
 from runtime import Engine
 from runtime.optimizer.zero1 import DistributedOptimizer, StepResult
+from tests.models import experts
 from tests.models.families import Entry, hugging_face
 from tests.tools.host_watch import HostWatch, Sight
 
@@ -31,11 +31,11 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
-TOKENS = {name: ((12,), torch.int64, 97) for name in ("input_ids", "targets")}
+TOKENS = {name: ((12,), torch.int64, experts.VOCABULARY) for name in ("input_ids", "labels")}
 MODELS: dict[str, Callable[[], Entry]] = {
     "gpt2": lambda: hugging_face("GPT2:LMHeadModel", n_embd=32, n_layer=2, n_head=4, n_positions=16),
     "llama": lambda: hugging_face("Llama:ForCausalLM", **SMALL, intermediate_size=64, attention_dropout=0.1),
-    "experts": lambda: Entry(MoE(vocabulary=97, length=12, width=32, num_layers=1, hidden=32, num_experts=4), TOKENS),
+    "experts": lambda: Entry(experts.Blocks(partial(experts.Layer, experts.stacked)), TOKENS),
     "bert": lambda: hugging_face("Bert:ForMaskedLM", **SMALL, intermediate_size=64),
 }
 PRECISIONS: dict[str, dict[str, Any]] = {

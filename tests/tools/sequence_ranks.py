@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.partition.loss.shares import LossTerms
 from passes.moe.find import find_experts
+from passes.partition.loss.shares import LossTerms
 from passes.partition.sequence.cut import cut_sequence
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.program.program import Program

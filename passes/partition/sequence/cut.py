@@ -12,7 +12,6 @@ from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.partition import partition
 from passes.partition.sequence.refusals import no_sequence
 from passes.partition.sequence.repeated_rows import repeat_rows
-from passes.partition.sequence.sorted_rows import SortedRows
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
 from passes.program.program import Program
@@ -30,7 +29,7 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     repeat_rows(program.graph.graph)
     lengthen(program.graph.graph, cp)
     _loss_is(program)
-    types = decide_types(program, cp, SortedRows(sort_plainly(program, experts)))
+    types = decide_types(program, cp, sort_plainly(program, experts))
     if not types.natives:
         raise no_sequence(cp)
     count_rows(program.graph.graph, types)

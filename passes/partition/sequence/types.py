@@ -18,6 +18,7 @@ from math import prod
 import torch
 from torch import fx
 
+from passes.moe.sorting import Sorted
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
 from passes.partition.sequence.flow import begins, sequence_flow
@@ -48,17 +49,18 @@ class Types:
         return self.natives.get(node, R)
 
 
-def decide_types(program: Program, cp: int, rows: SortedRows) -> Types:
-    """``rows``: those that are sorted by expert. Raises PlanError for a sequence that does not divide by 2·cp, and for
-    ops that read all of it."""
+def decide_types(program: Program, cp: int, known: Sorted) -> Types:
+    """``known``: the calls that sort rows by expert. Raises PlanError for a sequence that does not divide by 2·cp, and
+    for ops that read all of it."""
     types = Types(cp)
+    rows = SortedRows(known, 2 * cp, types.natives)
     flow = sequence_flow(program)
     needed = set(walk([program.node(program.loss)], operands))
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node not in needed:
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
-            _settle(node, types, rows.option(node, types.natives, 2 * cp) or _chosen(node, types))
+            _settle(node, types, rows.option(node) or _chosen(node, types))
         elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types

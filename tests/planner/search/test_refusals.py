@@ -37,7 +37,6 @@ def found(name: str = "gpt2", cluster: Cluster = BASE, **keys: Any):
             "mesh.tp",
             "set devices: 4",
         ),
-        ({"devices": 8, "mesh": {"tp": "auto", "cp": 2, "ep": 2}}, "cp = 2 with ep = 2", "mesh.cp", "set cp: 1"),
         (
             {"devices": 12, "mesh": {"tp": "auto", "dp": 3}},
             "not divisible by mesh.dp = 3",
