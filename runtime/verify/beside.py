@@ -27,13 +27,14 @@ Named = Mapping[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """The engine's results for one global batch, as full tensors. ``before``: the parameters that it read; none in the
-    first step.
+    first step. ``imbalance``: rows of experts on the fullest rank of ep over the mean; None without such rows.
     """
 
     loss: float
     norm: float
     gradients: Named
     before: Named
+    imbalance: float | None = None
 
 
 class Beside:
@@ -43,11 +44,14 @@ class Beside:
         self._one, self._tolerance = one, tolerance
         self.rows: list[Row] = []
         self.precision = torch.float64  # the lowest that the model computes in
+        self.imbalance: float | None = None  # the most of all steps
         self._still: set[str] | None = None  # parameters that no loss has reached so far
         self._noise: dict[str, Tensor] = {}  # by element, the most that one update may have added so far
 
     def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
         """Compare the step that the engine has made with ``batch``, and make it here."""
+        if made.imbalance is not None:
+            self.imbalance = max(made.imbalance, self.imbalance or 0.0)
         if made.before:
             self.compare_parameters(made.before)
             self._adopt(made.before)

@@ -155,11 +155,13 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     if beside is None:
         return VerifyReport(())
     precision = str(beside.precision).removeprefix("torch.")
-    notes = (
+    notes = [
         _note_of_dropout(draws[0] if draws else None),
         f"tolerances for {precision}, the lowest precision in the computation of the model",
-    )
-    return VerifyReport(tuple(beside.rows), notes)
+    ]
+    if beside.imbalance is not None:
+        notes.append(f"experts: the fullest rank of ep had {beside.imbalance:.2f} times the mean of rows")
+    return VerifyReport(tuple(beside.rows), tuple(notes))
 
 
 def one_process(model: nn.Module, spec: Spec) -> OneProcess:
@@ -256,7 +258,9 @@ def _step(engine: Engine, batch: dict[str, Tensor], is_local: bool) -> EngineSte
     loss = engine.forward_backward(given, local=is_local)
     before = engine.gather_parameters() if engine.step_index else {}
     gradients = engine.gather_gradients()
-    return EngineStep(loss, engine.optimizer_step().grad_norm, gradients, before)
+    report = engine.optimizer_step()
+    imbalance = report.imbalance_of_ranks(engine.plan.mesh.ep) if report.expert_tokens else None
+    return EngineStep(loss, report.grad_norm, gradients, before, imbalance)
 
 
 def _summary(rows: list[Row]) -> str:

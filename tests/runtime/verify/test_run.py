@@ -247,3 +247,21 @@ def test_a_neuron_that_rounding_turns_off_is_allowed_in_bfloat16_and_a_lost_half
         assert row.passed == passes, str(row)
         (row,) = compare_gradients({"w": truth / 2}, {"w": truth}, Tolerance.of(dtype, lr=1e-3))
         assert not row.passed, str(row)
+
+
+@pytest.mark.sampled(1)
+def test_the_rows_of_the_fullest_rank_of_experts_are_reported(tmp_path: Path) -> None:
+    """Every token chooses expert 0, which one of two ranks has."""
+    (tmp_path / "tiny.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\nfrom tests.models.experts import Layer, Net, masks\n\n"
+        "def build():\n    model = Net(Layer(masks, top_k=1)).double()\n    with torch.no_grad():\n"
+        "        model.layer.gate.bias[0] += 50.0\n    return model\n"
+    )
+    (tmp_path / "spec.yaml").write_text(
+        "mesh: {dp: 2, ep: 2}\nbatch: {global: 4, micro: 2}\n"
+        "inputs: {input_ids: {shape: [6], dtype: int64, high: 24}, labels: {like: input_ids}}\n"
+    )
+    report = verify(f"{tmp_path / 'tiny.py'}:build", str(tmp_path / "spec.yaml"))
+    assert report.passed, str(report)
+    assert "experts: the fullest rank of ep had 2.00 times the mean of rows" in report.notes
