@@ -52,7 +52,7 @@ def test_a_model_without_a_sequence_among_its_inputs_is_refused() -> None:
     assert str(error.where) == "mesh.cp"
 
 
-def test_experts_over_axes_of_their_own_are_refused_beside_cp() -> None:
+def test_ep_beside_cp_needs_experts_too() -> None:
     error = error_of(plain(50, 16), mesh={"cp": 2, "ep": 2})
-    assert str(error.where) == "mesh.cp"
-    assert "ep: 1" in error.fix
+    assert str(error.where) == "mesh.ep"
+    assert "the model has no experts" in error.what
