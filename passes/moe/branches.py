@@ -52,7 +52,8 @@ def branches_of(space: Space) -> Branches | str | None:
     last = sorted(tips, key=lambda n: (tips[n], n))
     orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
     for first in range(each):
-        if len({_form(space, order, values) for order in orders[first::each]}) != 1:
+        of_one = zip(last[first::each], orders[first::each], strict=True)
+        if len({_form(tips[tip], order, values) for tip, order in of_one}) != 1:
             return f"the branches of its {space.size} numbers differ from each other"
     if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
         return f"the branches of one of its {space.size} numbers have different weights"
@@ -122,8 +123,9 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
     return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
 
 
-def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
-    """The computation of a branch, without the names of its own values and its number."""
+def _form(number: int, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    """The computation of a branch, without the names of its own values and its number: of a value with one part for
+    each expert, it takes the part of its number."""
     position = {node: i for i, node in enumerate(order)}
 
     def token(node: fx.Node) -> Any:
@@ -132,6 +134,9 @@ def _form(space: Space, order: list[fx.Node], values: Mapping[fx.Node, int]) -> 
     def line(node: fx.Node) -> tuple[Any, ...]:
         if node.op == "placeholder":
             return ("weight", shape_of(node), str(node.meta["val"].dtype))
+        pick = pick_of(node)
+        if pick is not None and pick.number == number and pick.whole not in position:
+            return ("part", pick.whole.name, pick.dim, pick.keeps)
         asks = node in values and not any(n in values for n in node.all_input_nodes)
         given = (node.args[:1] if asks else node.args, dict(node.kwargs))
         return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: _Token(token(n)))))

@@ -213,6 +213,15 @@ def beside_shared(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Ten
     return out
 
 
+def weighted_by_another(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """The scores choose alone; the weight of an expert is a column of another value."""
+    out, weights = torch.zeros_like(x), torch.tanh(x + probs.sum(-1, keepdim=True))
+    for e, expert in enumerate(layer.experts):
+        token, _ = torch.where(chosen == e)
+        out = out.index_add(0, token, expert(x[token]) * weights[token, e, None])
+    return out
+
+
 FLAT: tuple[Way, ...] = (
     index_add,
     one_hot,
@@ -230,6 +239,7 @@ FLAT: tuple[Way, ...] = (
     counted,
     divided,
     beside_shared,
+    weighted_by_another,
 )
 ON_THE_HOST: tuple[Way, ...] = (counts_in_a_list, counts_of_masks_in_a_list)
 OF_BATCHES: tuple[Way, ...] = (of_batches, pairs_of_batches)

@@ -7,8 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
+from passes.partition.options.base import Option
+from passes.partition.sequence.sorted_rows import SortedRows
 from planner import PlanError, plan
 from tests.models import experts, hugging_face, slots, sorted_experts, stacked_experts
 from tests.numeric.test_expert_layouts import FAMILIES, OPENED, STACKED, batch_of, built, check, family, layer_of
@@ -70,6 +72,17 @@ def test_rows_that_are_not_those_of_a_rank_alone_are_refused(way: sorted_experts
     with pytest.raises(PlanError) as refused:
         plan(sorting(way), spec_of(batch_of(2, LENGTH), mesh))
     assert "sorted_experts.py" in str(refused.value.where)
+
+
+@pytest.mark.check
+def test_rows_mixed_with_those_of_tokens_would_be_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(self: SortedRows, node: fx.Node) -> Option:
+        self.inside.add(node)
+        return next(self._of_rows(node))
+
+    monkeypatch.setattr(SortedRows, "_inside", lenient)
+    with pytest.raises(AssertionError, match="of the gradients' norm|Scalars are not close"):
+        check(lambda: sorting(sorted_experts.mixed), batch_of(2, LENGTH), LAYOUTS["cp2"], 1e-5, 1e-5)
 
 
 @pytest.mark.check
