@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext
+from passes.moe import exchange
 from passes.ops.counted import (
     Place,
     Ranges,
@@ -23,11 +24,16 @@ from passes.ops.counted import (
     counted_dropout,
     counted_normal,
     counted_uniform,
+    dropout_of_rows,
+    row_names,
 )
 from passes.partition.sequence import zigzag
-from passes.program.ops.aten import aten, named
-from passes.rng.places import BERNOULLI, KINDS, UNIFORM, Draw
+from passes.program.ops.aten import aten, named, shape_of
+from passes.rng.draw import Draw
+from passes.rng.places import BERNOULLI, KINDS, UNIFORM
 from passes.types.types import Placement
+
+OF_ROWS = (exchange.name_rows, exchange.drop_rows)
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
@@ -35,9 +41,15 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
     draw: Draw | None = node.meta.get("draw")
     if draw is None:
         return None
+    graph = node.graph
+    if node.target is exchange.name_rows:
+        return graph.call_function(row_names, (random, place_of(draw, node, context), torch.device(context.device)))
+    if node.target is exchange.drop_rows:
+        rows, p, names = node.args
+        place = place_of(draw, node, context, first=len(shape_of(node)) - len(draw.shape))
+        return graph.call_function(dropout_of_rows, (rows, p, random, place, names))
     place = place_of(draw, node, context)
     given = named(node)
-    graph = node.graph
     if node.target is aten.dropout.default:
         return graph.call_function(counted_dropout, (node.args[0], node.args[1], random, place))
     kind = KINDS[node.target]
@@ -49,8 +61,8 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
     return graph.call_function(function, (random, place, value.dtype, torch.device(context.device)))
 
 
-def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
-    """Which elements of the full microbatch this rank has."""
+def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -> Place:
+    """Which elements of the full microbatch this rank has. ``first``: the dim of ``node`` that is the draw's first."""
     ranges: list[Ranges] = [((0, size),) for size in draw.shape]
     if draw.cut is not None:
         cp = context.axes["cp"]
@@ -58,7 +70,8 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext) -> Place:
     placement: Placement = node.meta["placement"]
     if placement.is_sharded:
         axis = context.axis_of(node)
-        ranges[placement.dim] = _of(ranges[placement.dim], _held(placement, axis.size, axis.rank))
+        dim = placement.dim - first
+        ranges[dim] = _of(ranges[dim], _held(placement, axis.size, axis.rank))
     return Place(draw.site, draw.shape, tuple(ranges), draw.batch, draw.by_sample)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
-from passes.counted_draws import counted
+from passes.counted_draws import OF_ROWS, counted
 from passes.ops.dropout import OWN_ATTENTION, stream_attention, stream_dropout, stream_random
 from passes.partition.sequence.own_tokens import names_of_own_tokens
 from passes.program.ops.aten import is_random
@@ -65,7 +65,9 @@ def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
 
 def is_draw(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and other ops that PyTorch tags as random: rand, randn_like, bernoulli …"""
-    return bool(node.kwargs.get("dropout_p")) if node.target in OWN_ATTENTION else is_random(node)
+    if node.target in OWN_ATTENTION:
+        return bool(node.kwargs.get("dropout_p"))
+    return node.target in OF_ROWS or is_random(node)
 
 
 def _number(name: str) -> int:

@@ -7,6 +7,8 @@
     grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
+    names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
+    drop_rows(rows, p, names)                 [m, …]        dropout of rows by their names, wherever they are
 
     slots = send_slots(x, e, c, counts)       [.., E, .., C, ..]     dim c of each expert, of all ranks
     own = slots_of(slots, e, number)          [.., C, ..]            those of one expert
@@ -85,6 +87,17 @@ def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
 def return_slots(x: Tensor, experts: int, slots: int) -> Tensor:
     """The results of the slots, at the slots' own places."""
     return x
+
+
+def name_rows(num_tokens: int) -> Tensor:
+    """``meta["draw"]`` says how tokens are numbered."""
+    place = torch.arange(num_tokens)
+    return torch.stack([torch.zeros_like(place), place], 1)
+
+
+def drop_rows(rows: Tensor, p: float, names: Tensor) -> Tensor:
+    """``meta["draw"]`` is that of one row."""
+    return torch.dropout(rows, p, True)
 
 
 def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:

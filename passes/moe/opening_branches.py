@@ -18,9 +18,10 @@ from passes.moe import exchange
 from passes.moe.branch_ends import check_hidden, end_of
 from passes.moe.building import Builder, erase_unread
 from passes.moe.domain import Domain
+from passes.moe.dropped_rows import DroppedRows
 from passes.moe.inside import made_of
 from passes.moe.layers import Dispatch, ExpertLayer
-from passes.moe.refusals import check_draws, refusal_of
+from passes.moe.refusals import refusal_of
 from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
 from passes.moe.zeros import stays_zero
@@ -67,11 +68,13 @@ class _Opening:
         order, flat = self.routing.sorted(build)
         token = build.call(aten.floor_divide.default, order, self.top_k)
         brought = [self._bring(build, list(column), here, order, token, flat) for column in zip(*entries, strict=True)]
+        names = self.dropped.names(build)
+        names = names and self._bring(build, [names], here, order, token, flat)
         parts = []
         for number, own in enumerate(entries):
             for weight in sorted(self.weights[number]):
                 weight.meta["domain"] = self.tokens.domain(-1, number)
-            parts.append(self._branch(build, number, dict(zip(own, brought, strict=True)), here))
+            parts.append(self._branch(build, number, dict(zip(own, brought, strict=True)), here, names))
         joined = build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=Domain(rows=0))
         back = build.call(exchange.give_back, joined, here, val=joined.meta["val"])
         whole = self._sum(build, back, order)
@@ -112,7 +115,7 @@ class _Opening:
         if not self.end.picks:
             gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
             check_hidden(self.end, gates, self.num_tokens, self.routing, self._refusal)
-        check_draws((node for body in self.bodies for node in body), "rows", self._refusal)
+        self.dropped = DroppedRows(self.tokens, self.bodies, self._refusal)
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
@@ -144,15 +147,25 @@ class _Opening:
             rows = build.call(aten.index.Tensor, build.call(aten.cat.default, each), [expert, token])
         return build.call(exchange.dispatch, rows, here, domain=Domain(rows=0), val=rows.meta["val"])
 
-    def _branch(self, build: Builder, number: int, brought: dict[fx.Node, fx.Node], here: fx.Node) -> fx.Node:
+    def _branch(
+        self, build: Builder, number: int, brought: dict[fx.Node, fx.Node], here: fx.Node, names: fx.Node | None
+    ) -> fx.Node:
         """The body of one expert on the rows that chose it; returns its result, flat over rows."""
+        if names is not None:
+            val = self.tokens.part(names)
+            names = build.call(exchange.part, names, here, number, val=val, domain=self.tokens.domain(0, number))
         own: dict[fx.Node, fx.Node] = {}
         for entry, rows in brought.items():
             val = self.tokens.part(rows)
             part = build.call(exchange.part, rows, here, number, val=val, domain=self.tokens.domain(0, number))
             own[entry] = self.tokens.shaped(build, part, entry, number)
         for node in self.bodies[number]:
-            own[node] = self.tokens.again(Builder(self.graph, build.place, node), node, own, number, self._refusal)
+            at = Builder(self.graph, build.place, node)
+            if names is not None and node in self.dropped.nodes:
+                rows = own[node.all_input_nodes[0]]
+                own[node] = self.dropped.dropped(at, node, rows, names, rows.meta["domain"])
+            else:
+                own[node] = self.tokens.again(at, node, own, number, self._refusal)
             self.made.append(own[node])
         tips = [self.tokens.flattened(build, own[tip], number) for tip in self.tips[number]]
         summed = tips[0]

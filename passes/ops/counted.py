@@ -53,6 +53,25 @@ def counted_dropout(x: Tensor, p: float, random: RandomState, place: Place) -> T
     return scaled_dropout(x, keep.expand(x.shape), p)
 
 
+def row_names(random: RandomState, place: Place, device: torch.device) -> Tensor:
+    """[tokens, 2]: the sample of each token that a rank has of a microbatch, and its place there. ``place``: of the
+    dims of tokens alone."""
+    sample, at = torch.broadcast_tensors(*_names(place, random.counter(device)[1], device))
+    return torch.stack([sample.reshape(-1), at.reshape(-1)], 1)
+
+
+def dropout_of_rows(x: Tensor, p: float, random: RandomState, place: Place, names: Tensor) -> Tensor:
+    """The same of rows [.., rows, features..] of named tokens: each element as in the full value. ``place``: of the
+    dims of features alone."""
+    if not random.training:
+        return x
+    sample, at = names.reshape(-1, 2, *[1] * len(place.shape)).unbind(1)
+    _, feature = _names(place, at, x.device)
+    key = _key(random, place, x.device)
+    drawn = mix(mix(key + sample * SAMPLE) + (at * math.prod(place.shape) + feature) * GOLDEN)
+    return scaled_dropout(x, (_shifted(drawn, 11) >= int(p * (1 << 53))).view(x.shape), p)
+
+
 def counted_bernoulli(p: float | Tensor, random: RandomState, place: Place, like: Tensor) -> Tensor:
     """Ones with probability ``p``, in the dtype of ``like``."""
     drawn = counted_uniform(random, place, torch.float64, like.device)
@@ -74,11 +93,14 @@ def counted_normal(random: RandomState, place: Place, dtype: torch.dtype, device
 
 def numbers(random: RandomState, place: Place, device: torch.device) -> Tensor:
     """64 bits for each element that a rank has of a value."""
-    step, microbatch = random.counter(device)
+    sample, element = _names(place, random.counter(device)[1], device)
+    return mix(mix(_key(random, place, device) + sample * SAMPLE) + element * GOLDEN)
+
+
+def _key(random: RandomState, place: Place, device: torch.device) -> Tensor:
+    """Of all draws of one op in a step."""
     digest = hashlib.blake2b(f"{random.seed}/{place.site}".encode(), digest_size=8).digest()
-    key = step * STEP + int.from_bytes(digest, "little", signed=True)
-    sample, element = _names(place, microbatch, device)
-    return mix(mix(key + sample * SAMPLE) + element * GOLDEN)
+    return random.counter(device)[0] * STEP + int.from_bytes(digest, "little", signed=True)
 
 
 def mix(z: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ The names are those of the full value, so every layout draws the same numbers (p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import fx
 
 from passes.errors import PlanError
+from passes.moe import exchange
 from passes.moe.domain import domain_of
 from passes.partition.batch.flow import Run, batch_runs
 from passes.program.ops.aten import aten, is_random, ops_named, shape_of
@@ -22,7 +22,7 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
 from passes.rng.attention import spell_out_attention
-from passes.types.types import Placement
+from passes.rng.draw import Draw
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {
@@ -33,19 +33,6 @@ KINDS = {
 
 
 Runs = Mapping[fx.Node, frozenset[Run] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """``shape``: of the value of one full microbatch. ``batch``: (dim, step, number) of the sequences in it; None
-    if there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
-    """
-
-    site: int
-    shape: tuple[int, ...]
-    batch: Run | None
-    by_sample: bool
-    cut: Placement | None = None
 
 
 def name_draws(program: Program, micro: int) -> None:
@@ -105,5 +92,5 @@ def _refused(node: fx.Node, what: str) -> PlanError:
 def check_draws(program: Program) -> None:
     """Raise PlanError for numbers of rows that experts hold: which tokens those are, the routing alone knows."""
     for node in program.graph.graph.nodes:
-        if "draw" in node.meta and domain_of(node) is not None:
+        if "draw" in node.meta and domain_of(node) is not None and node.target is not exchange.drop_rows:
             raise _refused(node, "acts on the rows of experts with ep or etp")

@@ -41,6 +41,13 @@ def join(site: Site) -> Iterator[Option]:
     yield site.partial(site.inputs)
 
 
+def drop_rows(site: Site) -> Iterator[Option]:
+    """Of the features of a row, those that a rank has."""
+    rows = site.inputs[0]
+    for cut in dict.fromkeys((*site.candidates(), *site.candidates(rows))):
+        yield site.option(cut, {rows: cut}, Form.PARTS)
+
+
 def whole(site: Site) -> Iterator[Option]:
     """Routing counts and the order of rows: the same on all ranks of the axis."""
     return iter(())
@@ -60,10 +67,12 @@ KNOWING = (
     exchange.ids_of,
     exchange.part,
     exchange.slots_of,
+    exchange.name_rows,
 )
 COVERS = (
     Covers(whole, targets=KNOWING, gives=frozenset()),
     Covers(dispatch, targets=(exchange.dispatch,), gives={Form.ROWS}),
+    Covers(drop_rows, targets=(exchange.drop_rows,)),
     Covers(join, targets=(exchange.join,)),
     Covers(give_back, targets=(exchange.give_back,), gives={Form.ROWS}),
     Covers(send_slots, targets=(exchange.send_slots,), gives={Form.ROWS}),
