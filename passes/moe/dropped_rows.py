@@ -26,11 +26,15 @@ from passes.rng.draw import Draw
 class DroppedRows:
     """Owns what names the tokens: the dims of tokens of every draw of the branches, which must agree."""
 
-    def __init__(self, tokens: TokenRows, bodies: Iterable[list[fx.Node]], refusal: Refusal) -> None:
+    def __init__(
+        self, tokens: TokenRows, bodies: Iterable[list[fx.Node]], refusal: Refusal, *, alone: bool = False
+    ) -> None:
+        """``alone``: dropout without names may draw here."""
         drawing = [node for body in bodies for node in body if is_random(node)]
         self.tokens = tokens
         self.nodes = {n for n in drawing if n.target is aten.dropout.default and "draw" in n.meta}
-        check_draws([n for n in drawing if n not in self.nodes], "rows", refusal)
+        is_drawn = {n for n in drawing if n in self.nodes or (alone and n.target is aten.dropout.default)}
+        check_draws([n for n in drawing if n not in is_drawn], "rows", refusal)
         found = {self._of_tokens(node) for node in self.nodes}
         if len(found) > 1 or None in found:
             raise refusal(min(self.nodes), "the draws of dropout are not named by token")

@@ -65,7 +65,7 @@ def _opened_here(program: Program, layer: ExpertLayer, dense: str) -> ExpertLaye
     before = set(nodes)
     marked = {node for node in nodes if "domain" in node.meta}
     try:
-        opened = open_branches(program, layer)
+        opened = open_branches(program, layer, alone=True)
     except PlanError as error:
         opened = replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
         for node in reversed([node for node in nodes if node not in before]):

@@ -33,10 +33,10 @@ from passes.program.walks import operands, readers, walk
 FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
 
-def open_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
-    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError if they
-    are not understood."""
-    return _Opening(program, layer).run()
+def open_branches(program: Program, layer: ExpertLayer, *, alone: bool = False) -> ExpertLayer:
+    """Put the exchange around the branches of ``layer``; returns it with the calls of now. ``alone``: every rank has
+    all experts, so no other draws for its rows. Raises PlanError if they are not understood."""
+    return _Opening(program, layer, alone).run()
 
 
 class _Opening:
@@ -44,8 +44,8 @@ class _Opening:
     their inputs from outside: entries, the same for all experts or one for each.
     """
 
-    def __init__(self, program: Program, layer: ExpertLayer) -> None:
-        self.graph, self.layer, self.program = program.graph.graph, layer, program
+    def __init__(self, program: Program, layer: ExpertLayer, alone: bool) -> None:
+        self.graph, self.layer, self.program, self.alone = program.graph.graph, layer, program, alone
         self._refusal = refusal_of(layer, FIX)
         chosen = [program.node(name) for name in layer.chosen]
         self.routing, self.chosen = Routing(layer.num_experts, chosen), chosen[0]
@@ -115,7 +115,7 @@ class _Opening:
         if not self.end.picks:
             gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
             check_hidden(self.end, gates, self.num_tokens, self.routing, self._refusal)
-        self.dropped = DroppedRows(self.tokens, self.bodies, self._refusal)
+        self.dropped = DroppedRows(self.tokens, self.bodies, self._refusal, alone=self.alone)
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""

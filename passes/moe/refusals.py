@@ -9,9 +9,10 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.layers import ExpertLayer
-from passes.program.ops.aten import is_random
+from passes.program.ops.aten import aten, is_random
 from passes.program.source_lines import where_of
 
+NAMED = "set dropout: layout_invariant for experts in a loop; or "  # its numbers then follow their tokens
 Refusal = Callable[[fx.Node, str], PlanError]
 
 
@@ -29,4 +30,6 @@ def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
     """Raise if one of the calls on ``held``, rows or slots, draws random numbers."""
     for node in sorted(calls):
         if is_random(node):
-            raise refusal(node, f"dropout inside experts draws for {held} that other ranks hold")
+            error = refusal(node, f"dropout inside experts draws for {held} that other ranks hold")
+            named = "" if "draw" in node.meta or node.target is not aten.dropout.default else NAMED
+            raise PlanError(error.what, where=error.where, fix=f"{named}{error.fix}")

@@ -81,7 +81,7 @@ def test_rows_mixed_with_those_of_tokens_would_be_another_training(monkeypatch: 
         return next(self._of_rows(node))
 
     monkeypatch.setattr(SortedRows, "_inside", lenient)
-    with pytest.raises(AssertionError, match="of the gradients' norm|Scalars are not close"):
+    with pytest.raises(AssertionError, match=r"of the gradients' norm|Scalars are not close"):
         check(lambda: sorting(sorted_experts.mixed), batch_of(2, LENGTH), LAYOUTS["cp2"], 1e-5, 1e-5)
 
 

@@ -82,6 +82,7 @@ def run_mesh(
     def run(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
         bind(programs[rank], made.mesh, rank)
         programs[rank].load.begin(torch.device("cpu"))
+        programs[rank].random.begin(0, made.mesh.place(rank)["dp"])  # a microbatch each
         return run_step(programs[rank], {n: x[made.mesh.place(rank)["dp"]] for n, x in shares.items()}, totals)
 
     ran = on_threads(made.mesh.world_size, run)
