@@ -52,8 +52,8 @@ def branches_of(space: Space) -> Branches | str | None:
     last = sorted(tips, key=lambda n: (tips[n], n))
     orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
     for first in range(each):
-        of_one = zip(last[first::each], orders[first::each], strict=True)
-        if len({_form(tips[tip], order, values) for tip, order in of_one}) != 1:
+        numbers = [tips[tip] for tip in last[first::each]]
+        if not _are_alike(numbers, orders[first::each], values):
             return f"the branches of its {space.size} numbers differ from each other"
     if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
         return f"the branches of one of its {space.size} numbers have different weights"
@@ -123,9 +123,15 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
     return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
 
 
-def _form(number: int, order: list[fx.Node], values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
-    """The computation of a branch, without the names of its own values and its number: of a value with one part for
-    each expert, it takes the part of its number."""
+def _are_alike(numbers: list[int], orders: list[list[fx.Node]], values: Mapping[fx.Node, int]) -> bool:
+    """Whether the branches of all numbers compute the same; each may take the part of its number of another value."""
+    plain = {_form(order, None, values) for order in orders}
+    return len(plain) == 1 or len({_form(*given, values) for given in zip(orders, numbers, strict=True)}) == 1
+
+
+def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    """The computation of a branch, without the names of its own values and its number. ``number``: if it takes that
+    part of other values."""
     position = {node: i for i, node in enumerate(order)}
 
     def token(node: fx.Node) -> Any:
@@ -134,7 +140,7 @@ def _form(number: int, order: list[fx.Node], values: Mapping[fx.Node, int]) -> t
     def line(node: fx.Node) -> tuple[Any, ...]:
         if node.op == "placeholder":
             return ("weight", shape_of(node), str(node.meta["val"].dtype))
-        pick = pick_of(node)
+        pick = None if number is None else pick_of(node)
         if pick is not None and pick.number == number and pick.whole not in position:
             return ("part", pick.whole.name, pick.dim, pick.keeps)
         asks = node in values and not any(n in values for n in node.all_input_nodes)

@@ -94,16 +94,21 @@ class SortedRows:
 
     def _fit(self, index: fx.Node, size: int) -> bool:
         """Whether an index counts ``size`` rows: a pair each, or each a token with its choices."""
+        return self._counts_rows(index) and shape_of(index) == (size * self._times(index),)
+
+    def _times(self, index: fx.Node) -> int:
         times: Any = index.args[1] if index in self.known.tokens else 1
-        return self._counts_rows(index) and shape_of(index) == (size * times,)
+        return times
 
     def _added(self, node: fx.Node) -> Option | None:
         args: Any = node.args
         base, dim, index, rows = args[:4]
-        if dim != 0 or index not in self.known.tokens or rows not in self.inside or base in self.inside:
+        is_before = index in self.known.tokens or index in self.known.pairs
+        if dim != 0 or not is_before or rows not in self.inside or base in self.inside:
             return None
-        times = int(index.args[1])
-        out = V(0, *(n // times for n in self.natives[index].sizes))
+        if not self._fit(index, shape_of(base)[0]):
+            return None
+        out = V(0, *(n // self._times(index) for n in self.natives[index].sizes))
         return self._as_given(node, out, **{base.name: out})
 
     # ---- inside an order
