@@ -29,8 +29,8 @@ from passes.ops.counted import (
 )
 from passes.partition.sequence import zigzag
 from passes.program.ops.aten import aten, named, shape_of
-from passes.rng.draw import Draw
 from passes.rng.places import BERNOULLI, KINDS, UNIFORM
+from passes.types.draw import Draw
 from passes.types.types import Placement
 
 OF_ROWS = (exchange.name_rows, exchange.drop_rows)

@@ -17,13 +17,13 @@ from torch import nn
 
 from passes.blocks.blocks import Blocks, find_blocks
 from passes.errors import PlanError
+from passes.moe.dropped_rows import check_places
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
 from passes.partition.placements import Placements
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.program import Program
-from passes.rng.places import check_draws
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
@@ -213,7 +213,7 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         context = cut_sequence(program, mesh.cp, found)
         keep_own_keys(program, context, mesh.tp)
     experts = open_experts(program, found, mesh, dense=spec.frees_or_captures)
-    check_draws(program)
+    check_places(program)
     blocks, placements, sites = _placed(program, spec, mesh)
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)

@@ -14,13 +14,16 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.building import Builder
-from passes.moe.domain import Domain
+from passes.moe.domain import Domain, domain_of
 from passes.moe.refusals import Refusal, check_draws
 from passes.moe.token_rows import TokenRows
 from passes.program.ops.aten import aten, is_random, shape_of
-from passes.rng.draw import Draw
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.types.draw import Draw
 
 
 class DroppedRows:
@@ -65,3 +68,15 @@ class DroppedRows:
         made.meta["draw"] = Draw(draw.site, draw.shape[lead:], None, by_sample=False)
         made.meta["grad"] = node.meta["grad"]
         return made
+
+
+def check_places(program: Program) -> None:
+    """Raise PlanError, at its line, for named draws of rows that experts hold, but for dropout by their tokens."""
+    for node in program.graph.graph.nodes:
+        if "draw" in node.meta and domain_of(node) is not None and node.target is not exchange.drop_rows:
+            raise PlanError(
+                f"dropout: layout_invariant: {node.target} acts on the rows of experts with ep or etp, "
+                f"{list(shape_of(node))}",
+                where=where_of(node),
+                fix="write dropout: fast, or draw by F.dropout in experts of a loop over modules",
+            )

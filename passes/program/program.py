@@ -25,7 +25,7 @@ META = {
     "nn_module_stack": "modules that computed it, as recorded by torch.export",
     "stack_trace": "source lines that computed it, as recorded by torch.export",
     "domain": "of a value among experts: which of its dims count experts or rows (experts.domain)",
-    "draw": "of a call that draws: which element of which sample its numbers are for (rng.draw)",
+    "draw": "of a call that draws: which element of which sample its numbers are for (types.draw)",
     "has_scores": "of a product: whether it is one of attention (placement.scores)",
 }
 # Further keys that lowering writes into the graphs of stages.

@@ -14,15 +14,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from passes.errors import PlanError
-from passes.moe import exchange
-from passes.moe.domain import domain_of
 from passes.partition.batch.flow import Run, batch_runs
 from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
 from passes.rng.attention import spell_out_attention
-from passes.rng.draw import Draw
+from passes.types.draw import Draw
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {
@@ -87,10 +85,3 @@ def _refused(node: fx.Node, what: str) -> PlanError:
             "first dim"
         ),
     )
-
-
-def check_draws(program: Program) -> None:
-    """Raise PlanError for numbers of rows that experts hold: which tokens those are, the routing alone knows."""
-    for node in program.graph.graph.nodes:
-        if "draw" in node.meta and domain_of(node) is not None and node.target is not exchange.drop_rows:
-            raise _refused(node, "acts on the rows of experts with ep or etp")

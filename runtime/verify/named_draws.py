@@ -26,8 +26,8 @@ from passes.ops.random_state import RandomState
 from passes.partition.options.table import has_rule
 from passes.program.ops.aten import aten
 from passes.program.source_lines import lines_of, where_of
-from passes.rng.draw import Draw
 from passes.rng.places import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
+from passes.types.draw import Draw
 from planner.capture.export import capture
 from planner.capture.gradients.call_sites import CallSites
 from planner.spec.spec import Spec

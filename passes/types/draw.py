@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.partition.batch.flow import Run
 from passes.types.types import Placement
+
+Run = tuple[int, int, int]  # dim, step, number, as passes.partition.batch.flow finds them
 
 
 @dataclass(frozen=True, slots=True)
