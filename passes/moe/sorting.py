@@ -106,16 +106,9 @@ class _Layer:
             self.made[key] = self.build.call(*call)
         return self.made[key]
 
-    def _flat(self) -> fx.Node:
-        return self._call("flat", aten.reshape.default, self.chosen, [self.routing.num_rows])
-
-    def _sort(self, values: fx.Node) -> fx.Node:
-        sort = self.build.call(aten.sort.stable, values, stable=True)
-        self.found.sorts.add(sort)
-        return self.build.call(getitem, sort, 1)
-
     def _order(self) -> fx.Node:
-        order = self._sort(self._flat())
+        order, self.made["flat"] = self.routing.sorted(self.build)
+        self.found.sorts.update(order.all_input_nodes)
         self.found.pairs.add(order)
         return order
 
@@ -125,12 +118,15 @@ class _Layer:
         return made
 
     def _places(self) -> fx.Node:
-        made = self._sort(self._known("order"))
+        sort = self.build.call(aten.sort.stable, self._known("order"), stable=True)
+        made = self.build.call(getitem, sort, 1)
+        self.found.sorts.add(sort)
         self.found.places.add(made)
         return made
 
     def _ids(self) -> fx.Node:
-        made = self.build.call(aten.index.Tensor, self._flat(), [self._known("order")])
+        order = self._known("order")
+        made = self.build.call(aten.index.Tensor, self.made["flat"], [order])
         self.found.ids.add(made)
         return made
 

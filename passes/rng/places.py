@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from passes.errors import PlanError
-from passes.partition.batch.flow import Run, batch_runs
+from passes.partition.batch.flow import batch_runs
 from passes.program.ops.aten import aten, is_random, ops_named, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
 from passes.rng.attention import spell_out_attention
-from passes.types.draw import Draw
+from passes.types.draw import Draw, Run
 
 UNIFORM, NORMAL, BERNOULLI = "uniform", "normal", "bernoulli"
 KINDS = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from passes.types.types import Placement
 
-Run = tuple[int, int, int]  # dim, step, number, as passes.partition.batch.flow finds them
+Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 
 
 @dataclass(frozen=True, slots=True)

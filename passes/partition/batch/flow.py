@@ -16,8 +16,8 @@ from passes.program.program import Program
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, OpRule
 from passes.rules.table import rule_of
+from passes.types.draw import Run
 
-Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
 Dims = frozenset[Run]
 
 
