@@ -16,7 +16,7 @@ from passes.ops.random_state import RandomState
 from runtime.distributed.meeting import Seat, judge
 from tests.tools.paths import ROOT
 
-PARTS = ("equal", "sync", "dropout", "graphs", "profile")
+PARTS = ("equal", "sync", "dropout", "graphs", "profile", "plain")
 CPU = torch.device("cpu")
 
 

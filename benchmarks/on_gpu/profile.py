@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from benchmarks.on_gpu.table import Table
 from planner import Plan, plan
 from runtime import Engine
 
+CLUSTER = Path(__file__).parents[2] / "specs/clusters/h200.yaml"
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s
 MICRO, MICROBATCHES, WARM, TIMED, PROFILED = 4, 2, 3, 10, 2
 
@@ -36,7 +38,7 @@ def figures(device: torch.device, attention_dropout: float, *, tiny: bool) -> di
     """Every figure of one model, by name; None for those that this device does not have."""
     model, sizes = llama(tiny=tiny, attention_dropout=attention_dropout)
     length, vocabulary = sizes["max_position_embeddings"], sizes["vocab_size"]
-    decided = _plan(model, length, vocabulary)
+    decided = plan_of(model, length, vocabulary)
     parameters = sum(torch.Size(row.shape).numel() for row in decided.parameters)
     given = batch(0, MICRO * MICROBATCHES, length, vocabulary)
     with Engine(decided, device=device) as engine:
@@ -105,7 +107,7 @@ def attention_kernels(names: Iterable[str]) -> str | None:
     return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None
 
 
-def _plan(model: torch.nn.Module, length: int, vocabulary: int) -> Plan:
+def plan_of(model: torch.nn.Module, length: int, vocabulary: int, **more: Any) -> Plan:
     tokens = {"shape": [length], "dtype": "int64", "high": vocabulary}
     return plan(
         model,
@@ -115,20 +117,22 @@ def _plan(model: torch.nn.Module, length: int, vocabulary: int) -> Plan:
             "inputs": {"input_ids": tokens, "labels": tokens},
             "precision": {"parameters": "bfloat16"},
             "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-4},
-        },
+            "cluster": str(CLUSTER),  # so that memory is that of a GPU's kernels
+        }
+        | more,
     )
 
 
 def seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int) -> float:
     for _ in range(warm):
         engine.train_step(given)
-    _wait(engine.groups.device)
+    wait(engine.groups.device)
     if engine.groups.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.groups.device)
     start = time.perf_counter()
     for _ in range(timed):
         engine.train_step(given)
-    _wait(engine.groups.device)
+    wait(engine.groups.device)
     return (time.perf_counter() - start) / timed
 
 
@@ -141,11 +145,11 @@ def kernels_of(engine: Engine, given: dict[str, Any], device: torch.device) -> l
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(PROFILED):
             engine.train_step(given)
-        _wait(device)
+        wait(device)
     on_device = [event for event in seen.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
     return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,10 +1,10 @@
-"""Names of torch.cuda and of Transformer Engine on a CPU, so that the real make_graphed_callables runs from its source.
+"""Names of torch.cuda and of Transformer Engine, so that the real make_graphed_callables runs from its source.
 
     torch.cuda.CUDAGraph, graph     runtime.cuda_graphs.recorded: ops at their addresses, blocks that are given again
     make_weak_ref                   the same memory, without holding its block
     its tracker of generators       its own source
 
-What it does not need without FP8 are classes of nothing.
+What it does not need without FP8 are classes of nothing. On a GPU (``on_a_gpu``) torch.cuda is CUDA's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ast
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,16 +119,45 @@ def cuda_graphs_of_a_cpu(random: RandomState | None = None) -> Iterator[Device]:
 @contextmanager
 def on_a_cpu(source: Source, folder: Path) -> Iterator[Device]:
     """``transformer_engine.pytorch`` has the function of this source, and torch.cuda has graphs of the CPU."""
+    with cuda_graphs_of_a_cpu() as device, from_source(source, folder, device.weak) as module:
+        module._graph_pool_handle = device.pool  # pyright: ignore[reportAttributeAccessIssue]
+        yield device
+
+
+@contextmanager
+def on_a_gpu(source: Source, folder: Path) -> Iterator[None]:
+    """``transformer_engine.pytorch`` has the function of this source, and captures with CUDA's own graphs."""
+    with from_source(source, folder, weak_of_cuda):
+        yield
+
+
+def weak_of_cuda(given: Any) -> Any:
+    """The same memory as each tensor's, without holding its block."""
+
+    def weak(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
+            return value
+        held = value.untyped_storage()
+        memory = torch._C._construct_storage_from_data_pointer(held.data_ptr(), value.device, held.nbytes())
+        alias = torch.empty(0, dtype=value.dtype, device=value.device)
+        return alias.set_(memory, value.storage_offset(), value.shape, value.stride())
+
+    return tree_map(weak, given)
+
+
+@contextmanager
+def from_source(source: Source, folder: Path, weak: Callable[[Any], Any]) -> Iterator[ModuleType]:
+    """``transformer_engine.pytorch`` has the function of this source."""
     path = folder / "graph.py"
     path.write_text(source.graph)
-    with pytest.MonkeyPatch.context() as patch, cuda_graphs_of_a_cpu() as device:
-        known = {
-            "autocast": lambda **_: nullcontext(),
-            "FP8GlobalStateManager": _NoFP8,
-            "graph_safe_rng_available": lambda: True,
-            "make_weak_ref": device.weak,
-            **tracker(source.distributed),
-        }
+    known = {
+        "autocast": lambda **_: nullcontext(),
+        "FP8GlobalStateManager": _NoFP8,
+        "graph_safe_rng_available": lambda: True,
+        "make_weak_ref": weak,
+        **tracker(source.distributed),
+    }
+    with pytest.MonkeyPatch.context() as patch:
         for name, names in imported(source.graph).items():
             patch.setitem(sys.modules, name, _module(name, names, known))
         spec = importlib.util.spec_from_file_location(f"{PACKAGE}.graph", path)
@@ -136,9 +165,8 @@ def on_a_cpu(source: Source, folder: Path) -> Iterator[Device]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module._graph_pool_handle = device.pool  # pyright: ignore[reportAttributeAccessIssue]
         sys.modules[PACKAGE].make_graphed_callables = module.make_graphed_callables  # pyright: ignore
-        yield device
+        yield module
 
 
 def tracker(source: str) -> dict[str, Any]:

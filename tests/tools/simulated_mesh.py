@@ -28,6 +28,7 @@ from tests.tools.captures import plan_again
 from tests.tools.simulated_ranks import on_threads
 
 Batch = dict[str, Tensor]
+CPU = torch.device("cpu")
 AXES = {
     "tp": ("dense", "tp"),
     "cp": ("dense", "cp"),
@@ -66,28 +67,34 @@ def run_mesh(
     mesh: Mapping[str, int],
     *,
     change: Callable[[RankProgram], None] = lambda _: None,
+    device: torch.device = CPU,
     **more: Any,
 ) -> Ran:
-    """``change``: what is done to each rank's program before it runs."""
+    """``change``: what is done to each rank's program before it runs. All ranks compute on ``device``."""
     model, spec = make(), spec_of(batch, mesh, **more)
     made = plan_again(model, spec)
     ranks = range(made.mesh.world_size)
-    programs = [lower(made, rank, thorough=True) for rank in ranks]
+    programs = [lower(made, rank, device, thorough=True) for rank in ranks]
     for rank, program in enumerate(programs):
-        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))
+        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), device)
         change(program)
-    shares = {n: x.chunk(made.mesh.dp) for n, x in batch.items()}
+    shares = {n: x.to(device).chunk(made.mesh.dp) for n, x in batch.items()}
     totals = totals_of(programs[0], shares, made.mesh.dp)
 
     def run(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
         bind(programs[rank], made.mesh, rank)
-        programs[rank].load.begin(torch.device("cpu"))
+        programs[rank].load.begin(device)
         programs[rank].random.begin(0, made.mesh.place(rank)["dp"])  # a microbatch each
         return run_step(programs[rank], {n: x[made.mesh.place(rank)["dp"]] for n, x in shares.items()}, totals)
 
-    ran = on_threads(made.mesh.world_size, run)
+    ran = [to_cpu(found) for found in on_threads(made.mesh.world_size, run)]
     loss = torch.stack([ran[rank][0] for rank in ranks if made.mesh.place(rank)["tp"] == 0]).sum()
     return Ran(made, loss, _whole(made, programs, [found for _, found in ran]), programs)
+
+
+def to_cpu(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, gradients = found
+    return loss.cpu(), {name: x.cpu() for name, x in gradients.items()}
 
 
 def totals_of(program: RankProgram, shares: Mapping[str, tuple[Tensor, ...]], dp: int) -> list[Tensor]:

@@ -6,9 +6,12 @@ Its code runs on a CPU, with graphs that are recorded op by op (tests.tools.reco
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,17 @@ from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import Trained, engine_of, spec_of, train
 from tests.tools.paths import ORACLES
-from tests.tools.recorded_graphs import Device, on_a_cpu
+from tests.tools.recorded_graphs import Device, on_a_cpu, on_a_gpu
 from tests.tools.region_stages import Kind, Walked, program_of, same, walk
-from tests.tools.transformer_engine_source import NotThere, Source, checks, fetched_source, parameters
+from tests.tools.transformer_engine_source import (
+    VARIABLE,
+    NotThere,
+    Source,
+    checks,
+    fetched_source,
+    local_source,
+    parameters,
+)
 
 CPU = torch.device("cpu")
 GPIPE = {"pipeline": {"schedule": "gpipe"}}
@@ -355,23 +366,39 @@ def test_a_version_without_a_keyword_that_is_given_is_too_old():
         backend._check_keywords({"modules": None, "sample_args": None, "_order": None})
 
 
+@contextmanager
+def its_function(folder: Path) -> Iterator[None]:
+    """Of the installed package, or of a source that is given; skips without either."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as reason:
+        source = local_source()
+        if source is None:
+            pytest.skip(f"{reason}; {VARIABLE} is not set")
+        with on_a_gpu(source, folder), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "check_backend", lambda impl, device: None)
+            yield
+    else:
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sections", [{}, GPIPE], ids=["one-by-one", "all-in-flight"])
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-dropout", "llama", "t5"])
-def test_regions_on_a_gpu_give_what_they_give_eagerly(name, sections):
-    pytest.importorskip("transformer_engine.pytorch", exc_type=(ImportError, OSError))
+def test_regions_on_a_gpu_give_what_they_give_eagerly(name, sections, tmp_path):
     runs = []
-    for impl in ("none", "transformer_engine"):
-        entry = families.build(name)
-        if "dropout" in name:
-            entry.model.train()
-        spec = spec_of(entry, ["attn", "mlp"], **sections)
-        spec["cuda_graphs"] = {"impl": impl} if impl == "none" else spec["cuda_graphs"] | {"impl": impl}
-        with Engine(plan(entry.model, spec), device="cuda:0") as engine:
-            if impl != "none":
-                assert isinstance(engine.graphs, TransformerEngineGraphs)
-                engine.capture_graphs()
-            runs.append(train(engine, entry))
-            if impl != "none":
-                assert engine.graphs.num_replays > 0
+    with its_function(tmp_path):
+        for impl in ("none", "transformer_engine"):
+            entry = families.build(name)
+            if "dropout" in name:
+                entry.model.train()
+            spec = spec_of(entry, ["attn", "mlp"], **sections)
+            spec["cuda_graphs"] = {"impl": impl} if impl == "none" else spec["cuda_graphs"] | {"impl": impl}
+            with Engine(plan(entry.model, spec), device="cuda:0") as engine:
+                if impl != "none":
+                    assert isinstance(engine.graphs, TransformerEngineGraphs)
+                    engine.capture_graphs()
+                runs.append(train(engine, entry))
+                if impl != "none":
+                    assert engine.graphs.num_replays > 0
     assert close(*runs)

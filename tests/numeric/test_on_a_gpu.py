@@ -1,0 +1,159 @@
+"""On a GPU every model trains as the unmodified model does on a CPU; so do ranks of a mesh that share the GPU.
+
+Ranks are threads of this process (tests/tools/simulated_mesh.py): their local programs run on the GPU, and what they
+exchange is computed there too. What is compared lies within float64's rounding, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner import plan
+from runtime import Engine
+from runtime.audit.tolerance import lowest_precision
+from tests.models import (
+    counted,
+    dropping,
+    experts,
+    families,
+    held_weights,
+    own,
+    own_functions,
+    signals,
+    sorted_experts,
+    uneven,
+    untrained,
+)
+from tests.numeric.test_expert_layouts import OPENED, STACKED, built, check, layer_of
+from tests.numeric.test_expert_layouts import batch_of as tokens_of
+from tests.tools.comparison import LIMITS
+from tests.tools.graphed_runs import spec_of
+from tests.tools.simulated_mesh import run_mesh
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda:0")
+ALL = families.FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS | signals.SIGNALS
+ALL |= held_weights.HELD_WEIGHTS | dropping.MODELS | untrained.MODELS | uneven.MODELS
+DRAWING = {"dropout", "dropping"}  # a GPU draws other numbers than a CPU
+NAMES = sorted(name for name in ALL if not any(word in name for word in DRAWING))
+SINGLE = {"mixtral", "mixtral-balanced"}  # in float32: grouped products have no float64
+FLOAT32 = {"precision": {"parameters": "float32"}}
+CUT = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp2, sequence parallel": ({"tp": 2}, CUT),
+    "cp2": ({"cp": 2}, {}),
+    "cp2·tp2·dp2, recomputed": ({"cp": 2, "tp": 2, "dp": 2}, {"recompute": "full"} | CUT),
+}
+OF_EXPERTS: dict[str, dict[str, int]] = {
+    "alone": {},
+    "tp2·dp2·ep2, etp 1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+    "tp2·dp2·ep2, etp 2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+    "cp2·tp2·ep4, etp 1": {"cp": 2, "tp": 2, "ep": 4, "etp": 1},
+}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Loss and gradients of the unmodified model on the CPU, the whole batch at once, and its lowest precision."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    precision: torch.dtype
+
+    def hold(self, loss: float, gradients: dict[str, Tensor]) -> None:
+        """Assert that a run found the same. A gradient's scale is its own size, or the largest one's rounding."""
+        loss_limit, limit = LIMITS[self.precision]
+        assert loss == pytest.approx(self.loss, rel=loss_limit)
+        noise = 1e-7 if self.precision is torch.float64 else 1e-3
+        smallest = noise * max(x.abs().max().item() for x in self.gradients.values())
+        for name, expected in self.gradients.items():
+            size = max(expected.abs().max().item(), smallest)
+            wrong = (gradients[name].cpu().double() - expected.double()).abs().max().item() / size
+            assert wrong <= limit, f"{name}: {wrong:.1e} of {size:.1e}"
+
+
+def truth_of(name: str, batch: dict[str, Tensor], precision: torch.dtype = torch.float64) -> Truth:
+    entry = families.build(name)
+    entry.model.to(precision)
+    with lowest_precision() as seen:
+        loss = entry.loss(entry.model(**batch))
+        loss.backward()
+    return Truth(loss.item(), {n: p.grad for n, p in entry.model.named_parameters() if p.grad is not None}, seen.dtype)
+
+
+def check_engine(name: str, precision: torch.dtype = torch.float64, **sections: Any) -> None:
+    entry = families.build(name)
+    batch = entry.batch(8, 0)
+    truth = truth_of(name, batch, precision)
+    with Engine(plan(entry.model, spec_of(entry, None, **sections)), device=GPU) as engine:
+        truth.hold(engine.forward_backward(batch), engine.gather_gradients())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_trains_as_on_a_cpu(name: str) -> None:
+    check_engine(name, *([torch.float32] if name in SINGLE else []))
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "own-router"])
+def test_recomputed(name: str, kind: str) -> None:
+    check_engine(name, recompute=kind)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_compiled(name: str) -> None:
+    check_engine(name, torch.float32, compile=True, **FLOAT32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt", "qwen3", "gemma2"])
+def test_ranks_of_a_mesh(name: str, layout: str) -> None:
+    mesh, more = LAYOUTS[layout]
+    batch = families.build(name).batch(2 * mesh.get("dp", 1), 0)
+    ran = run_mesh(lambda: families.build(name).model, batch, mesh, device=GPU, **more)
+    truth_of(name, batch).hold(ran.loss.item(), ran.gradients)
+
+
+@pytest.mark.parametrize("layout", OF_EXPERTS)
+@pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
+def test_experts(way: Callable[..., Tensor], layout: str) -> None:
+    mesh = OF_EXPERTS[layout]
+    make = lambda: built(partial(layer_of, way))  # noqa: E731
+    check(make, tokens_of(2 * mesh.get("dp", 1), 8), mesh, 1e-10, 1e-10, device=GPU)
+
+
+def sorting(way: sorted_experts.Way) -> nn.Module:
+    torch.manual_seed(3)
+    return experts.Net(sorted_experts.Sorting(way))
+
+
+@pytest.mark.parametrize("layout", OF_EXPERTS)
+@pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
+def test_experts_with_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
+    mesh = OF_EXPERTS[layout]
+    check(lambda: sorting(way), tokens_of(2 * mesh.get("dp", 1), 8), mesh, 1e-5, 1e-5, device=GPU)
+
+
+def test_a_save_of_a_gpu_goes_on_there_to_the_bit_and_on_a_cpu_within_rounding(tmp_path: Path) -> None:
+    entry = families.build("llama")
+    made = plan(entry.model, spec_of(entry, None))
+    with Engine(made, device=GPU) as engine:
+        engine.train_step(entry.batch(8, 0))
+        engine.save(tmp_path)
+        engine.train_step(entry.batch(8, 1))
+        truth = engine.gather_parameters()
+    for device, limit in ((GPU, 0.0), ("cpu", 1e-6)):
+        with Engine(made, device=device) as engine:
+            engine.load(tmp_path)
+            engine.train_step(entry.batch(8, 1))
+            found = engine.gather_parameters()
+        assert all((found[name].cpu() - truth[name].cpu()).abs().max() <= limit for name in truth)
