@@ -6,7 +6,7 @@
     python benchmarks/gpu.py shared     two ranks on one GPU train as one process does
     python benchmarks/gpu.py graphs     CUDA graphs: the numbers of eager steps, and how much faster short kernels are
     python benchmarks/gpu.py profile    a 1.1-billion Llama in bfloat16: speed, gaps, attention's kernels, memory
-    python benchmarks/gpu.py plain      the same model in plain PyTorch beside it, eager and compiled
+    python benchmarks/gpu.py plain      the same models in plain PyTorch beside ours, eager and compiled
     python benchmarks/gpu.py all --write                    all of them, appended to RESULTS.md as each one ends
 
 Exit code 0: all within reach; 1: something is not, or a part broke off; 2: there is no GPU.

@@ -53,6 +53,51 @@ def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:
     return _of(config, materialize=False).eval(), length, vocabulary
 
 
+class LoopedExperts(nn.Module):
+    """A residual network whose experts are a loop over a ModuleList, each over the tokens that chose it."""
+
+    def __init__(self, width: int, hidden: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(ExpertLayer(width, hidden) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+class ExpertLayer(nn.Module):
+    """8 experts, 2 a token."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, 8, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            y = y.index_add(0, row, expert(tokens[row]) * weights[row, place, None])
+        return y.view_as(x)
+
+
+def looped_experts(*, tiny: bool) -> tuple[nn.Module, int, int]:
+    """4 layers of 1024 → 4096 → 1024 on meta; the length of its sequences and its vocabulary."""
+    width, hidden, layers, length, vocabulary = (32, 64, 2, 16, 257) if tiny else (1024, 4096, 4, 1024, 32000)
+    with torch.device("meta"):
+        return LoopedExperts(width, hidden, layers, vocabulary).train(), length, vocabulary
+
+
 def planned(model: nn.Module, mesh: dict[str, int] | None = None, **rest: Any) -> Plan:
     """A plan for one of ``SMALL``: two microbatches for each dp rank, clipping."""
     mesh = mesh or {}

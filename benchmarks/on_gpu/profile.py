@@ -23,22 +23,28 @@ from runtime import Engine
 
 CLUSTER = Path(__file__).parents[2] / "specs/clusters/h200.yaml"
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s
+MEMORY_LIMIT = 0.03  # of the forecast
 MICRO, MICROBATCHES, WARM, TIMED, PROFILED = 4, 2, 3, 10, 2
 
 
 def run(device: torch.device, *, tiny: bool = False) -> Table:
-    table = Table("profile", ("figure", "no dropout", "attention dropout 0.1"))
-    columns = [figures(device, p, tiny=tiny) for p in (0.0, 0.1)]
+    table = Table("profile", ("figure", "no dropout", "attention dropout 0.1", "recompute: full"))
+    columns = [
+        figures(device, p, recompute, tiny=tiny) for p, recompute in ((0.0, "none"), (0.1, "none"), (0.0, "full"))
+    ]
     for name in columns[0]:
         table.add(name, *(column[name] for column in columns))
+    for run, column in zip(table.columns[1:], columns, strict=True):
+        if column["peak / plan"] is not None:
+            table.hold(f"{run}, memory beside the plan's", abs(column["peak / plan"] - 1), MEMORY_LIMIT)
     return table
 
 
-def figures(device: torch.device, attention_dropout: float, *, tiny: bool) -> dict[str, Any]:
-    """Every figure of one model, by name; None for those that this device does not have."""
+def figures(device: torch.device, attention_dropout: float, recompute: str, *, tiny: bool) -> dict[str, Any]:
+    """Every figure of one run, by name; None for those that this device does not have."""
     model, sizes = llama(tiny=tiny, attention_dropout=attention_dropout)
     length, vocabulary = sizes["max_position_embeddings"], sizes["vocab_size"]
-    decided = plan_of(model, length, vocabulary)
+    decided = plan_of(model, length, vocabulary, recompute=recompute)
     parameters = sum(torch.Size(row.shape).numel() for row in decided.parameters)
     given = batch(0, MICRO * MICROBATCHES, length, vocabulary)
     with Engine(decided, device=device) as engine:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class GradientBuffers:
         self._watched: list[nn.Parameter] = []
         for slot in self.slots:
             for parameter in slot.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+                self._listen(parameter, slot)
         self.begin_step()
 
     @property
@@ -196,6 +197,10 @@ class GradientBuffers:
         self._next = 0
         self.last_microbatch = False
 
+    def _listen(self, leaf: nn.Parameter, slot: ParameterSlot) -> None:
+        """Hear of every gradient of ``leaf``. The hook holds no buffer: C++ holds it, where no collector looks."""
+        leaf.register_post_accumulate_grad_hook(partial(_gradient_came, ref(self), ref(slot)))
+
     def _on_gradient(self, slot: ParameterSlot, parameter: Tensor) -> None:
         if self._is_deaf or parameter.grad is None:  # autograd calls for a leaf to which nothing came, too
             return
@@ -208,7 +213,7 @@ class GradientBuffers:
 
     def watch(self, alias: nn.Parameter, parameter: nn.Parameter) -> None:
         """Gradients of ``alias``, another leaf over a parameter's memory, are the parameter's."""
-        alias.register_post_accumulate_grad_hook(partial(self._on_gradient, self._slot_of[id(parameter)]))
+        self._listen(alias, self._slot_of[id(parameter)])
         self._places[id(alias)] = self._places[id(parameter)]
         self._watched.append(alias)  # keeps its id unique
 
@@ -263,3 +268,10 @@ def _rebase(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
     else:
         torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
     return parameter
+
+
+def _gradient_came(buffers: ref[GradientBuffers], slot: ref[ParameterSlot], parameter: Tensor) -> None:
+    """The hook of a parameter, which may outlive the buffers."""
+    owner, place = buffers(), slot()
+    if owner is not None and place is not None:
+        owner._on_gradient(place, parameter)

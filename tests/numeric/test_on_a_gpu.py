@@ -90,10 +90,10 @@ def truth_of(name: str, batch: dict[str, Tensor], precision: torch.dtype = torch
     return Truth(loss.item(), {n: p.grad for n, p in entry.model.named_parameters() if p.grad is not None}, seen.dtype)
 
 
-def check_engine(name: str, precision: torch.dtype = torch.float64, **sections: Any) -> None:
+def check_engine(name: str, truth_in: torch.dtype = torch.float64, **sections: Any) -> None:
     entry = families.build(name)
     batch = entry.batch(8, 0)
-    truth = truth_of(name, batch, precision)
+    truth = truth_of(name, batch, truth_in)
     with Engine(plan(entry.model, spec_of(entry, None, **sections)), device=GPU) as engine:
         truth.hold(engine.forward_backward(batch), engine.gather_gradients())
 

@@ -43,11 +43,18 @@ TOLERANCE = {
 }
 
 
+class _Threaded:
+    """What is asked of the backend of such a group."""
+
+    supports_coalescing = False
+
+
 def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
     """``run(rank)`` on ``size`` threads that are ranks of one default process group."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    ProcessLocalGroup._get_backend = lambda self, device: _Threaded()  # pyright: ignore  # it knows none of a GPU
     world = _install_threaded_pg()
     if not hasattr(world, "comms"):  # torch 2.11 ends a list that its world of threads lacks
         world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
