@@ -70,7 +70,7 @@ def steps(decided: Plan, device: torch.device | str | None) -> Run:
 
 
 def resting(gradients: dict[str, Tensor]) -> set[str]:
-    """The tensors whose gradient is zero but for rounding."""
+    """Tensors with a gradient that is zero but for rounding."""
     sizes = {name: gradient.abs().max().item() for name, gradient in gradients.items()}
     return {name for name, size in sizes.items() if size < ROUNDING * max(sizes.values())}
 

@@ -54,7 +54,7 @@ def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:
 
 
 class LoopedExperts(nn.Module):
-    """A residual network whose experts are a loop over a ModuleList, each over the tokens that chose it."""
+    """A residual network with experts in a loop over a ModuleList, each over the tokens that chose it."""
 
     def __init__(self, width: int, hidden: int, layers: int, vocabulary: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The same models in plain PyTorch and here, on one GPU, each eager and compiled.
 
-Llama      of 1.1 billion parameters; and a network of 4 layers whose 8 experts, 2 a token, are a loop over a ModuleList
+Llama      of 1.1 billion parameters; and a network of 4 layers of 8 experts, 2 a token, in a loop over a ModuleList
 
 plain      the model itself in bfloat16, ``backward`` of each microbatch, ``clip_grad_norm_``, fused AdamW over
            the bfloat16 parameters; compiled: ``torch.compile(model)``

@@ -7,7 +7,7 @@ and back. A share is the rows [r · n // tp, (r + 1) · n // tp): all tp ranks h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from passes.ops.load import ExpertLoad
 @dataclass(frozen=True)
 class Meeting:
     """One routing of one layer. ``to_experts``, ``to_parts``: splits over ep and over etp; ``counts``: [E / ep] of the
-    rows that are here then. ``share``: half-open, of ``num_rows`` rows."""
+    rows that are here then. ``share``: half-open, of ``num_rows`` rows. ``pieces``: rows → those of each expert."""
 
     ep: AxisHandle
     etp: AxisHandle
@@ -31,6 +31,7 @@ class Meeting:
     to_experts: Splits
     to_parts: Splits | None
     counts: Tensor
+    pieces: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -90,9 +91,14 @@ def has_kernel(rows: Tensor, weights: Tensor) -> bool:
 
 
 def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
-    """The rows of one expert of this rank."""
-    start = sum(here.sizes[:number])
-    return rows[start : start + here.sizes[number]]
+    """The rows of one expert of this rank.
+
+    All experts' are cut at once: the backward then joins their gradients once, where each slice of its own would fill
+    zeros for the rows of all others.
+    """
+    if rows not in here.pieces:
+        here.pieces[rows] = torch.unsafe_split_with_sizes(rows, here.sizes)
+    return here.pieces[rows][number]
 
 
 def join(*parts: Tensor, dim: int = 0) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import aten, is_pointwise, packet_of, packets
+from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.products import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.rules import along, attention, indexing, losses, products, spatial, views
@@ -126,6 +127,7 @@ RULES: dict[Any, Builder] = (
     | packets("index_add index_copy", indexing.index_add)
     | packets("index_put", indexing.index_put)
     | packets("one_hot", indexing.one_hot)
+    | {packet_of(CTC_LOSSES): text("t^ b c^, b s^, b, b -> b")}
     # images
     | packets("grid_sampler", text("n c h^ w^, n p q t^ -> n c p q", "n c d^ h^ w^, n o p q t^ -> n c o p q"))
     | packets("batch_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)

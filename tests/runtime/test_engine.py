@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
@@ -121,6 +124,18 @@ def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
         with Engine(plan, program=lower(plan, 0)) as engine:
             losses.append(engine.train_step(build_batch(SIZE)).loss)
     assert losses[0] == losses[1]
+
+
+def test_a_closed_engine_frees_its_buffers():
+    """Its plan lives on; a hook that PyTorch holds in C++ must not keep what Python's collector cannot reach."""
+    plan = build_plan(build_model(), size=SIZE)
+    with Engine(plan, program=lower(plan, 0), timeout_seconds=60) as engine:
+        engine.train_step(build_batch(SIZE, 0))
+        held = [ref(x) for b in engine.optimizer.buffers.buffers for x in (b.parameters, b.gradients)]
+    del engine
+    gc.collect()
+    assert held
+    assert [x() for x in held if x() is not None] == []
 
 
 def test_the_users_model_is_not_changed_by_training():

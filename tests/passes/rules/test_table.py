@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program.ops.aten import aten, is_random, ops_named, packet_of
+from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
@@ -38,6 +39,9 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
         (real(4), ids(), None, 2),
     ],
     aten.nll_loss_nd.default: [(real(6, 4, 2), ids(6, 2), None, 0), (real(6, 4), ids(6), None, 2)],
+    CTC_LOSSES: [
+        (real(5, 4, 3).log_softmax(-1), ids(4, 2, below=2) + 1, ids(4, below=1) + 5, ids(4, below=2) + 1, 0, False)
+    ],
     aten.linear.default: [(real(2, 6, 4), real(6, 4)), (real(2, 4), real(6, 4), real(6)), (real(2, 4), real(4))],
     aten.mm.default: [(real(4, 6), real(6, 2))],
     aten.bmm.default: [(real(4, 6, 2), real(4, 2, 6))],
