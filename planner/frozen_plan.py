@@ -18,6 +18,7 @@ from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
 from planner.stored.plan_file import PARTS, SUFFIX, Stored, read, write
 from planner.tables.codec import decode, to_text
 from planner.tables.tables import VERSION, Tables
@@ -33,6 +34,7 @@ class Plan(Tables):
     A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (the
     tensors that each rank holds, sums and exchanges), ``regions`` (the ops that CUDA graphs capture), ``recomputed``
     (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled). Passes and runtime read them.
+    ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them.
     A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
     ``.pt`` has them, and runs without the model's code (planner.stored).
     """
@@ -42,6 +44,7 @@ class Plan(Tables):
     regions: tuple[Region, ...] = field(default=(), compare=False, repr=False)
     recomputed: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
     pieces: tuple[CompiledPiece, ...] = field(default=(), compare=False, repr=False)
+    flops: float | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -63,6 +66,18 @@ class Plan(Tables):
             raise PlanError("a plan loaded from JSON does not run", fix="plan the model again, or save the plan as .pt")
         return self.decisions, self.shards
 
+    def step_flops(self) -> float:
+        """Operations of a step on one rank, as the plan counts them. Raises PlanError for a plan loaded from JSON."""
+        if self.cost is not None:
+            return self.cost.flops
+        if self.flops is not None:
+            return self.flops
+        from planner.cost.planned import step_flops  # a rank with a saved plan counts nothing
+        from planner.saved.lowered import Lowered
+
+        spec = Spec.load({**self.spec, "cluster": None})
+        return step_flops(Lowered(*self.to_run(), self.regions), spec, self.schedule, self.recomputed)
+
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
         return describe(self, full=full)
@@ -78,7 +93,8 @@ class Plan(Tables):
         """
         if str(path).endswith(SUFFIX):
             decisions, shards = self.to_run()
-            write(Stored(self.to_dict(), decisions, shards, {name: getattr(self, name) for name in PARTS}), Path(path))
+            parts = {name: getattr(self, name) for name in PARTS} | {"flops": self.step_flops()}
+            write(Stored(self.to_dict(), decisions, shards, parts), Path(path))
             return
         try:
             write_for_user(Path(path), to_text(self.to_dict()))

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner import plan
-from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.reference import pretrained_directory
 from runtime.audit.audit import check_audit
 from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.pretrained_load import check_pretrained
@@ -30,7 +29,7 @@ from runtime.training.data import check_source, run_data
 from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
-from runtime.training.planned import stored_plan
+from runtime.training.planned import plan_of
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -80,7 +79,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
-    decided = plan(load_model(job.model), spec) if job.plan is None else stored_plan(job, spec)
+    decided, _ = plan_of(job, spec)
     if spec.audit.every is not None:
         check_audit(decided)
     if weights := pretrained_directory(job.model):

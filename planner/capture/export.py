@@ -14,8 +14,8 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import refuse_parameter_writes
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.gradients.reached import keep_what_is_reached
+from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
@@ -211,23 +212,6 @@ def _attempted(
         with PythonGradients(model, gradients).watched():
             _quietly(lambda: watch.refuse_schedules(kwargs))
     return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
-
-
-@contextmanager
-def caches_off(model: nn.Module) -> Iterator[None]:
-    """Without key-value caches and wrappers of recomputation, which are of no use in a traced training step."""
-    changed: list[tuple[Any, str]] = []
-    try:
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            for owner, name in ((config, "use_cache"), (module, "gradient_checkpointing")):
-                if getattr(owner, name, None) is True:
-                    setattr(owner, name, False)
-                    changed.append((owner, name))
-        yield
-    finally:
-        for owner, name in changed:
-            setattr(owner, name, True)
 
 
 def _constant(value: Any, exchange: Exchange) -> Any:

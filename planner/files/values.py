@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 OURS = ("passes.", "planner.")
 PLAIN = (bool, int, float, str, type(None))
@@ -92,9 +91,8 @@ class Writer:
     def _tensor(self, value: Tensor) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         if isinstance(value, FakeTensor) or value.is_meta:
-            where = "meta" if value.is_meta else "fake"
             place = [list(value.shape), list(value.stride()), value.storage_offset()]
-            return {"like": [where, *place, dtype, value.requires_grad]}
+            return {"like": [*place, dtype, value.requires_grad]}
         name = str(len(self.tensors))
         self.tensors[name] = value.detach().contiguous().clone()
         return {"tensor": name}
@@ -123,7 +121,6 @@ class Reader:
     def __init__(self, objects: list[Any], texts: list[str], tensors: Mapping[str, Tensor]) -> None:
         self.texts, self.tensors = texts, tensors
         self.nodes: dict[str, fx.Node] = {}
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._objects: list[Any] = []
         for module, name, content in objects:
             self._objects.append(self._made(_class(module, name), content))
@@ -143,12 +140,10 @@ class Reader:
         return cls(**dict(zip(names, map(self.read, content), strict=True)))
 
     def _like(self, like: list[Any]) -> Tensor:
-        where, shape, stride, offset, dtype, requires_grad = like
-        kind, device = _of_torch("dtype", dtype), "meta" if where == "meta" else "cpu"
+        shape, stride, offset, dtype, requires_grad = like
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        with nullcontext() if where == "meta" else self._mode:
-            whole = torch.empty((max(last, 0),), dtype=kind, device=device)
-            return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
+        whole = torch.empty((max(last, 0),), dtype=_of_torch("dtype", dtype), device="meta")
+        return whole.as_strided(shape, stride, offset).requires_grad_(requires_grad)
 
     def _graph(self, rows: list[Any]) -> fx.GraphModule:
         graph, self.nodes = fx.Graph(), {}

@@ -40,7 +40,7 @@ DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
     "own_tokens",
 )  # fmt: skip
-PARTS = ("regions", "recomputed", "pieces")
+PARTS = ("regions", "recomputed", "pieces", "flops")
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted"))
 DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, AssertionError)
 AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.capture.export import caches_off
+from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure

@@ -35,7 +35,8 @@ from runtime.distributed.signatures import SECRET, Signer
 from runtime.distributed.standstill import Standstill
 
 FORK_SERVER = "runtime.distributed.fork_server"
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch.export"]  # dynamo: torch.optim imports it
+PRELOADED = ["torch", "torch.distributed"]
+AS_HERE = {"torch._dynamo", "torch.export", "planner.api", "runtime.engine", "runtime.training.loop", "transformers"}
 GRACE_SECONDS = 3.0  # for ranks to end by themselves after the first failure
 WATCHED_SECONDS = 12.0  # the same for ranks that watch each other
 LOOK_SECONDS = 0.5
@@ -173,9 +174,7 @@ def _context() -> Any:
 
 def _is_slow_to_import(name: str) -> bool:
     """Each rank will need the modules that this process has imported: Hugging Face model files take seconds."""
-    if name in ("runtime.engine", "planner.api"):
-        return True
-    return name == "transformers" or (name.startswith("transformers.models.") and ".modeling_" in name)
+    return name in AS_HERE or (name.startswith("transformers.models.") and ".modeling_" in name)
 
 
 def _join_all(processes: list[Any], seconds: float) -> None:

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from planner.cost.planned import step_flops
 from planner.frozen_plan import Plan
-from planner.saved.lowered import Lowered
-from planner.spec.spec import Spec
 
 _RECENT = 20  # steps that the time left is judged by
 
@@ -30,10 +27,7 @@ class Planned:
     def of(cls, plan: Plan) -> Planned:
         """Of a plan that can run."""
         bubble = plan.schedule.bubble_fraction
-        if plan.cost is not None:
-            return cls(plan.cost.flops, plan.cost.peak, bubble)
-        spec = Spec.load({**plan.spec, "cluster": None})
-        return cls(step_flops(Lowered(*plan.to_run(), plan.regions), spec, plan.schedule, plan.recomputed), 0.0, bubble)
+        return cls(plan.step_flops(), 0.0 if plan.cost is None else plan.cost.peak, bubble)
 
 
 class Pace:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 from torch import Tensor, nn
 
-from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -26,7 +25,7 @@ from runtime.training.best import Best
 from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
-from runtime.training.planned import stored_plan
+from runtime.training.planned import plan_of
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess
@@ -98,14 +97,9 @@ def run_rank(job: Job) -> Trained:
     spec = spec_of(job)
     weights = pretrained_directory(job.model)
     leads = not launched(os.environ).rank
-    alone = None
-    if job.plan is not None:
-        decided = stored_plan(job, spec)
-    else:
-        model = load_model(job.model, materialize=weights is None, seed=spec.seed, values_later=True)
-        decided = plan(model, spec)
-        alone = _with_values(model, job, spec) if job.compare and leads else None
-        del model
+    decided, model = plan_of(job, spec, materialize=weights is None, later=True)
+    alone = _with_values(model, job, spec) if model is not None and job.compare and leads else None
+    del model
     data = run_data(job, spec, decided)
     showing = Showing(job, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)

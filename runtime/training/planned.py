@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -12,6 +14,21 @@ from planner.stored.plan_file import SUFFIX
 from runtime.training.job import Job
 
 OPTION = "--plan"
+
+
+def plan_of(job: Job, spec: Spec, *, materialize: bool = False, later: bool = False) -> tuple[Plan, nn.Module | None]:
+    """The plan of a job, and its model unless the plan is a saved one.
+
+    ``materialize``, ``later``: of the model's values (planner.capture.model.reference.load_model). Raises PlanError.
+    """
+    if job.plan is not None:
+        return stored_plan(job, spec), None
+    # not above: a rank with a saved plan starts in half the time without the planner and torch.export
+    from planner.api import plan
+    from planner.capture.model.reference import load_model
+
+    model = load_model(job.model, materialize=materialize, seed=spec.seed, values_later=later)
+    return plan(model, spec), model
 
 
 def stored_plan(job: Job, spec: Spec) -> Plan:

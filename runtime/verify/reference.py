@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.capture.export import caches_off
+from planner.capture.model.caches import caches_off
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
 from runtime.optimizer.lr import learning_rate
-from runtime.verify.named_draws import NamedDraws
+
+if TYPE_CHECKING:
+    from runtime.verify.named_draws import NamedDraws  # it captures: a run of training does not
 
 
 class Untouched:

@@ -52,7 +52,7 @@ def refused(asked: Job) -> PlanError:
 def test_a_run_of_a_saved_plan_never_loads_the_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("runtime.train", "runtime.training.loop"):
+    for module in ("planner.capture.model.reference", "runtime.training.loop"):
         monkeypatch.setattr(f"{module}.load_model", None)
     train(job(saved, log=str(tmp_path / "log.jsonl")))
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
