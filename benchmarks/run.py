@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.runs import RUNS  # noqa: E402 - the repository's root has to be on the path first
+from benchmarks.runs import FOLDER, RUNS, SAVED  # noqa: E402 - the repository's root has to be on the path first
 
 TIMEOUT_SECONDS = 300
 Row = dict[str, float]
@@ -37,6 +37,7 @@ RATIOS = (
     ("ours_pp4", "torch_pp4_1f1b", "tokens_per_s", "at least", 1.2),
     ("ours_pp4_zero_bubble", "torch_pp4_1f1b", "tokens_per_s", "at least", 1.2),
     ("ours_tp2", "torch_tp2_by_hand", "peak_rss_mib", "at most", 1.0),
+    ("ours_tp2_saved", "torch_tp2_by_hand", "peak_rss_mib", "at most", 1.0),
     ("ours_dp2_zero1", "torch_dp2_zero", "peak_rss_mib", "at most", 1.0),
     ("ours_pp2", "torch_pp2_1f1b", "peak_rss_mib", "at most", 1.0),
     ("ours_pp4", "torch_pp4_1f1b", "peak_rss_mib", "at most", 1.0),
@@ -86,7 +87,10 @@ def start(module: str, name: str, steps: int) -> list[dict]:
         output = Path(directory) / "row"
         worker = ["-m", module, name, "--steps", str(steps), "--output", str(output)]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), FOLDER: directory}
+        if name in SAVED:
+            code = f"from benchmarks.runs import *; prepare(SAVED[{name!r}], BATCH, Path({directory!r}))"
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, timeout=TIMEOUT_SECONDS, check=True)
         command = [sys.executable, *launcher, *worker]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS

@@ -5,7 +5,9 @@ A run's name gives its kind: ``torch_*`` is hand-written torch, ``ours_*`` is a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.experts_model import build_experts
 from benchmarks.model import BATCH, LAYERS, LEARNING_RATE, LENGTH, VOCABULARY, batch, build, cross_entropy
 
+FOLDER = "BENCHMARK_FOLDER"  # of the plan and the weights of a run in SAVED
 Step = Callable[[int], Tensor | float | None]
 MICROBATCHES = 4
 
@@ -166,6 +169,32 @@ def ours(
     return make
 
 
+def ours_saved(rank: int, size: int) -> Step:
+    """The plan and the weights that ``prepare`` wrote: ranks load no planner."""
+    from planner.frozen_plan import Plan
+    from runtime import Engine
+
+    folder = Path(os.environ[FOLDER])
+    engine = Engine(Plan.load(folder / "plan.pt"))
+    engine.load_pretrained(folder / "weights")
+
+    def step(i: int) -> float:
+        tokens, targets = batch(i)
+        return engine.train_step({"tokens": tokens, "targets": targets}).loss
+
+    return step
+
+
+def prepare(mesh: dict[str, int], micro: int, folder: Path) -> None:
+    """In a process of its own, before the ranks start."""
+    from planner import plan
+    from runtime import Engine
+
+    with Engine(plan(build(), spec({}, micro))) as engine:
+        engine.save_pretrained(folder / "weights")
+    plan(build(), spec(mesh, micro)).save(folder / "plan.pt")
+
+
 def spec(mesh: dict[str, int], micro: int) -> dict[str, Any]:
     return {
         "mesh": mesh,
@@ -181,11 +210,13 @@ def spec(mesh: dict[str, int], micro: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SAVED: dict[str, dict[str, int]] = {"ours_tp2_saved": {"tp": 2}}
 RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
     "torch_one_process": (1, torch_one_process),
     "ours_one_process": (1, ours({}, BATCH)),
     "torch_tp2_by_hand": (2, torch_tp2_by_hand),
     "ours_tp2": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH)),
+    "ours_tp2_saved": (2, ours_saved),
     "torch_tp2_by_hand_compiled": (2, torch_tp2_by_hand_compiled),
     "ours_tp2_compiled": (2, ours({"tp": 2, "pp": 1, "dp": 1}, BATCH, compile=True)),
     "torch_tp2_dtensor": (2, torch_tp2_dtensor),
