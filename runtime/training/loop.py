@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import nullcontext
 
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from runtime.training.best import Best
 from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
-from runtime.training.planned import plan_of
+from runtime.training.planned import FRESH, plan_of
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess
@@ -109,6 +110,8 @@ def run_rank(job: Job) -> Trained:
         best.go_on(saves.taken)
         if save is None and weights is not None:
             engine.load_pretrained(weights)
+        elif save is None and job.plan is not None and leads:
+            print(FRESH, file=sys.stderr, flush=True)
         # after the engine has taken its weights: the one process trains the model itself
         beside = None if alone is None else _caught_up(OneProcess(alone, spec), data.training, engine.step_index)
         if profile is not None:

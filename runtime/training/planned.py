@@ -14,6 +14,10 @@ from planner.stored.plan_file import SUFFIX
 from runtime.training.job import Job
 
 OPTION = "--plan"
+FRESH = (
+    "MODEL has no weights: they are drawn as `initialization` of the spec says (without --plan the model's own code "
+    "draws them)"
+)
 
 
 def plan_of(job: Job, spec: Spec, *, materialize: bool = False, later: bool = False) -> tuple[Plan, nn.Module | None]:

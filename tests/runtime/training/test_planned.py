@@ -50,7 +50,7 @@ def refused(asked: Job) -> PlanError:
 
 @pytest.mark.slow
 def test_a_run_of_a_saved_plan_never_loads_the_model(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for module in ("planner.capture.model.reference", "runtime.training.loop"):
         monkeypatch.setattr(f"{module}.load_model", None)
@@ -59,6 +59,7 @@ def test_a_run_of_a_saved_plan_never_loads_the_model(
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2
     assert 0 < losses[1] < losses[0] < 7
+    assert capfd.readouterr().err.count("MODEL has no weights: they are drawn as `initialization`") == 1
 
 
 def test_a_plan_of_another_spec_is_refused_with_the_key(saved: Path, tmp_path: Path) -> None:
