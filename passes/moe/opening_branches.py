@@ -17,6 +17,7 @@ from torch import fx
 from passes.moe import exchange
 from passes.moe.branch_ends import check_hidden, end_of
 from passes.moe.building import Builder, erase_unread
+from passes.moe.chosen_values import Chosen, hides_nothing
 from passes.moe.domain import Domain
 from passes.moe.dropped_rows import DroppedRows
 from passes.moe.inside import made_of
@@ -41,7 +42,8 @@ def open_branches(program: Program, layer: ExpertLayer, *, alone: bool = False) 
 
 class _Opening:
     """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
-    their inputs from outside: entries, the same for all experts or one for each.
+    their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
+    that is True for all rows, the value under it.
     """
 
     def __init__(self, program: Program, layer: ExpertLayer, alone: bool) -> None:
@@ -59,10 +61,12 @@ class _Opening:
         self.weights = [made_of(nodes) for nodes in held]
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
         self.made: list[fx.Node] = []
+        self.unhidden: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> ExpertLayer:
         self._check()
         entries = [self._entries(e) for e in range(self.layer.num_experts)]
+        entries = self._without_masks(entries)
         build = Builder(self.graph, self.end.node, self.end.node)
         here = self.routing.meet(build)
         order, flat = self.routing.sorted(build)
@@ -133,15 +137,37 @@ class _Opening:
 
     # ---- the rewrite
 
+    def _without_masks(self, entries: list[list[fx.Node]]) -> list[list[fx.Node]]:
+        """The entries but for masks that are True at all rows of an expert, under which its calls hide nothing then."""
+        kept = [True] * len(entries[0])
+        for place, column in enumerate(zip(*entries, strict=True)):
+            found = [self._hidden_by(number, mask) for number, mask in enumerate(column)]
+            if None not in found and Chosen(self.routing, self.num_tokens, column).is_true():
+                kept[place] = False
+                self.unhidden |= {node: value for of in found for node, value in (of or {}).items()}
+        return [[entry for entry, keep in zip(own, kept, strict=True) if keep] for own in entries]
+
+    def _hidden_by(self, number: int, mask: fx.Node) -> dict[fx.Node, fx.Node] | None:
+        """Calls of a branch that read ``mask``, with the values that they would hide; None if one does otherwise."""
+        found = {node: hides_nothing(node, mask) for node in self.bodies[number] if mask in node.all_input_nodes}
+        inside = {*self.bodies[number]}
+        if any(value is None or value not in inside for value in found.values()):
+            return None
+        return {node: value for node, value in found.items() if value is not None}
+
     def _bring(
         self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node, ids: fx.Node
     ) -> fx.Node:
         """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
-        if len(set(column)) == 1:
-            flat = build.call(aten.reshape.default, column[0], self.tokens.flat(column[0], self._refusal))
+        shape = self.tokens.flat(column[0], self._refusal)
+        weight = Chosen(self.routing, self.num_tokens, column).weight() if len(set(column)) > 1 else None
+        if weight is not None:
+            pairs = build.call(aten.reshape.default, weight, [self.routing.num_rows, *shape[1:]])
+            rows = build.call(aten.index.Tensor, pairs, [order])
+        elif len(set(column)) == 1:
+            flat = build.call(aten.reshape.default, column[0], shape)
             rows = build.call(aten.index.Tensor, flat, [token])
         else:
-            shape = self.tokens.flat(column[0], self._refusal)
             each = [build.call(aten.reshape.default, n, [1, *shape]) for n in column]
             expert = build.call(aten.index.Tensor, ids, [order])
             rows = build.call(aten.index.Tensor, build.call(aten.cat.default, each), [expert, token])
@@ -160,6 +186,9 @@ class _Opening:
             part = build.call(exchange.part, rows, here, number, val=val, domain=self.tokens.domain(0, number))
             own[entry] = self.tokens.shaped(build, part, entry, number)
         for node in self.bodies[number]:
+            if node in self.unhidden:
+                own[node] = own[self.unhidden[node]]
+                continue
             at = Builder(self.graph, build.place, node)
             if names is not None and node in self.dropped.nodes:
                 rows = own[node.all_input_nodes[0]]

@@ -6,7 +6,7 @@ expert's rows, and the tokens that an expert's gate lets through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import getitem
@@ -20,7 +20,7 @@ from passes.moe.building import Builder
 from passes.moe.domain import Domain
 from passes.program.constants import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from passes.program.ops.groups import BEST, FILLED
+from passes.program.ops.groups import BEST, FILLED, RESHAPES
 from passes.program.walks import in_order, readers, walk
 from passes.rules.flops import node_flops
 
@@ -141,16 +141,30 @@ class Routing:
         trials: list[list[Tensor]] | None = None,
     ) -> bool:
         """The same of several values; values that do not depend on the choices are random."""
+        tried = False
+        for values, ids in self.tried(nodes, trials):
+            tried = True
+            if not values or not fact([values[n] for n in nodes], exchange.count_experts(self.size, *ids), ids):
+                return False
+        return tried
+
+    def tried(
+        self, nodes: Sequence[fx.Node], trials: list[list[Tensor]] | None = None
+    ) -> Iterator[tuple[Mapping[fx.Node, Tensor], list[Tensor]]]:
+        """For each trial the values up to ``nodes``, none if an op failed, and the choices. No trial if one of
+        ``nodes`` does not depend on the choices."""
         order, below = self._order(nodes)
         if any(node not in below for node in nodes):
-            return False
+            return
         for ids in self._trials if trials is None else trials:
-            values = _computed(order, dict(zip(self.chosen, ids, strict=True)), below)
-            if values is None or not fact([values[n] for n in nodes], exchange.count_experts(self.size, *ids), ids):
-                return False
-        return True
+            yield _computed(order, dict(zip(self.chosen, ids, strict=True)), below) or {}, ids
 
-    def _order(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+    def inputs(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The values that ``nodes`` are made of beside the choices, those that are random in a trial."""
+        order, below = self._order(nodes)
+        return [n for n in order if n not in self.chosen and not _is_computed(n, below)]
+
+    def _order(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
         """The nodes to compute for them, and all that depend on the choices up to the last of them."""
         last = max(nodes)  # nodes of one graph are in its order: no walk beyond
         below = set(walk(self.chosen, readers, into=lambda n: n <= last))
@@ -191,10 +205,15 @@ def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: tor
 
 
 def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
-    """Whether a value is to be computed: it depends on the choices, or is made of numbers alone."""
-    if node in below or not node.all_input_nodes or node.target in FILLED:
+    """Whether a value is to be computed: it depends on the choices, is made of numbers alone, or is another in a shape
+    of its own."""
+    if node in below or not node.all_input_nodes or node.target in FILLED or node.target in RESHAPES:
         return True
     return not node.meta["grad"] and is_made_of(node, ())
+
+
+def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
+    return node.op == "call_function" and _computes(node, below)
 
 
 def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:
@@ -231,14 +250,14 @@ def _is_nothing(found: Tensor, where: Tensor) -> bool:
     there = found[where]
     if bool(there.any()):
         return False
-    leaves = list(_leaves(there))
+    leaves = list(leaves_of(there))
     if not leaves:
         return True
     grads = torch.autograd.grad((there * torch.rand_like(there)).sum(), leaves, allow_unused=True)
     return not any(g is not None and bool(g.any()) for g in grads)
 
 
-def _leaves(value: Tensor) -> Iterator[Tensor]:
+def leaves_of(value: Tensor) -> Iterator[Tensor]:
     """The leaves of its autograd graph."""
     work, seen = [value.grad_fn], set[Any]()
     while work:
@@ -255,7 +274,7 @@ def _computed(
 ) -> Mapping[fx.Node, Tensor] | None:
     values: dict[fx.Node, Any] = dict(known)
     for node in order:
-        if node.op == "call_function" and _computes(node, below):
+        if _is_computed(node, below):
             target: Any = node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
             try:

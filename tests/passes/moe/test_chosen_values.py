@@ -1,0 +1,97 @@
+"""Weights and masks of a loop's branches are read off the choices, if they are those, whatever ops made them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from passes.moe import exchange
+from passes.program.ops.aten import aten, packet_of
+from planner import plan
+from tests.models import experts
+from tests.models.experts import Layer
+from tests.numeric.test_expert_layouts import batch_of, built, check
+from tests.tools.simulated_mesh import spec_of
+
+LOOP: dict[str, int] = {}
+SPREAD = {"dp": 2, "ep": 2}
+
+
+def indexed(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """As Mixtral was written: each expert on the rows that chose it."""
+    rows, flat = x.flatten(0, 1), chosen.flatten(0, 1)
+    y = torch.zeros_like(rows)
+    for number, expert in enumerate(layer.experts):
+        token, place = torch.where(flat == number)
+        y = y.index_add(0, token, expert(rows[token]) * probs.flatten(0, 1)[token, place, None])
+    return y.view_as(x)
+
+
+def straight_through(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """Weights with the values of the choices and a gradient of the router's logits beside theirs."""
+    y, logits = torch.zeros_like(x), layer.gate(x)
+    for number, expert in enumerate(layer.experts):
+        mine = chosen == number
+        side = logits[..., number, None]
+        weight = (probs * mine).sum(-1, keepdim=True) + (side - side.detach()) * mine.any(-1, keepdim=True)
+        y = y + expert(x) * weight
+    return y
+
+
+def halved(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """The gradient of a weight is half of what its value says."""
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        own = (probs * (chosen == number)).sum(-1, keepdim=True)
+        y = y + expert(x) * (own / 2 + own.detach() / 2)
+    return y
+
+
+def masked_otherwise(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """A mask that is True for the first choice alone."""
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        first = (chosen[..., :1] == number).expand_as(x)
+        y = y + torch.where(first, expert(x) * (probs * (chosen == number)).sum(-1, keepdim=True), 0.0)
+    return y
+
+
+WAYS = (experts.masks, experts.columns, indexed, straight_through, halved, masked_otherwise)
+
+
+def loop_of(way: experts.Way) -> Layer:
+    """A layer with a ModuleList of experts, and a way of its own to write it."""
+    layer = Layer(experts.masks)
+    layer.way = way
+    return layer
+
+
+def calls_of(way: Callable[..., Tensor]) -> Counter[object]:
+    made = plan(built(partial(loop_of, way)), spec_of(batch_of(2), LOOP))
+    graph = made.to_run()[0].program.graph.graph
+    return Counter(packet_of(n.target) if n.op == "call_function" else None for n in graph.nodes)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("way", [experts.masks, experts.columns, indexed])
+def test_a_loop_sends_rows_and_one_weight_and_hides_nothing(way: Callable[..., Tensor]) -> None:
+    found = calls_of(way)
+    assert found[exchange.dispatch] == 2
+    assert not found[aten.where]
+    assert not found[aten.any]
+    assert not found[aten.eq]
+
+
+def test_a_mask_that_hides_rows_stays() -> None:
+    assert calls_of(masked_otherwise)[aten.where]
+
+
+@pytest.mark.parametrize("mesh", [LOOP, SPREAD], ids=["alone", "spread"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_equals_one_process(way: Callable[..., Tensor], mesh: dict[str, int]) -> None:
+    check(lambda: built(partial(loop_of, way)), batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
