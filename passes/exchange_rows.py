@@ -38,6 +38,7 @@ BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.grouped_mm: meeting.grouped_mm,
     exchange.part: meeting.part,
     exchange.join: meeting.join,
+    exchange.share: meeting.share,
     exchange.send_slots: slots.send_slots,
     exchange.return_slots: slots.return_slots,
     exchange.slots_of: slots.slots_of,

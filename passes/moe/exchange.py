@@ -7,6 +7,7 @@
     grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
+    own = share(w)                            w            a weight of no expert, as a branch of one reads it
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
     drop_rows(rows, p, names)                 [m, …]        dropout of rows by their names, wherever they are
 
@@ -57,6 +58,11 @@ def grouped_mm(rows: Tensor, weights: Tensor, here: Tensor) -> Tensor:
 def part(rows: Tensor, here: Tensor, number: int) -> Tensor:
     """The rows of expert ``number``."""
     return rows.split(here.tolist())[number]
+
+
+def share(weight: Tensor) -> Tensor:
+    """A weight that every rank has, read by the experts of each: its gradient is that of all of them."""
+    return weight
 
 
 def join(*parts: Tensor, dim: int = 0) -> Tensor:

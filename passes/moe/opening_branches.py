@@ -27,7 +27,7 @@ from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
 from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, shape_of
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.products import PRODUCTS, is_made_of_weights
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
 
@@ -43,7 +43,7 @@ def open_branches(program: Program, layer: ExpertLayer, *, alone: bool = False) 
 class _Opening:
     """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
     their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
-    that is True for all rows, the value under it.
+    that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
     """
 
     def __init__(self, program: Program, layer: ExpertLayer, alone: bool) -> None:
@@ -62,13 +62,17 @@ class _Opening:
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}
+        self.shared: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> ExpertLayer:
         self._check()
         entries = [self._entries(e) for e in range(self.layer.num_experts)]
         entries = self._without_masks(entries)
+        shared = {n for own in entries for n in own if is_made_of_weights(n)}
+        entries = [[n for n in own if n not in shared] for own in entries]
         build = Builder(self.graph, self.end.node, self.end.node)
         here = self.routing.meet(build)
+        self.shared = {n: n if self.alone else build.call(exchange.share, n, domain=Domain()) for n in sorted(shared)}
         order, flat = self.routing.sorted(build)
         token = build.call(aten.floor_divide.default, order, self.top_k)
         brought = [self._bring(build, list(column), here, order, token, flat) for column in zip(*entries, strict=True)]
@@ -194,7 +198,7 @@ class _Opening:
                 rows = own[node.all_input_nodes[0]]
                 own[node] = self.dropped.dropped(at, node, rows, names, rows.meta["domain"])
             else:
-                own[node] = self.tokens.again(at, node, own, number, self._refusal)
+                own[node] = self.tokens.again(at, node, own, self.shared, number, self._refusal)
             self.made.append(own[node])
         tips = [self.tokens.flattened(build, own[tip], number) for tip in self.tips[number]]
         summed = tips[0]

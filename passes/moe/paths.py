@@ -112,7 +112,10 @@ def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -
     contracts = rule is not None and any(f.at(RESULT) is None for f in rule.factors)
     if not (contracts or node.target in ADDING or packet is aten.sum or (joins and packet is aten.add)):
         return False
-    return node.meta["val"].numel() == tokens.meta["val"].numel() and not space.places.get(node)
+    if space.places.get(node):
+        return False
+    of_rows = joins and shape_of(node)[:-1] == shape_of(tokens)[:-1]  # experts that share their first layers change it
+    return of_rows or node.meta["val"].numel() == tokens.meta["val"].numel()
 
 
 def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:

@@ -78,13 +78,20 @@ class TokenRows:
         return build.call(aten.reshape.default, node, sizes, domain=self.domain(0, number))
 
     def again(
-        self, build: Builder, node: fx.Node, own: Mapping[fx.Node, fx.Node], number: int, refusal: Refusal
+        self,
+        build: Builder,
+        node: fx.Node,
+        own: Mapping[fx.Node, fx.Node],
+        shared: Mapping[fx.Node, fx.Node],
+        number: int,
+        refusal: Refusal,
     ) -> fx.Node:
-        """A call of the branch once more, on rows. Raises the error of ``refusal`` if it mixes tokens."""
+        """A call of the branch once more, on rows. ``shared``: weights, without tokens. Raises the error of ``refusal``
+        if it mixes tokens."""
         lead = self.lead(shape_of(node))
         if not lead or not self._keeps_tokens(node, own):
             raise refusal(node, "the result of one token depends on others")
-        given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
+        given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, shared.get(n, n)))
         args, kwargs = given
         if node.target in WITH_SIZES:
             length = next(shape_of(own[n])[own[n].meta["domain"].rows] for n in node.all_input_nodes if n in own)

@@ -101,6 +101,11 @@ def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
     return here.pieces[rows][number]
 
 
+def share(weight: Tensor) -> Tensor:
+    """The weight itself: products know it, and add its gradient to its place."""
+    return weight
+
+
 def join(*parts: Tensor, dim: int = 0) -> Tensor:
     """The rows of all experts of this rank, by expert; or their slots."""
     return torch.cat(parts, dim)

@@ -3,7 +3,7 @@
 dispatch    rows replicated over tp, each rank sends its share: R → replicated over etp: R
 give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
 
-send_slots and return_slots likewise, of slots.
+send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ def send_slots(site: Site) -> Iterator[Option]:
 def return_slots(site: Site) -> Iterator[Option]:
     for option in give_back(site):
         yield Option(option.args[:1], option.out, option.form)
+
+
+def share(site: Site) -> Iterator[Option]:
+    """Each rank has the gradient of the rows of its own experts."""
+    if site.grad(site.node):
+        yield Option((_type(R, site, "tp"),), _type(R, site, "etp"), Form.WHOLE)
+    else:
+        yield Option((I,), I, Form.WHOLE)
 
 
 def join(site: Site) -> Iterator[Option]:
@@ -74,8 +82,9 @@ COVERS = (
     Covers(dispatch, targets=(exchange.dispatch,), gives={Form.ROWS}),
     Covers(drop_rows, targets=(exchange.drop_rows,)),
     Covers(join, targets=(exchange.join,)),
+    Covers(share, targets=(exchange.share,), gives=frozenset()),
     Covers(give_back, targets=(exchange.give_back,), gives={Form.ROWS}),
     Covers(send_slots, targets=(exchange.send_slots,), gives={Form.ROWS}),
     Covers(return_slots, targets=(exchange.return_slots,), gives={Form.ROWS}),
 )
-BORDERS = frozenset({exchange.dispatch, exchange.give_back, exchange.send_slots, exchange.return_slots})
+BORDERS = frozenset({exchange.share, exchange.dispatch, exchange.give_back, exchange.send_slots, exchange.return_slots})
