@@ -99,6 +99,7 @@ OF_BATCHES = [
     "data.mixture",
     "data.objective",
     "data.packing",
+    "data.overlong",
     "data.validation",
     "data.inputs",
     "data.mask.share",

@@ -44,6 +44,7 @@ class _Opening:
     """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
     their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
     that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
+    ``of_choices``: the weights of each choice that are sent with its row.
     """
 
     def __init__(self, program: Program, layer: ExpertLayer, alone: bool) -> None:
@@ -63,6 +64,7 @@ class _Opening:
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}
         self.shared: dict[fx.Node, fx.Node] = {}
+        self.of_choices: list[fx.Node] = []
 
     def run(self) -> ExpertLayer:
         self._check()
@@ -88,7 +90,14 @@ class _Opening:
         whole = self._sum(build, back, order)
         products = [made.name for made in self.made if made.target in PRODUCTS]
         combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
-        return replace(self.layer, dispatch=Dispatch.CHOSEN, products=tuple(products), combined=combined, tips=())
+        found = {"products": tuple(products), "combined": combined, "probs": self._probs()}
+        return replace(self.layer, dispatch=Dispatch.CHOSEN, tips=(), **found)
+
+    def _probs(self) -> tuple[str, ...]:
+        """The routing weights that are read: of each choice, or of each expert."""
+        left = {node.name for node in self.graph.nodes}
+        names = [*(name for name in self.layer.probs if name in left), *(node.name for node in self.of_choices)]
+        return tuple(dict.fromkeys(names))
 
     # ---- facts
 
@@ -166,6 +175,7 @@ class _Opening:
         shape = self.tokens.flat(column[0], self._refusal)
         weight = Chosen(self.routing, self.num_tokens, column).weight() if len(set(column)) > 1 else None
         if weight is not None:
+            self.of_choices.append(weight)
             pairs = build.call(aten.reshape.default, weight, [self.routing.num_rows, *shape[1:]])
             rows = build.call(aten.index.Tensor, pairs, [order])
         elif len(set(column)) == 1:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.program import Program
+from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import registry_kept
 from planner.capture.outputs import plain_structure
 from planner.capture.python.state import PythonState
@@ -46,6 +47,16 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
             continue
         captured = _scalars(lambda b=batch: _interpret(program, model, b))
         if captured and not any(_close([loss], captured) for loss in eager):
+            with _put_back(model), caches_off(model):
+                without_cache = _scalars(lambda b=batch: model(**b))
+            if any(_close([loss], captured) for loss in without_cache):
+                raise PlanError(
+                    f"with its key-value cache on, the model's loss is {float(eager[0]):.6g}; with it off, as in a "
+                    f"training step, {float(captured[0]):.6g}",
+                    where="use_cache",
+                    fix="set model.config.use_cache = False (with it on, Hugging Face models ignore the documents in "
+                    "position_ids)",
+                )
             where = next(iter(program.traced), Where())
             raise PlanError(
                 f"the model cannot be captured: in eager mode its loss is {float(eager[0]):.6g}, but traced it is "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from passes.errors import PlanError
 from planner.spec.fields import MOST_INPUTS, Flag, Fraction, Name, Positive, Section, Size, Word, key
 
 Role = Literal[
@@ -15,6 +17,7 @@ Role = Literal[
     "attention_mask",
     "segments",
     "positions",
+    "documents",
     "sentence_order",
 ]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -30,7 +33,14 @@ class MaskSpec(Section):
 
 class DataSpec(Section):
     objective: Literal["next_token", "masked"] = key("next_token", "next_token | masked")
-    packing: Flag = key(True, "for next_token: sequences may span documents; false: one document each, padded")
+    packing: Flag | Annotated[Literal["documents"], Word] = key(
+        True,
+        "for next_token: true: sequences run on over the ends of documents; documents: whole documents, each attending "
+        "to itself alone; false: one document each, padded",
+    )
+    overlong: Annotated[Literal["cut", "refuse"], Word] = key(
+        "cut", "for packing: documents, what happens to documents longer than a sequence: cut | refuse"
+    )
     validation: Fraction = key(0.0, "share of the text, at its end, held out for validation")
     mixture: Annotated[dict[Name, Positive], Field(max_length=MOST_INPUTS)] = key(
         {}, "texts with their shares, used without --data: {a.tokens: 0.7, b.tokens: 0.3}"
@@ -39,3 +49,8 @@ class DataSpec(Section):
         {}, f"roles of inputs that their names do not imply: {' | '.join(ROLES)}"
     )
     mask: MaskSpec = key(MaskSpec(), "masking, for objective: masked")
+
+    def problems(self) -> Iterator[PlanError]:
+        if self.packing == "documents" and self.objective != "next_token":
+            what = f"packing: documents is for objective: next_token, and the objective is {self.objective}"
+            yield PlanError(what, where="packing", fix="remove packing: a sample of masked words is of one document")

@@ -5,7 +5,8 @@ labels                                         the same window (models that shif
 targets, y                                     the window one token later (models that do not)
 attention_mask                                 1, and 0 on padding
 token_type_ids, segment_ids                    which of two texts
-position_ids                                   0 to length - 1
+position_ids                                   0 to length - 1; with packing: documents, from 0 in each
+document_ids, doc_ids                          the number of each token's document in the sequence
 next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
 """
 
@@ -29,6 +30,8 @@ NAMES = {
     "token_type_ids": "segments",
     "segment_ids": "segments",
     "position_ids": "positions",
+    "document_ids": "documents",
+    "doc_ids": "documents",
     "next_sentence_label": "sentence_order",
     "sentence_order_label": "sentence_order",
 }

@@ -75,6 +75,7 @@ EXCLUDED = {
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
     "data.objective": "it prepares batches and does not affect a step",
     "data.packing": "it prepares batches",
+    "data.overlong": "it prepares batches",
     "data.validation": "it prepares batches",
     "data.mixture": "it prepares batches",
     "data.inputs": "it prepares batches",

@@ -12,6 +12,7 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
+from runtime.data.document_attention import check_attention
 from runtime.data.mixture import MixedBatches
 from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
@@ -66,6 +67,8 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
         raise PlanError(
             "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
         )
+    if spec.data.packing == "documents" and plan.decisions is not None:
+        check_attention(plan.decisions.program, roles_of(spec.require_inputs(), spec.data.inputs))
     parts = [split(tokens, spec.data.validation) for tokens in texts]
     weights = [weight for _, weight in job.mixture]
     content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))

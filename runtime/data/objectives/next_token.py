@@ -1,6 +1,7 @@
 """Each token from those before it: windows of a text, one after another.
 
     packing      | window 0 | window 1 | window 2 |      over the ends of documents; a remainder at the end is dropped
+    documents    | document 0 | document 1 | document 2 |    whole, each as if alone (runtime.data.objectives.documents)
     no packing   | document 0 ··|·· | document 1 |··     inside documents; the last window of each is padded
 
 Window i begins at the end of window i - 1; its next tokens reach one further, so that every token except the first is
@@ -15,16 +16,20 @@ import numpy as np
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
+from runtime.data.objectives.documents import packed_documents
 from runtime.data.objectives.protocol import NOTHING, Objective
 from runtime.data.tokens import Tokens
 
 
 def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ()) -> Objective:
     """Windows of ``length``. Raises PlanError if the tokens make none."""
-    found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
+    if data.packing == "documents":
+        found = packed_documents(tokens, length, data, roles)
+    else:
+        found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
     if not found.num_samples:
         unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
-        longest = "" if data.packing else " in its longest document"
+        longest = "" if data.packing is True else " in its longest document"
         raise PlanError(
             f"{tokens.source} holds {found.longest} {unit}{longest}, a sequence takes {found.least}",
             where="--data",

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from runtime.data.tokens import Tokenization, Tokens
-
-
-def by_hand(*documents: list[int], vocabulary_size: int = 256, **special: int) -> Tokens:
-    """Tokens of these documents, each a word."""
-    ids = np.array([i for document in documents for i in document], np.int64)
-    ends = np.cumsum([len(document) for document in documents])
-    words = np.array([len(document) for document in documents])
-    how = Tokenization("by hand", vocabulary_size, special)
-    return Tokens(ids, ends, np.ones(len(ids), np.uint8), words, how, "by hand", str(hash(tuple(ids.tolist()))))
+from runtime.data.tokens import Tokens
+from tests.tools.hand_tokens import by_hand
 
 
 @pytest.fixture

@@ -1,0 +1,110 @@
+"""Whole documents side by side in a sequence, each as if it were alone: positions and labels begin again.
+
+    tokens       a b c d | x y | p q r | …padding      length 12
+    positions    0 1 2 3   0 1   0 1 2   0 1 2
+    documents    0 0 0 0   1 1   2 2 2   3 3 3
+    next_tokens  b c d .   y .   q r .   . . .         . counts nowhere
+    labels       . b c d   . y   . q r   . . .         shifted in the model: a document's first belongs to no token
+
+A document longer than a sequence is cut into pieces, each a document of its own, or refused (``data.overlong``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from passes.errors import PlanError
+from planner.spec.data import DataSpec
+from runtime.data.objectives.fill import fill
+from runtime.data.objectives.protocol import NOTHING
+from runtime.data.tokens import Tokens
+
+TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
+
+
+class PackedDocuments:
+    """Sequences of ``length``. Owns the pieces of documents (``starts``, ``sizes``: int64 [pieces]) in the order of the
+    sequences, and where each sequence ends in it.
+
+    A document of one token asks for nothing, and is left out.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, data: DataSpec) -> None:
+        self.tokens, self.length = tokens, length
+        sizes = np.diff(tokens.ends, prepend=0)
+        self.longest, self.least = int(sizes.max(initial=0)), 2
+        if data.overlong == "refuse" and self.longest > length:
+            raise _overlong(tokens, sizes, length)
+        starts, sizes = _pieces(np.asarray(tokens.ends) - sizes, sizes, length)
+        order, self._bounds = fill(sizes, length)
+        self.starts, self.sizes = starts[order], sizes[order]
+        special = tokens.tokenization.special
+        self._padding = special.get("padding", special.get("end", 0))
+
+    @property
+    def num_samples(self) -> int:
+        """Of one epoch."""
+        return len(self._bounds)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        first = int(self._bounds[index - 1]) if index else 0
+        found = {role: np.full(self.length, NOTHING) for role in ("next_tokens", "labels")}
+        found["tokens"] = np.full(self.length, self._padding)
+        for role in ("positions", "documents", "attention_mask"):
+            found[role] = np.zeros(self.length, np.int64)
+        at, number = 0, 0
+        for number, piece in enumerate(range(first, int(self._bounds[index])), 1):
+            at = self._put(found, at, number - 1, int(self.starts[piece]), int(self.sizes[piece]))
+        found["positions"][at:] = np.arange(self.length - at)
+        found["documents"][at:] = number
+        return found | {"segments": np.zeros(self.length, np.int64)}
+
+    def _put(self, found: Mapping[str, np.ndarray], at: int, number: int, start: int, size: int) -> int:
+        """One piece, from ``at`` on; returns its end."""
+        text, here = self.tokens.ids[start : start + size].astype(np.int64), slice(at, at + size)
+        found["tokens"][here], found["labels"][at + 1 : at + size] = text, text[1:]
+        found["next_tokens"][at : at + size - 1] = text[1:]
+        found["positions"][here], found["documents"][here] = np.arange(size), number
+        found["attention_mask"][here] = 1
+        return at + size
+
+
+def packed_documents(tokens: Tokens, length: int, data: DataSpec, roles: Collection[str]) -> PackedDocuments:
+    """``roles``: those that the model reads. Raises PlanError if it cannot know by them where a document begins."""
+    if not any(role in roles for role in TELLING):
+        raise PlanError(
+            "packing: documents needs an input by which the model knows where a document begins, and it has none",
+            where="data.packing",
+            fix="add position_ids or document_ids to inputs (or name one by data: {inputs: {NAME: documents}}), or set "
+            "packing: false to pad each document",
+        )
+    if "attention_mask" in roles and "documents" not in roles:
+        raise PlanError(
+            "packing: documents with an attention_mask of zeros and ones: it cannot say which tokens are of one "
+            "document, and with it Hugging Face models do not look for documents in position_ids",
+            where="data.packing",
+            fix="remove the input attention_mask",
+        )
+    return PackedDocuments(tokens, length, data)
+
+
+def _pieces(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and sizes of pieces of at most ``length`` tokens, two at least."""
+    counts = -(-sizes // length)
+    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
+    begins = np.repeat(starts, counts) + number * length
+    left = np.repeat(starts + sizes, counts) - begins
+    found = np.minimum(left, length)
+    return begins[found > 1], found[found > 1]
+
+
+def _overlong(tokens: Tokens, sizes: np.ndarray, length: int) -> PlanError:
+    number = int(np.argmax(sizes > length))
+    return PlanError(
+        f"document {number} of {tokens.source} has {int(sizes[number])} tokens, a sequence {length}; "
+        f"{int((sizes > length).sum())} of {len(sizes)} documents are longer",
+        where="data.overlong",
+        fix="set overlong: cut, or use a longer inputs shape",
+    )

@@ -1,0 +1,58 @@
+"""A GPT that takes the number of each token's document, and Hugging Face models that find documents in positions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import families
+
+VOCABULARY, LENGTH = 97, 12
+FOUND_IN_POSITIONS = ("llama", "qwen3", "gpt2", "gemma2")
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Gpt(nn.Module):
+    """Positions begin again in each document; labels are the next tokens."""
+
+    def __init__(self, width: int = 32, heads: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth + 1))
+        self.attentions = nn.ModuleList(Attention(width, heads) for _ in range(depth))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(position_ids)
+        causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        mask = (causal & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+        for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps, strict=True)):
+            x = x + attention(self.norms[2 * i](x), mask)
+            x = x + mlp(self.norms[2 * i + 1](x))
+        return F.cross_entropy(self.head(self.norms[-1](x)).flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def build(name: str) -> nn.Module:
+    """One of ``FOUND_IN_POSITIONS``, or "own" in float64."""
+    if name == "own":
+        torch.manual_seed(5)
+        return Gpt().double()
+    model = families.build(name).model
+    model.config.use_cache = False
+    return model

@@ -1,0 +1,109 @@
+"""A packed batch trains as its documents one by one: loss and every gradient, on every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner import plan
+from planner.spec.data import DataSpec
+from runtime.data.document_attention import check_attention
+from runtime.data.objectives.next_token import next_token
+from runtime.data.roles import NAMES
+from runtime.data.tokens import Tokens
+from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, build
+from tests.tools.hand_tokens import by_hand
+from tests.tools.simulated_mesh import run_mesh, spec_of
+
+CUT = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, object]]] = {
+    "one": ({}, {}),
+    "tp2, sequence parallel": ({"tp": 2}, CUT),
+    "cp2": ({"cp": 2}, {}),
+    "tp2·dp2, recomputed": ({"tp": 2, "dp": 2}, {"recompute": "full"}),
+    "cp2·tp2·dp2": ({"cp": 2, "tp": 2, "dp": 2}, {}),
+}
+INPUTS = {"own": ("tokens", "targets", "position_ids", "document_ids")}
+OF_HUGGING_FACE = ("input_ids", "labels", "position_ids")
+
+
+def documents(seed: int, count: int = 40) -> list[list[int]]:
+    """From one token to a whole sequence, and longer ones."""
+    draw = np.random.default_rng(seed)
+    return [draw.integers(3, VOCABULARY, n).tolist() for n in draw.integers(1, LENGTH + 4, count)]
+
+
+def packed(text: Tokens, names: tuple[str, ...], rows: int) -> dict[str, Tensor]:
+    roles = {name: NAMES[name] for name in names}
+    objective = next_token(text, LENGTH, DataSpec(packing="documents"), 1, set(roles.values()))
+    found = [objective.sample(i, 0) for i in range(rows)]
+    return {name: torch.from_numpy(np.stack([s[role] for s in found])) for name, role in roles.items()}
+
+
+def one_by_one(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all tokens that count, of documents alone."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(len(batch["position_ids"])):
+        starts = [i for i, p in enumerate(batch["position_ids"][row].tolist()) if p == 0]
+        for a, b in zip(starts, [*starts[1:], LENGTH], strict=True):
+            alone = {name: x[row : row + 1, a:b] for name, x in batch.items()}
+            alone |= {"document_ids": torch.zeros(1, b - a, dtype=torch.int64)} if "document_ids" in alone else {}
+            asked = next(x for name, x in alone.items() if name in ("targets", "labels"))
+            if (number := int((asked != -100).sum())) > 0:
+                returned = model(**alone)
+                loss = returned if isinstance(returned, Tensor) else returned.loss
+                total, count = total + loss.double() * number, count + number
+    return total / count
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["own", *FOUND_IN_POSITIONS])
+def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str) -> None:
+    mesh, more = LAYOUTS[layout]
+    batch = packed(by_hand(*documents(1)), INPUTS.get(name, OF_HUGGING_FACE), 2 * mesh.get("dp", 1))
+    ran, model = run_mesh(lambda: build(name), batch, mesh, **more), build(name)
+    truth = one_by_one(model, batch)
+    truth.backward()
+    limit = 1e-10 if name == "own" else 1e-5  # Hugging Face computes the loss in float32
+    assert ran.loss.item() == pytest.approx(truth.item(), rel=limit)
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    for fqn, parameter in model.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert (ran.gradients[fqn] - wanted).norm() <= limit * norm, fqn
+
+
+def test_with_its_cache_on_a_model_that_ignores_documents_is_refused() -> None:
+    model = build("llama")
+    model.config.use_cache = True
+    with pytest.raises(PlanError, match="with its key-value cache on, the model's loss is") as error:
+        plan(model, spec_of(packed(by_hand(*documents(1)), OF_HUGGING_FACE, 2), {}))
+    assert "set model.config.use_cache = False" in error.value.fix
+
+
+class Deaf(nn.Module):
+    """It takes positions, and attends over the ends of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("own")
+
+    def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor) -> Tensor:
+        return self.inner(tokens, targets, position_ids, torch.zeros_like(tokens))
+
+
+def test_an_attention_over_the_ends_of_documents_is_refused_with_its_line() -> None:
+    text = by_hand(*documents(1))
+    for model, names, is_told in ((build("own"), INPUTS["own"], True), (Deaf(), INPUTS["own"][:3], False)):
+        made = plan(model, spec_of(packed(text, names, 2), {}))
+        roles = {name: NAMES[name] for name in names}
+        if is_told:
+            check_attention(made.to_run()[0].program, roles)
+            continue
+        check_attention(made.to_run()[0].program, {"tokens": "tokens"})  # of no such input the objective tells
+        with pytest.raises(PlanError, match="this attention does not read position_ids") as error:
+            check_attention(made.to_run()[0].program, roles)
+        assert "scaled_dot_product_attention" in str(error.value.where)

@@ -1,0 +1,115 @@
+"""Documents packed whole: nothing is lost, nothing crosses an end, and sequences are well filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.errors import PlanError, SpecError
+from planner.spec.data import DataSpec
+from planner.spec.spec import Spec
+from runtime.data.objectives.documents import PackedDocuments
+from runtime.data.objectives.fill import BLOCK, fill
+from runtime.data.objectives.next_token import next_token
+from runtime.data.tokens import Tokenization, Tokens
+
+pytestmark = pytest.mark.check
+
+Make = Callable[..., Tokens]
+ROLES = {"tokens", "labels", "positions"}
+
+
+def made(tokens: Tokens, length: int, **more: object) -> PackedDocuments:
+    data = DataSpec.model_validate({"packing": "documents", **more})
+    found = next_token(tokens, length, data, 1, ROLES)
+    assert isinstance(found, PackedDocuments)
+    return found
+
+
+def samples(tokens: Tokens, length: int, **more: object) -> list[dict[str, list[int]]]:
+    found = made(tokens, length, **more)
+    return [{role: v.tolist() for role, v in found.sample(i, 0).items()} for i in range(found.num_samples)]
+
+
+def test_each_document_begins_anew(make_tokens: Make) -> None:
+    first, second = samples(make_tokens([10, 11, 12, 13], [20, 21], [30, 31, 32], [40, 41, 42, 43, 44], padding=7), 8)
+    assert first["tokens"] == [10, 11, 12, 13, 20, 21, 7, 7]
+    assert first["positions"] == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert first["documents"] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert first["labels"] == [-100, 11, 12, 13, -100, 21, -100, -100]
+    assert first["next_tokens"] == [11, 12, 13, -100, 21, -100, -100, -100]
+    assert first["attention_mask"] == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert second["tokens"] == [30, 31, 32, 40, 41, 42, 43, 44]
+
+
+def test_a_document_longer_than_a_sequence_is_cut_or_refused(make_tokens: Make) -> None:
+    text = make_tokens([1, 2], [*range(10, 19)])
+    assert sorted(s["tokens"] for s in samples(text, 4)) == [[1, 2, 0, 0], [10, 11, 12, 13], [14, 15, 16, 17]]
+    with pytest.raises(PlanError, match=r"document 1 of by hand has 9 tokens, a sequence 4; 1 of 2 documents") as error:
+        samples(text, 4, overlong="refuse")
+    assert error.value.where == "data.overlong"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(2, 12))
+def test_each_pair_of_a_document_is_asked_for_once(sizes: list[int], length: int) -> None:
+    numbers = iter(range(2000))
+    documents = [[next(numbers) for _ in range(size)] for size in sizes]
+    ids = np.array([i for document in documents for i in document], np.int64)
+    tokens = Tokens(ids, np.cumsum(sizes), np.ones(len(ids), np.uint8), np.array(sizes), Tokenization("", 2000), "", "")
+    pieces = [d[i : i + length] for d in documents for i in range(0, len(d), length)]
+    wanted = sorted((a, b) for piece in pieces for a, b in pairwise(piece))
+    if not wanted:
+        with pytest.raises(PlanError, match="in its longest document, a sequence takes 2"):
+            samples(tokens, length)
+        return
+    found = samples(tokens, length)
+    asked = [(t, n) for s in found for t, n in zip(s["tokens"], s["next_tokens"], strict=True) if n != -100]
+    shifted = [(s["tokens"][i - 1], y) for s in found for i, y in enumerate(s["labels"]) if y != -100]
+    assert sorted(asked) == sorted(shifted) == wanted
+    for s in found:
+        starts = [i for i, position in enumerate(s["positions"]) if position == 0]
+        assert starts == [i for i, d in enumerate(s["documents"]) if i == 0 or d != s["documents"][i - 1]]
+
+
+@given(st.lists(st.integers(1, 50), max_size=200))
+def test_sequences_hold_each_piece_once_and_no_more_than_fits(sizes: list[int]) -> None:
+    order, ends = fill(np.array(sizes, np.int64), 50)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    sums = [int(np.array(sizes)[part].sum()) for part in np.split(order, ends[:-1])] if len(ends) else []
+    assert all(0 < n <= 50 for n in sums)
+    assert sum(1 for n in sums if n <= 25) <= 1  # two of them would be one
+
+
+def test_documents_of_a_third_of_the_length_leave_little_padding() -> None:
+    sizes = np.random.default_rng(0).integers(1, 2 * 512 // 3, 3 * BLOCK)
+    _, ends = fill(sizes, 512)
+    assert sizes.sum() / (512 * len(ends)) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("roles", "what"),
+    [
+        ({"tokens", "labels"}, "needs an input by which the model knows where a document begins"),
+        ({"tokens", "labels", "positions", "attention_mask"}, "with an attention_mask of zeros and ones"),
+    ],
+)
+def test_a_model_that_cannot_know_documents_is_refused(make_tokens: Make, roles: set[str], what: str) -> None:
+    with pytest.raises(PlanError, match=what) as error:
+        next_token(make_tokens([1, 2, 3]), 4, DataSpec(packing="documents"), 1, roles)
+    assert error.value.where == "data.packing"
+
+
+def test_masked_words_and_other_words_are_refused() -> None:
+    for data, what in (
+        ({"objective": "masked", "packing": "documents"}, "is for objective: next_token"),
+        ({"packing": "none"}, "packing"),
+        ({"overlong": "drop"}, "overlong"),
+    ):
+        with pytest.raises(SpecError, match=what):
+            Spec.load({"mesh": {}, "batch": {"global": 1, "micro": 1}, "inputs": {}, "data": data})
