@@ -6,7 +6,7 @@ train_step = batch check -> loss denominators of the global batch -> actions of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,7 @@ from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
+from runtime.rounds import Rounds
 from runtime.scores import Scores, Scoring
 from runtime.update import Update
 from runtime.weights.gather import by_all_names, collect
@@ -99,6 +100,7 @@ class Engine:
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
         self._intake = Intake(built.program, built.layout, self.groups, store)
+        self._rounds = Rounds(built.program, built.layout, self._decisions.terms, self.groups)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         self.graphs = graphs_of(plan, built, self.spec, self.groups)
         if self.graphs is not None:
@@ -178,8 +180,17 @@ class Engine:
 
     @shared_call("evaluation")
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
-        """The loss of the global batch, without gradients and without dropout."""
+        """The loss of the global batch, without gradients and without dropout.
+
+        If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
+        in rounds of the planned number. Raises PlanError for another loss.
+        """
         self._ready()
+        rounds = self._rounds.of(batch, local=local)
+        if rounds[0] is not batch:
+            ones = [torch.ones_like(self._nothing) for _ in self._decisions.terms.denominators]
+            self._rounds.require_silence(self._loss_of(self._rounds.nothing(batch), ones), batch)
+            return self._loss_of(rounds, self._rounds.totals(rounds))
         step = self._step(batch, local)
         self._count_sums(step, training=False)
         return self._over_world(self._loss_here(self.executor.evaluate(step)))
@@ -188,13 +199,16 @@ class Engine:
     def score(self, batch: Mapping[str, Tensor]) -> Scores:
         """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
 
-        The same call on every rank, with the same batch; the same answer on every rank. Logits are not gathered.
+        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        Logits are not gathered.
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
         if self._scoring is None:
             self._scoring = Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
-        return self._scoring.score(self._step(batch, local=False))
+        rounds = self._rounds.of(batch, local=False, scored=True)
+        found = [self._scoring.score(self._step(each, local=False)) for each in rounds]
+        return Scores.joined(found, len(batch[found[0].key]))
 
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
@@ -436,6 +450,11 @@ class Engine:
             self._ready()
             self._note_load(True)  # in the memory that the graphs are to note in
             graphs.capture(self.executor, step)
+
+    def _loss_of(self, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
+        """The loss of all rounds together, over ``counts``."""
+        steps = (replace(self._step(each, False), denominators=counts) for each in rounds)
+        return self._over_world(sum((self._loss_here(self.executor.evaluate(s)) for s in steps), self._nothing))
 
     def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
         self._intake.check(batch, local=local)

@@ -5,6 +5,7 @@ The stages run as in an evaluation; that of the loss is lowered once more, and r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,12 @@ class Scores:
     log_probabilities: Tensor
     is_top: Tensor
     is_scored: Tensor
+
+    @staticmethod
+    def joined(rounds: Sequence[Scores], number: int) -> Scores:
+        """The first ``number`` sequences of several batches."""
+        tensors = ("log_probabilities", "is_top", "is_scored")
+        return Scores(rounds[0].key, *(torch.cat([getattr(r, name) for r in rounds])[:number] for name in tensors))
 
 
 class Scoring:

@@ -27,7 +27,8 @@ class LossTerms:
     batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and their places. ``mixed``: ops
     before the loss that mix the sequences of a batch; ``unknown``: those that may. ``doubts``: ops of the loss with a
     number or a constant that may depend on the batch size, left unchanged. ``counted_first``: ops that read sums over
-    the global batch while a rank runs ``in_turn`` microbatches: all forwards of a step run once more, to count them."""
+    the global batch while a rank runs ``in_turn`` microbatches: all forwards of a step run once more, to count them.
+    ``adds_up``: the loss is a sum over sequences, over counts at most: of any number of microbatches it adds up."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
@@ -38,6 +39,7 @@ class LossTerms:
     doubts: list[tuple[str, Any]] = field(default_factory=list)
     counted_first: list[tuple[str, Any]] = field(default_factory=list)
     in_turn: int = 1
+    adds_up: bool = False
 
 
 class Counts:

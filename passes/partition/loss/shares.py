@@ -103,6 +103,9 @@ def share_loss(
     program.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     program.graph.recompile()
     program.graph_changed()
+    is_shared = num_microbatches > 1 or terms.counts is not None
+    notes = terms.inexact, terms.mixed, terms.unknown, terms.doubts, terms.counted_first
+    terms.adds_up = is_shared and not rewriter.averages and not any(notes)
     return terms
 
 
@@ -116,6 +119,7 @@ class _Rewriter:
         self.graph = program.graph.graph
         self.kinds: dict[fx.Node, Kind] = {}
         self.together: Together | None = None
+        self.averages = False  # whether a term is divided by the number of microbatches
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
@@ -282,6 +286,7 @@ class _Rewriter:
         shares = {n: self._share(n) for n in linear}
         args = fx.map_arg(node.args, lambda n: shares.get(n, n))
         if node.target in AFFINE:
+            self.averages |= any(isinstance(a, (int, float)) and a for a in args)
             args = tuple(a / self.total if isinstance(a, (int, float)) else a for a in args)
         return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
 
@@ -300,6 +305,7 @@ class _Rewriter:
         return new
 
     def _average(self, node: fx.Node) -> fx.Node:
+        self.averages |= self.total > 1
         return node if self.total == 1 else self._emit(node, aten.div.Tensor, [node, self.total])
 
     def _inexact(self, node: fx.Node) -> fx.Node:
