@@ -1,0 +1,214 @@
+"""The weights of an engine: gathered, loaded, saved, and replaced by their running mean for a while."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from passes.errors import PlanError
+from passes.stage_module import RankProgram
+from planner.freed import give_back_freed
+from planner.frozen_plan import Plan
+from planner.sharding.shards import Shards
+from runtime.build import parameters_of
+from runtime.checkpoint.loader import load_save
+from runtime.checkpoint.pretrained_load import load_pretrained
+from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
+from runtime.checkpoint.saver import Saver
+from runtime.checkpoint.training_state import TrainingState
+from runtime.distributed.exchange_json import broadcast_json
+from runtime.distributed.faults.shared_call import shared_call
+from runtime.distributed.groups import Groups
+from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.weights.gather import by_all_names, collect
+from runtime.weights.initial_weights import Fresh
+from runtime.weights.shards import Kept, initialise
+from runtime.weights.sources import WeightSource
+
+
+class EngineWeights:
+    """What an Engine does with its weights beside training them. The Engine owns all that is named here."""
+
+    plan: Plan
+    program: RankProgram
+    groups: Groups
+    optimizer: DistributedOptimizer
+    loss_scale: LossScale
+    saver: Saver
+    step_index: int
+    _shards: Shards
+    _weights: WeightSource
+    _kept: Kept
+    _fresh: Fresh
+    _gradients_ready: bool
+    _is_averaged: bool
+    _is_exchange_due: bool
+
+    @shared_call("gather")
+    def gather_parameters(self) -> dict[str, Tensor]:
+        """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
+        self._ready()
+        unused = broadcast_json(self.groups, [*self._kept.parameters])
+        dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
+        found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
+        return by_all_names(self.plan.parameters, {**found, **self._kept.parameters})
+
+    @shared_call("gather")
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
+
+        After ``forward_backward`` and before ``optimizer_step``. Raises PlanError at other times.
+        """
+        if not self._gradients_ready:
+            raise PlanError(
+                "there are no gradients: an update has consumed them, or no backward ran",
+                fix="call it between forward_backward(batch) and optimizer_step()",
+            )
+        gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
+        dtypes = self._shards.main_dtypes(self.groups.mesh.ep)
+        found = collect(self.plan.parameters, gradients, dtypes, self.groups)
+        return by_all_names(self.plan.parameters, found)
+
+    @shared_call("load")
+    def load_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
+
+        Each rank reads only its slices. The same call on every rank, before the first step: the optimizer's moments and
+        the count of steps stay as they are. Raises PlanError on every rank, naming file and tensor; then no weight has
+        changed.
+        """
+        self._need_own_weights("load_pretrained")
+        self.optimizer.wait_parameters()
+        self.saver.staging.hold()
+        load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory)
+        self._fresh = []
+        self._gradients_ready = False
+        self.optimizer.sync_main_from_parameters()
+
+    @shared_call("save")
+    def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
+
+        The same call on every rank; rank 0 writes, one tensor at a time. An existing directory is replaced entirely,
+        so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
+        """
+        self._ready()
+        save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
+
+    @shared_call("save")
+    def save(
+        self, directory: str | PathLike[str], wait: bool = True, *, extra: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """Write the training state to ``directory``/step-…, then its name to ``directory``/latest.
+
+        The same call on every rank, between steps; each writes its own shards. ``extra``: values that ``load`` returns,
+        as JSON, from rank 0. ``wait=False``: the state is copied to host memory, which is kept for the next save;
+        on a GPU the next update waits for the copies, and the host does not. A thread writes them; a later save waits
+        for it, and raises its error. Raises PlanError on every rank; earlier saves stay.
+        """
+        self._need_own_weights("save")
+        self._ready()
+        self.saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
+
+    @shared_call("save")
+    def wait_saves(self) -> None:
+        """Return when no save is under way. Raises PlanError on every rank if the last one failed."""
+        self.saver.wait()
+
+    @shared_call("load")
+    def load(self, directory: str | PathLike[str]) -> dict[str, JsonValue]:
+        """Take the training state of a save, or of the last one in a directory of saves; returns its ``extra``.
+
+        The same call on every rank; the save may be of any layout. The next steps are those that would have followed
+        it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
+        says so.
+
+        If the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
+        a warning on rank 0 says so.
+        """
+        self._need_own_weights("load")
+        self.saver.wait()
+        self.optimizer.wait_parameters()
+        state = self._training_state()
+        manifest, checksum = load_save(state, self.saver.groups, directory)
+        self.saver.went_on_from(manifest, checksum)
+        self.optimizer.buffers.start_parameter_gather()
+        self.step_index = manifest.step
+        self._fresh = []
+        self._gradients_ready = False
+        if self.groups.rank == 0 and (told := state.told_of_average(manifest)):
+            warnings.warn(told, stacklevel=3)
+        return manifest.extra
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the weights are their running mean (``optimizer.ema`` of the spec), to evaluate, score, gather or
+        ``save_pretrained``; training, saving and loading are refused inside. Afterwards they are bitwise as before.
+
+        The same call on every rank. Raises PlanError if the spec has no ``optimizer.ema``.
+        """
+        if self.optimizer.average is None:
+            fix = "set optimizer: {ema: 0.999}"
+            raise PlanError("the spec has no running mean of the weights", where="optimizer.ema", fix=fix)
+        self._need_own_weights("averaged_weights")
+        self._exchange_average()
+        self._is_averaged = True
+        try:
+            yield
+        except BaseException:  # of this rank alone, perhaps: the next call of all changes them back
+            self._is_exchange_due = True
+            raise
+        else:
+            self._exchange_average()
+        finally:
+            self._is_averaged = False
+
+    # ---- before they are read or replaced
+
+    @shared_call("averaged weights")
+    def _exchange_average(self) -> None:
+        self._ready()
+        self._gradients_ready = False
+        self.optimizer.exchange_average()
+
+    def _need_own_weights(self, name: str) -> None:
+        self._settle_exchange()
+        if self._is_averaged:
+            raise PlanError(
+                f"{name} inside averaged_weights: the weights are replaced by their running mean",
+                where="averaged_weights",
+                fix=f"leave the `with` before you call {name}",
+            )
+
+    def _settle_exchange(self) -> None:
+        """Restore the weights if an error ended ``averaged_weights``."""
+        if self._is_exchange_due:
+            self._is_exchange_due = False
+            self._exchange_average()
+
+    def _ready(self) -> None:
+        """Make the parameters ready to read: updated by all ranks, and initialised if nothing was loaded."""
+        self._settle_exchange()
+        self.optimizer.wait_parameters()
+        self._initialise()
+
+    def _initialise(self) -> None:
+        if self._fresh:
+            initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
+            self._fresh = []
+            give_back_freed()  # full parameters, of which shards were taken
+            self.optimizer.sync_main_from_parameters()
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)
+
+    def _own(self) -> dict[str, Tensor]:
+        """This rank's shards; of a tied weight's copies any, they are equal."""
+        return {p.fqn: parameter.data for p, parameter in parameters_of(self.program)}
