@@ -1,45 +1,35 @@
-"""Diagnostics for the user: how each linear, embedding and loss is sharded or why not, ops without a rule, inexact
-terms.
+"""Diagnostics for the user: how each linear, embedding and loss is sharded or why not, and inexact terms.
 
-warning   sizes that keep a layer replicated, attention sharded in some blocks only, ops without a rule, inexact loss
-terms info      everything else, one row for each layer; the tables fold those of repeated blocks
+warning   sizes that keep a layer replicated, attention sharded in some blocks only, inexact loss terms
+info      everything else, one row for each layer; the tables fold those of repeated blocks
+
+Notes on single ops and on experts are in rooms of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from passes.blocks.places import Places, glob_of
-from passes.canonical.norms import spelled_norms
-from passes.errors import Where
-from passes.moe.layers import Doubt, ExpertLayer
 from passes.partition.options.forms import Form
-from passes.partition.options.table import rule_of
-from passes.program.ops.aten import arguments, is_random, named, packet_of
+from passes.program.ops.aten import arguments
 from passes.program.ops.groups import CONVOLUTIONS
-from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.products import holds_weight
 from passes.program.program import Program
-from passes.program.source_lines import where_of
-from passes.rules.flops import node_cost, node_flops
+from passes.rules.flops import node_flops
 from planner.decisions import Decisions
 from planner.placement.attention.sites import AttentionSite, weight_of
 from planner.placement.divisibility import nearest_tp
-from planner.saved.attention_kernels import MATH, kernel_of
 from planner.sharding.parameters import ParameterPlan
+from planner.tables.expert_notes import expert_notes
+from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, without_rule
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
 from planner.tables.rows import Diagnostic, Summary
 
 aten = torch.ops.aten
-DENSE = {  # key → why experts in a loop compute every token with it, and the fix
-    "recompute": ("recompute frees saved tensors of fixed shapes", "remove recompute, or set mesh.ep"),
-    "cuda_graphs": ("CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"),
-}
 
 
 def diagnostic_rows(
@@ -56,14 +46,14 @@ def diagnostic_rows(
         *_inexact(decisions),
         *_untrained(decisions.program),
         *_skipped(decisions),
-        *_inferred(decisions),
-        *_own_backwards(decisions, places),
-        *_kernels(decisions, places),
-        *_spelled_norms(decisions, places),
-        *_experts(decisions, parameters, places),
+        *inferred(decisions),
+        *own_backwards(decisions, places),
+        *kernels(decisions, places),
+        *norms(decisions, places),
+        *expert_notes(decisions, parameters, places),
     ]
     if decisions.mesh.tp > 1:
-        rows += [*_attention(decisions, sites, places), *_without_rule(decisions)]
+        rows += [*_attention(decisions, sites, places), *without_rule(decisions)]
         rows += _layers(decisions, parameters, reasons, places)
     unique = dict.fromkeys(rows)
     return tuple(sorted(unique, key=lambda row: row.level == "info"))
@@ -158,7 +148,7 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
             "warning",
             f"{what} has no rule: if it mixes the sequences of a batch, each microbatch sees only its own",
             str(where),
-            _rule_of_own(what),
+            rule_of_own(what),
         )
     for what, where in decisions.terms.mixed:
         yield Diagnostic(
@@ -167,101 +157,6 @@ def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
             str(where),
             "keep one microbatch (batch.micro = batch.global, dp: 1) if the sequences must stay together",
         )
-
-
-def _own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """Custom Functions that stay one op each, and why each is sharded or not."""
-    for node in decisions.program.graph.graph.nodes:
-        if isinstance(node.target, OwnBackward):
-            option, facts = decisions.placements.options[node.name], node.target.facts
-            what = f"{node.target} is a custom Function with its own backward: one op"
-            if decisions.mesh.tp == 1:
-                yield Diagnostic("info", what, places.text(node))
-            elif option.out.is_sharded:
-                yield Diagnostic(
-                    "info",
-                    f"{what}, sharded over dim {option.out.dim}, after trials on shards, forward and backward",
-                    places.text(node),
-                )
-            else:
-                why = "" if facts.cuts else ": a trial on shards failed along every dim"
-                why += "" if facts.linear else "; its backward is not linear and needs complete gradients"
-                yield Diagnostic("info", f"{what}, replicated on every rank{why}", places.text(node))
-
-
-def _spelled_norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """On a GPU each of their ops is a kernel that reads and writes all features."""
-    found = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
-    num_ops = sum(norm.num_ops for norm in found)
-    if found:
-        yield Diagnostic(
-            "info",
-            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
-            "kernel forward and one backward, which sum in another order",
-            places.text(found[0].results[0]),
-        )
-
-
-def _kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """The kernel with which the memory of attention is counted, if that decides the saved tensors."""
-    for node in decisions.program.graph.graph.nodes:
-        if node.op != "call_function" or packet_of(node.target) is not aten.scaled_dot_product_attention:
-            continue
-        drops = " with dropout" if is_random(node) else ""
-        if decisions.on_gpu:
-            given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
-            values: list[Any] = [None if x is None else x.meta["val"] for x in given]
-            kernel = kernel_of(*values)
-            keeps = (
-                "its scores and probabilities"
-                if kernel == MATH
-                else "its result and one value per row, no probabilities"
-            )
-            yield Diagnostic(
-                "info",
-                f"memory of attention{drops} is that of the {kernel} kernel of a GPU, which saves {keeps}",
-                places.text(node),
-            )
-        elif drops:
-            yield Diagnostic(
-                "info",
-                "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities",
-                places.text(node),
-                "name a cluster of GPUs to plan with a GPU kernel",
-            )
-
-
-def _experts(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
-    """Layers of experts, and parts that look like one."""
-    mesh, cut_dim = decisions.mesh, {row.name: row.dim for row in parameters}
-    names = decisions.program.parameters
-    for layer in decisions.experts.layers:
-        cuts = [(w, dim) for w in layer.weights if (dim := cut_dim.get(names.get(w.nodes[0], ""))) is not None]
-        how = "all of them"
-        if cuts:
-            how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a shard of each"
-        if mesh.has_expert_axes:
-            of_each = f", 1/{mesh.etp} of each" if cuts else ""
-            how = f"{layer.num_experts // mesh.ep} of them{of_each}"
-        for_a_token = f"{layer.top_k} per token" if layer.top_k else "any number per token"
-        what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
-        where = places.text(decisions.program.node(layer.products[0]))
-        yield Diagnostic("info", f"{what}: every rank holds {how}", where)
-        if layer.dense is not None:
-            yield _computed_densely(layer, layer.dense, where)
-    for doubt in decisions.experts.doubts:
-        yield Diagnostic(
-            "info", f"this looks like a router of experts, but is not planned as one: {doubt.why}", str(doubt.where)
-        )
-
-
-def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnostic:
-    """A loop over experts that computes every token, although tokens choose few experts."""
-    what = (
-        f"each of the {layer.num_experts} experts computes every token, {layer.num_experts / layer.top_k:g}× the work"
-    )
-    why, fix = DENSE.get(dense.why, (dense.why, "weight and sum the results of the tokens of each expert"))
-    return Diagnostic("info", f"{what}: {why}", str(dense.where or where), fix)
 
 
 def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places) -> Iterator[Diagnostic]:
@@ -274,75 +169,6 @@ def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: P
                 places.text(site.node),
                 "" if site.divides(decisions.mesh.tp) else _choose(tp),
             )
-
-
-# ---- ops without a rule
-
-
-@dataclass(frozen=True, slots=True)
-class Uncovered:
-    """An op without a rule: every rank computes all of it. ``work_fraction``: its share of the estimated work."""
-
-    op: str
-    where: Where
-    count: int
-    work_fraction: float
-
-
-def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
-    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty if all is covered."""
-    nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
-    found: dict[tuple[str, str, int], list[fx.Node]] = {}
-    wheres: dict[tuple[str, str, int], Where] = {}
-    for node in nodes:
-        if node.meta.get("grad") and rule_of(node) is None and not isinstance(node.target, OwnBackward):
-            where = where_of(node)
-            key = (str(node.target), where.file, where.line)
-            found.setdefault(key, []).append(node)
-            wheres.setdefault(key, where)
-    total = sum(map(node_cost, nodes)) if found else 1
-    return tuple(
-        Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
-        for key, group in found.items()
-    )
-
-
-def _without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
-    for row in ops_without_rule(decisions.program):
-        times = f", {row.count} times" if row.count > 1 else ""
-        yield Diagnostic(
-            "warning",
-            f"{row.op} has no rule{times} and is replicated on every rank, {row.work_fraction:.1%} of the "
-            "estimated work",
-            str(row.where),
-            _rule_of_own(row.op),
-        )
-
-
-def _rule_of_own(op: str) -> str:
-    return f'if it is an op of your own, give it a rule: planner.rule("{own_name(op)}", "… -> …")'
-
-
-def own_name(op: str) -> str:
-    """``mylib.scan.default`` as torch.library has registered it."""
-    namespace, _, rest = op.partition(".")
-    return f"{namespace}::{rest.removesuffix('.default')}"
-
-
-def _inferred(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Rules that trials have shown, once for each op and pattern."""
-    found: dict[tuple[str, str], fx.Node] = {}
-    for node in decisions.program.graph.graph.nodes:
-        if "inferred" in node.meta:
-            found.setdefault((str(node.target), str(node.meta["inferred"])), node)
-    for (op, pattern), node in found.items():
-        yield Diagnostic(
-            "info",
-            f'{op} has no rule; by trials on random values it has "{pattern}"',
-            str(where_of(node)),
-            f'to say it yourself: planner.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
-            "tensor_parallel.infer_rules: false",
-        )
 
 
 # ---- layers

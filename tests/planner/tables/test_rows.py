@@ -13,7 +13,7 @@ from passes.types.types import Placement, Segment
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.divisibility import divisors, nearest_tp
-from planner.tables.diagnostics import ops_without_rule
+from planner.tables.op_notes import ops_without_rule
 from tests.models.plannable import build, spec_of
 
 

@@ -1,0 +1,153 @@
+"""Notes on single ops: without a rule, with an inferred one, with a backward of their own, or with a slow kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.blocks.places import Places
+from passes.canonical.norms import spelled_norms
+from passes.errors import Where
+from passes.partition.options.table import rule_of
+from passes.program.ops.aten import is_random, named, packet_of
+from passes.program.ops.own_backward import OwnBackward
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.rules.flops import node_cost
+from planner.decisions import Decisions
+from planner.saved.attention_kernels import MATH, kernel_of
+from planner.tables.rows import Diagnostic
+
+aten = torch.ops.aten
+
+
+def own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
+    """Custom Functions that stay one op each, and why each is sharded or not."""
+    for node in decisions.program.graph.graph.nodes:
+        if isinstance(node.target, OwnBackward):
+            option, facts = decisions.placements.options[node.name], node.target.facts
+            what = f"{node.target} is a custom Function with its own backward: one op"
+            if decisions.mesh.tp == 1:
+                yield Diagnostic("info", what, places.text(node))
+            elif option.out.is_sharded:
+                yield Diagnostic(
+                    "info",
+                    f"{what}, sharded over dim {option.out.dim}, after trials on shards, forward and backward",
+                    places.text(node),
+                )
+            else:
+                why = "" if facts.cuts else ": a trial on shards failed along every dim"
+                why += "" if facts.linear else "; its backward is not linear and needs complete gradients"
+                yield Diagnostic("info", f"{what}, replicated on every rank{why}", places.text(node))
+
+
+def norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
+    """On a GPU each of their ops is a kernel that reads and writes all features."""
+    found = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
+    num_ops = sum(norm.num_ops for norm in found)
+    if found:
+        yield Diagnostic(
+            "info",
+            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
+            "kernel forward and one backward, which sum in another order",
+            places.text(found[0].results[0]),
+        )
+
+
+def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
+    """The kernel with which the memory of attention is counted, if that decides the saved tensors."""
+    for node in decisions.program.graph.graph.nodes:
+        if node.op != "call_function" or packet_of(node.target) is not aten.scaled_dot_product_attention:
+            continue
+        drops = " with dropout" if is_random(node) else ""
+        if decisions.on_gpu:
+            given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
+            values: list[Any] = [None if x is None else x.meta["val"] for x in given]
+            kernel = kernel_of(*values)
+            keeps = (
+                "its scores and probabilities"
+                if kernel == MATH
+                else "its result and one value per row, no probabilities"
+            )
+            yield Diagnostic(
+                "info",
+                f"memory of attention{drops} is that of the {kernel} kernel of a GPU, which saves {keeps}",
+                places.text(node),
+            )
+        elif drops:
+            yield Diagnostic(
+                "info",
+                "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities",
+                places.text(node),
+                "name a cluster of GPUs to plan with a GPU kernel",
+            )
+
+
+def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
+    """Rules that trials have shown, once for each op and pattern."""
+    found: dict[tuple[str, str], fx.Node] = {}
+    for node in decisions.program.graph.graph.nodes:
+        if "inferred" in node.meta:
+            found.setdefault((str(node.target), str(node.meta["inferred"])), node)
+    for (op, pattern), node in found.items():
+        yield Diagnostic(
+            "info",
+            f'{op} has no rule; by trials on random values it has "{pattern}"',
+            str(where_of(node)),
+            f'to say it yourself: planner.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
+            "tensor_parallel.infer_rules: false",
+        )
+
+
+def without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
+    for row in ops_without_rule(decisions.program):
+        times = f", {row.count} times" if row.count > 1 else ""
+        yield Diagnostic(
+            "warning",
+            f"{row.op} has no rule{times} and is replicated on every rank, {row.work_fraction:.1%} of the "
+            "estimated work",
+            str(row.where),
+            rule_of_own(row.op),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """An op without a rule: every rank computes all of it. ``work_fraction``: its share of the estimated work."""
+
+    op: str
+    where: Where
+    count: int
+    work_fraction: float
+
+
+def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
+    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty if all is covered."""
+    nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+    found: dict[tuple[str, str, int], list[fx.Node]] = {}
+    wheres: dict[tuple[str, str, int], Where] = {}
+    for node in nodes:
+        if node.meta.get("grad") and rule_of(node) is None and not isinstance(node.target, OwnBackward):
+            where = where_of(node)
+            key = (str(node.target), where.file, where.line)
+            found.setdefault(key, []).append(node)
+            wheres.setdefault(key, where)
+    total = sum(map(node_cost, nodes)) if found else 1
+    return tuple(
+        Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
+        for key, group in found.items()
+    )
+
+
+def rule_of_own(op: str) -> str:
+    return f'if it is an op of your own, give it a rule: planner.rule("{own_name(op)}", "… -> …")'
+
+
+def own_name(op: str) -> str:
+    """``mylib.scan.default`` as torch.library has registered it."""
+    namespace, _, rest = op.partition(".")
+    return f"{namespace}::{rest.removesuffix('.default')}"
