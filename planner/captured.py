@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from passes.canonical.masks import simplify_masks
 from passes.canonical.norms import fuse_norms
 from passes.errors import PlanError
-from passes.moe.equal_calls import merge_equal_calls
 from passes.partition.batch.fixed_lookups import check_fixed_lookups
 from passes.partition.batch.two_captures import wider
 from passes.partition.loss.shares import LossTerms, share_loss
@@ -163,7 +162,6 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuse_norms:
         fuse_norms(program)
-    merge_equal_calls(program)
     return Prepared(program, terms)
 
 

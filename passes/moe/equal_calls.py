@@ -15,8 +15,8 @@ from passes.program.ops.aten import draws
 from passes.program.program import Program
 
 
-def merge_equal_calls(program: Program) -> None:
-    """In place. Not merged: draws, and functions that are no op of PyTorch."""
+def merge_equal_calls(program: Program) -> bool:
+    """In place; returns whether there were any. Not merged: draws, and functions that are no op of PyTorch."""
     graph = program.graph.graph
     work = [n for n in graph.nodes if is_weight(n) and len(n.users) > 1]
     changed = False
@@ -27,6 +27,7 @@ def merge_equal_calls(program: Program) -> None:
                 alike.setdefault(_call(user), []).append(user)
         for first, *others in alike.values():
             for other in others:
+                first.meta["grad"] = first.meta["grad"] or other.meta["grad"]  # one of them may lead to choices alone
                 other.replace_all_uses_with(first)
                 graph.erase_node(other)
             if others:
@@ -34,6 +35,7 @@ def merge_equal_calls(program: Program) -> None:
                 changed = True
     if changed:
         program.graph_changed()
+    return changed
 
 
 def _call(node: fx.Node) -> object:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes.moe.branches import branches_of
+from passes.moe.equal_calls import merge_equal_calls
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
 from passes.moe.paths import (
     between,
@@ -33,7 +34,13 @@ from passes.program.source_lines import where_of
 
 
 def find_experts(program: Program) -> Experts:
-    """In the graph's order."""
+    """In the graph's order. If a part is not understood, equal calls of one weight become one, and all is looked at
+    again: experts that share their first layers read the same values then."""
+    found = _found(program)
+    return _found(program) if found.doubts and merge_equal_calls(program) else found
+
+
+def _found(program: Program) -> Experts:
     layers: list[ExpertLayer] = []
     doubts: list[Doubt] = []
     for space in spaces(program.graph.graph):

@@ -22,7 +22,8 @@ from passes.ops.load import ExpertLoad
 @dataclass(frozen=True)
 class Meeting:
     """One routing of one layer. ``to_experts``, ``to_parts``: splits over ep and over etp; ``counts``: [E / ep] of the
-    rows that are here then. ``share``: half-open, of ``num_rows`` rows. ``pieces``: rows → those of each expert."""
+    rows that are here then. ``share``: half-open, of ``num_rows`` rows. ``pieces``: of rows that experts are reading,
+    those of each expert that has not."""
 
     ep: AxisHandle
     etp: AxisHandle
@@ -31,7 +32,7 @@ class Meeting:
     to_experts: Splits
     to_parts: Splits | None
     counts: Tensor
-    pieces: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)
+    pieces: dict[Tensor, dict[int, Tensor]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -96,9 +97,13 @@ def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
     All experts' are cut at once: the backward then joins their gradients once, where each slice of its own would fill
     zeros for the rows of all others.
     """
-    if rows not in here.pieces:
-        here.pieces[rows] = torch.unsafe_split_with_sizes(rows, here.sizes)
-    return here.pieces[rows][number]
+    left = here.pieces.pop(rows, None)
+    if left is None or number not in left:
+        left = dict(enumerate(torch.unsafe_split_with_sizes(rows, here.sizes)))
+    taken = left.pop(number)
+    if left:  # else nothing holds the rows: a recomputation may free them
+        here.pieces[rows] = left
+    return taken
 
 
 def share(weight: Tensor) -> Tensor:

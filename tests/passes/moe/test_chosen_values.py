@@ -95,3 +95,25 @@ def test_a_mask_that_hides_rows_stays() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_equals_one_process(way: Callable[..., Tensor], mesh: dict[str, int]) -> None:
     check(lambda: built(partial(loop_of, way)), batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+
+
+class RoutedTwice(Layer):
+    """A router that is called for the choices, and again for the weights; experts with a norm in common."""
+
+    def __init__(self) -> None:
+        super().__init__(experts.masks)
+        norm = torch.nn.LayerNorm(8)
+        self.experts = torch.nn.ModuleList(torch.nn.Sequential(norm, expert) for expert in self.experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).softmax(-1).topk(self.top_k, -1)[1]
+        return experts.masks(self, x, self.gate(x).softmax(-1).gather(-1, chosen), chosen)
+
+
+@pytest.mark.parametrize("mesh", [SPREAD, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}], ids=str)
+def test_equal_calls_that_become_one_keep_the_gradient_of_each(mesh: dict[str, int]) -> None:
+    """Of a call that leads to choices alone no gradient is wanted; of its equal one is."""
+    check(lambda: built(RoutedTwice), batch_of(2 * mesh.get("dp", 1), 8), mesh, 1e-10, 1e-10)
+    made = plan(built(RoutedTwice), spec_of(batch_of(4, 8), SPREAD))
+    graph = made.to_run()[0].program.graph.graph
+    assert len([n for n in graph.nodes if n.target is aten.softmax.int]) == 1
