@@ -287,14 +287,14 @@ class Engine(EngineWeights):
 
     def _loss_of(self, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
         """The loss of all rounds together, over ``counts``."""
-        steps = (replace(self._step(each, False), denominators=counts) for each in rounds)
+        steps = (self._step(each, False, counts) for each in rounds)
         return self._over_world(sum((self._loss_here(self.executor.evaluate(s)) for s in steps), self._nothing))
 
-    def _step(self, batch: Mapping[str, Tensor], local: bool) -> Step:
+    def _step(self, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None) -> Step:
         self._intake.check(batch, local=local)
         self._updates.take(batch, is_local=local)
         self._activity.off(DENOMINATORS)
-        return self._intake.step(batch, self.step_index, self.loss_scale.tensor, local=local)
+        return self._intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
 
     def _before_backward(self, is_last: bool) -> None:
         self.optimizer.buffers.last_microbatch = is_last and not (self.graphs and self.graphs.holds_reductions)

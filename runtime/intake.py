@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed import Store
@@ -31,10 +31,20 @@ class Intake:
             ranks = (groups.mesh.world_size, groups.rank, groups.timeout)
             check_first_batch(self._layout, batch, store, *ranks, local=local)
 
-    def step(self, batch: Mapping[str, Tensor], index: int, scale: Tensor | None, *, local: bool) -> Step:
-        """The step with this index, of a batch that was checked. ``scale``: of the loss."""
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        index: int,
+        scale: Tensor | None,
+        *,
+        local: bool,
+        counts: Sequence[Tensor] | None = None,
+    ) -> Step:
+        """The step with this index, of a batch that was checked. ``scale``: of the loss. ``counts``: its denominators
+        if they are not the batch's own."""
         layout, groups = self._layout, self._groups
         read = dict.fromkeys(name for stage in self._program.stages for name in stage.inputs)
         microbatches = layout.microbatches(batch, read, groups.device, local=local)
-        counts = denominators(self._program, layout, batch, groups, local=local)
+        if counts is None:
+            counts = denominators(self._program, layout, batch, groups, local=local)
         return Step(index, microbatches, layout.first_microbatch, counts, scale)

@@ -29,6 +29,11 @@ class Tokenization:
     vocabulary_size: int
     special: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def padding(self) -> int:
+        """The id behind the text of a sequence that is longer; no loss counts it."""
+        return self.special.get("padding", self.special.get("end", 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:

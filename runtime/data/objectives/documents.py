@@ -40,8 +40,7 @@ class PackedDocuments:
         starts, sizes = _pieces(np.asarray(tokens.ends) - sizes, sizes, length)
         order, self._bounds = fill(sizes, length)
         self.starts, self.sizes = starts[order], sizes[order]
-        special = tokens.tokenization.special
-        self._padding = special.get("padding", special.get("end", 0))
+        self._padding = tokens.tokenization.padding
 
     @property
     def num_samples(self) -> int:

@@ -60,8 +60,7 @@ class OfDocuments:
         self.longest, self.least = int(sizes.max(initial=0)), 2
         self._windows = np.cumsum(np.maximum(0, -(-(sizes - 1) // length)))
         self.num_samples = int(self._windows[-1]) if len(self._windows) else 0
-        special = tokens.tokenization.special
-        self._padding = special.get("padding", special.get("end", 0))
+        self._padding = tokens.tokenization.padding
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         document = int(np.searchsorted(self._windows, index, side="right"))
