@@ -31,6 +31,7 @@ from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
+from planner.lengths import Held, plan_lengths
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned
@@ -69,7 +70,7 @@ def capture(
     example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
     Raises PlanError if the model cannot be captured: problem, place (module and the user's line), fix.
     """
-    checked = _checked(model, spec, "capture", (nn.Module,))
+    checked = _checked(model, spec, "capture", (nn.Module,)).longest
     with _planning(checked):
         seen = spec_to_capture(checked, example_inputs)
         made = capture_model(model, seen, inputs_of(seen, example_inputs))
@@ -98,7 +99,15 @@ def plan(
     """
     checked = _checked(model, spec)
     with _planning(checked, model):
-        return (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, checked, example_inputs)
+        if checked.lengths and example_inputs is not None:
+            what = "example_inputs have one length, and the spec's inputs several"
+            raise checked.error("inputs", what, "leave out example_inputs, or write one length")
+        longest = checked.longest
+        found = (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, longest, example_inputs)
+        if len(checked.lengths) < 2:
+            return found
+        alone = model.model if isinstance(model, Captured) else model
+        return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held))
 
 
 def find_layouts(
@@ -112,7 +121,7 @@ def find_layouts(
     """The ``top`` fastest layouts for the keys that ``spec`` leaves to auto, and why others lose. Arguments as of
     plan().
     """
-    checked = _checked(model, spec)
+    checked = _checked(model, spec).longest
     if not checked.mesh.has_auto:
         raise checked.error("mesh", "no axis of the mesh is auto, so that nothing is searched", "write mesh: auto")
     with _planning(checked, model):
@@ -201,8 +210,13 @@ def _decide_the_fastest(
     raise spec.error("mesh", f"none of the {len(result.best)} fastest layouts fits: {notes[-1]}", "pin recompute: full")
 
 
-def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Plan:
-    """Every step that decides or refuses, in its order."""
+def _decide(
+    model: nn.Module | Captured,
+    spec: Spec,
+    example_inputs: Mapping[str, torch.Tensor] | None,
+    held: Held | None = None,
+) -> Plan:
+    """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided."""
     cluster = None if spec.cluster is None else read_cluster(spec.cluster)
     mesh = _mesh(spec)
     captured = _captured(model, spec, example_inputs)
@@ -214,8 +228,9 @@ def _decide(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str
         keep_own_keys(program, context, mesh.tp)
     experts = open_experts(program, found, mesh, dense=spec.frees_or_captures)
     check_places(program)
-    blocks, placements, sites = _placed(program, spec, mesh)
-    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold)
+    blocks, placements, sites = _placed(program, spec, mesh, held)
+    sizes = () if held is None else held.sizes
+    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold, sizes=sizes)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
@@ -244,7 +259,9 @@ def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
     return build_schedule(asked.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, asked.group_size, costs)
 
 
-def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:
+def _placed(
+    program: Program, spec: Spec, mesh: Mesh, held: Held | None
+) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:
     """Repeated blocks, the type of every value over tp, the attention; a tp that cuts nothing is refused."""
     asked = spec.tensor_parallel
     with shown_if_slow("finding the repeated blocks"):
@@ -258,6 +275,7 @@ def _placed(program: Program, spec: Spec, mesh: Mesh) -> tuple[Blocks, Placement
             sequence_parallel=asked.sequence_parallel is True,
             vocabulary_multiple=asked.vocabulary_multiple,
             etp=mesh.etp,
+            held=None if held is None else held.placements,
         )
     sites = attention_sites(program, blocks, placements)
     check_attention(program, placements, sites)

@@ -34,7 +34,8 @@ class Plan(Tables):
     A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (the
     tensors that each rank holds, sums and exchanges), ``regions`` (the ops that CUDA graphs capture), ``recomputed``
     (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled). Passes and runtime read them.
-    ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them.
+    ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them. ``shorter``: the
+    plans of the other lengths, if there are several.
     A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
     ``.pt`` has them, and runs without the model's code (planner.stored).
     """
@@ -45,6 +46,7 @@ class Plan(Tables):
     recomputed: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
     pieces: tuple[CompiledPiece, ...] = field(default=(), compare=False, repr=False)
     flops: float | None = field(default=None, compare=False, repr=False)
+    shorter: tuple[Plan, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -59,6 +61,21 @@ class Plan(Tables):
         found = {"decisions": decisions, "shards": shards, "regions": regions, "recomputed": recomputed}
         found["pieces"] = () if compiled is None else compiled.pieces
         return Plan(**rows, **found)
+
+    @property
+    def of_all_lengths(self) -> tuple[Plan, ...]:
+        """In the order of ``lengths``; itself if there is one."""
+        return (*self.shorter, self)
+
+    def at_length(self, length: int) -> Plan:
+        """The plan of one of ``lengths``. Raises PlanError if it is none of them, or the plan was loaded from JSON."""
+        known = [row.length for row in self.lengths]
+        if length not in known:
+            told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
+            raise PlanError(f"the plan has no length {length}: {told}", where="length", fix="name one of its lengths")
+        if len(self.of_all_lengths) < len(known):
+            raise PlanError("a plan loaded from JSON has the tables of its greatest length alone", fix="plan again")
+        return self.of_all_lengths[known.index(length)]
 
     def to_run(self) -> tuple[Decisions, Shards]:
         """The decisions and shards that a run needs beside the rows. Raises PlanError for a loaded plan."""
@@ -92,9 +109,7 @@ class Plan(Tables):
         Raises PlanError if the place cannot be written, and for a ``.pt`` of a graph with functions of your own.
         """
         if str(path).endswith(SUFFIX):
-            decisions, shards = self.to_run()
-            parts = {name: getattr(self, name) for name in PARTS} | {"flops": self.step_flops()}
-            write(Stored(self.to_dict(), decisions, shards, parts), Path(path))
+            write([plan._stored() for plan in self.of_all_lengths], Path(path))
             return
         try:
             write_for_user(Path(path), to_text(self.to_dict()))
@@ -112,14 +127,17 @@ class Plan(Tables):
         One of a ``.pt`` runs: ``Engine(Plan.load("plan.pt"))``. The same code, torch and Python must have saved it.
         """
         if str(path).endswith(SUFFIX):
-            stored = read(Path(path))
-            found = Plan.from_dict(stored.tables)
-            return replace(found, decisions=stored.decisions, shards=stored.shards, **stored.parts)
+            *shorter, longest = map(_of_stored, read(Path(path)))
+            return replace(longest, shorter=tuple(shorter))
         values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
         try:
             return Plan.from_dict(values)
         except PlanError as error:
             raise PlanError(error.what, where=str(path), fix=error.fix) from None
+
+    def _stored(self) -> Stored:
+        parts = {name: getattr(self, name) for name in PARTS} | {"flops": self.step_flops()}
+        return Stored(self.to_dict(), *self.to_run(), parts)
 
     @staticmethod
     def from_dict(values: Any) -> Plan:
@@ -132,3 +150,8 @@ class Plan(Tables):
                 fix=_AGAIN,
             )
         return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))
+
+
+def _of_stored(stored: Stored) -> Plan:
+    found = Plan.from_dict(stored.tables)
+    return replace(found, decisions=stored.decisions, shards=stored.shards, **stored.parts)

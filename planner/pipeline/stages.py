@@ -11,6 +11,7 @@ own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -44,9 +45,10 @@ def assign_stages(
     split: Any = "auto",
     where: Where | str | None = None,
     fold: Fold = LOOP,
+    sizes: Sequence[int] = (),
 ) -> StageAssignment:
     """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or a notation of ``planner.pipeline.split``;
-    ``fold`` maps the rows of a split to stages.
+    ``fold`` maps the rows of a split to stages; ``sizes``: blocks of each stage for "auto", if they are decided.
 
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
@@ -60,7 +62,7 @@ def assign_stages(
     if split == "auto":
         may_stand_alone = vpp == 1 and program.node(program.loss) in after
         tail = sum(costs[node] for node in after) if may_stand_alone else 0
-        layout = _balanced(_costs_of_blocks(anchor, costs, num_blocks) if num_blocks else [], num_stages, tail)
+        layout = layout_of_sizes(sizes) if sizes else _balanced(_costs_of_blocks(anchor, costs, num_blocks) if num_blocks else [], num_stages, tail)
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, layout, before, after)

@@ -33,10 +33,12 @@ def decide_placements(
     sequence_parallel: bool = False,
     vocabulary_multiple: int = 128,
     etp: int | None = None,
+    held: Mapping[str, Placement] | None = None,
 ) -> Placements:
-    """Type every node, those in the experts' domain over ``etp``.
+    """Type every node, those in the experts' domain over ``etp``. ``held``: types of parameters, by name, that are
+    decided.
 
-    Raises PlanError if an override, or a cut of the sequence, is not possible."""
+    Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     times = blocks.times_of_nodes(program)
@@ -52,6 +54,7 @@ def decide_placements(
     asked = asked_of(program, overrides or {}) if tp > 1 else {}
     wishes = Overrides(program, candidates, asked, costs.of_weights)
     wishes.constrain()
+    _hold(program, candidates, held or {})
     _keep_features_whole(program, blocks, rep, candidates)
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
@@ -132,6 +135,17 @@ def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:
         and isinstance(n.meta["val"], torch.Tensor)
         and any(block_of.get(u.name) != block_of[n.name] for u in n.users)
     ]
+
+
+def _hold(program: Program, candidates: Candidates, held: Mapping[str, Placement]) -> None:
+    """Leave each parameter the type that it has already."""
+    for name, options in candidates.options.items():
+        wanted = held.get(program.parameters.get(name, ""))
+        if wanted is not None:
+            candidates.options[name] = [o for o in options if o.out == wanted]
+            if not candidates.options[name]:
+                what = f"{program.parameters[name]} cannot be {wanted}, as another length has it"
+                raise PlanError(what, where="inputs", fix="use one length")
 
 
 def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], candidates: Candidates) -> None:

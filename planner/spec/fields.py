@@ -19,6 +19,7 @@ LARGEST_SIZE = 1 << 40  # elements, steps, ids: more is a slip of the keyboard, 
 MOST_NAMES = 1000  # overrides
 MOST_INPUTS = 128
 MOST_DIMS = 16
+MOST_LENGTHS = 64
 
 
 def number(value: Any) -> Any:
@@ -72,12 +73,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def fill_in(self) -> None:
+        """Set the keys that others imply, before conflicts are looked for."""
+
     def problems(self) -> Iterator[PlanError]:
         """Conflicts between keys that are valid alone, each with the dotted path of a key as its place."""
         yield from ()
 
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:
+        self.fill_in()
         if problems := list(self.problems()):
             raise SpecError.of(problems)
         return self

@@ -17,6 +17,7 @@ from planner.spec.fields import (
     AUTO,
     LARGEST_SIZE,
     MOST_DIMS,
+    MOST_LENGTHS,
     MOST_NAMES,
     AtLeastOne,
     Auto,
@@ -40,6 +41,7 @@ from planner.spec.fields import (
 from planner.spec.messages import describe_value
 
 GLOBAL = "global"
+Lengths = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MOST_LENGTHS)]
 STYLES: tuple[str, ...] = get_args(Style)
 
 
@@ -97,7 +99,13 @@ class MeshSpec(Section):
 
 
 class BatchSpec(Section):
-    global_size: Size = required("sequences per step over all replicas; divisible by micro · dp", 16, alias="global")
+    global_size: Size = key(
+        0,
+        "sequences per step over all replicas; divisible by micro · dp; required, unless tokens is given",
+        alias="global",
+        json_schema_extra=lambda schema: schema.pop("default", None),
+    )
+    tokens: Size | None = key(None, "in place of global: tokens per step, at most; of short sequences a step has more")
     micro: Size | Auto = required("sequences per microbatch of one replica; may be auto if an axis is auto", 2)
     statistics: Annotated[Literal["global", "microbatch"], Word] = key(
         GLOBAL,
@@ -109,8 +117,8 @@ class BatchSpec(Section):
 class InputSpec(Section):
     """One tensor of the batch. A Spec fills in the keys that it takes from the input that it is ``like``."""
 
-    shape: Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
-        (), "without the batch dim; required, unless like another input"
+    shape: Annotated[tuple[Size | Lengths, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
+        (), "without the batch dim; required, unless like another input; a list for a dim of several lengths"
     )
     dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
     high: Size | None = key(None, "integers of the input are smaller than this")

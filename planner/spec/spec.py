@@ -46,6 +46,7 @@ from planner.spec.fields import (
     required,
 )
 from planner.spec.inputs import resolve_like
+from planner.spec.lengths import batch_problems, inputs_at, length_problems, lengths_of, num_sequences
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
 from planner.spec.schema import json_schema
@@ -167,10 +168,20 @@ class Spec(Section):
     def _left_to_the_search(cls, value: Any) -> Any:
         return with_auto(value)
 
+    def fill_in(self) -> None:
+        """``batch.global`` by ``batch.tokens``: sequences of a step at the greatest length."""
+        is_open = self.batch.tokens is not None and not self.batch.global_size
+        if is_open and self.inputs and not list(length_problems(self.inputs)):
+            found = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
+            self.__dict__["batch"] = self.batch.model_copy(update={"global_size": found})
+
     def problems(self) -> Iterator[PlanError]:
+        found = list(length_problems(self.inputs)) or list(batch_problems(self.batch, self.inputs, self.mesh.dp))
+        yield from found
         yield from _auto_problems(self)
-        yield from _batch_problems(self)
-        yield from _size_problems(self)
+        if not found:
+            yield from _batch_problems(self)
+            yield from _size_problems(self)
         yield from _recompute_problems(self)
         yield from _stage_problems(self)
 
@@ -193,6 +204,30 @@ class Spec(Section):
             fix = f"add `{flow({'inputs': _INPUTS})}`"
             raise self.error("inputs", "inputs is missing, and plan() got no example_inputs", fix)
         return self.inputs
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of a sequence, ascending; () if the inputs have one."""
+        return lengths_of(self.inputs)
+
+    def at(self, place: int) -> Spec:
+        """The same of one length alone, the one at ``place`` of ``lengths``; itself if it has one."""
+        if not self.lengths:
+            return self
+        inputs = inputs_at(self.inputs, place)
+        batch = self.batch.model_copy(update={"global_size": num_sequences(self.batch, inputs, self.mesh.dp)})
+        return self.model_copy(update={"inputs": inputs, "batch": batch})
+
+    def chosen(self, one: Spec) -> Spec:
+        """The same with what a search, or one length, has settled: every key of ``one`` but those that lengths differ
+        in."""
+        batch = self.batch.model_copy(update={"micro": one.batch.micro})
+        return one.model_copy(update={"inputs": self.inputs, "batch": batch})
+
+    @property
+    def longest(self) -> Spec:
+        """The same of the greatest length alone."""
+        return self.at(-1)
 
     @property
     def frees_or_captures(self) -> str:
@@ -279,7 +314,7 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
 
 def _size_problems(spec: Spec) -> Iterator[PlanError]:
     """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
-    for name, tensor in spec.inputs.items():
+    for name, tensor in spec.longest.inputs.items():
         elements = spec.batch.global_size * math.prod(tensor.shape)
         if elements > _MOST_ELEMENTS:
             at = f"inputs.{name}.shape"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
-VERSION = 1
+VERSION = 2
 DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
     "own_tokens",
@@ -64,9 +64,9 @@ def written_by() -> dict[str, str]:
     }
 
 
-def write(plan: Stored, path: Path) -> None:
-    """Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written."""
-    content, tensors = _content(plan)
+def write(plans: Sequence[Stored], path: Path) -> None:
+    """The plans of one model, length by length. Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written."""
+    content, tensors = _content(plans)
     try:
         with replaced_file(path) as file:
             buffer = io.BytesIO()
@@ -77,16 +77,10 @@ def write(plan: Stored, path: Path) -> None:
         raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), fix=fix) from None
 
 
-def _content(plan: Stored) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    decisions, shards = plan.decisions, plan.shards
-    writer = Writer()
+def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    decisions, writer = plans[-1].decisions, Writer()
     try:
-        found = {
-            "decisions": [writer.write(getattr(decisions, name)) for name in DECIDED],
-            "shards": [writer.write(getattr(shards, f.name)) for f in fields(Shards) if f.name != "elsewhere"],
-            "parts": [writer.write(plan.parts[name]) for name in PARTS],
-            "model": writer.write(_model_of(decisions)),
-        }
+        of_lengths, model = [_of_length(plan, writer) for plan in plans], writer.write(_model_of(decisions))
     except Unstorable as error:
         raise PlanError(
             f"this plan cannot be saved to run without its model: {error}", where=SUFFIX, fix="save it as JSON"
@@ -94,14 +88,24 @@ def _content(plan: Stored) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = {
         "version": VERSION,
         "written by": written_by(),
-        "tables": plan.tables,
         "hub": {name: value for name, value in asdict(decisions.hub).items() if name in HUB},
-        "expert alone": shards.elsewhere is not None,
-        **found,
+        "model": model,
+        "lengths": of_lengths,
         "objects": writer.objects,
         "texts": list(writer.texts),
     }
     return content, writer.tensors
+
+
+def _of_length(plan: Stored, writer: Writer) -> dict[str, Any]:
+    decisions, shards = plan.decisions, plan.shards
+    return {
+        "tables": plan.tables,
+        "expert alone": shards.elsewhere is not None,
+        "decisions": [writer.write(getattr(decisions, name)) for name in DECIDED],
+        "shards": [writer.write(getattr(shards, f.name)) for f in fields(Shards) if f.name != "elsewhere"],
+        "parts": [writer.write(plan.parts[name]) for name in PARTS],
+    }
 
 
 def _model_of(decisions: Decisions) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def _model_of(decisions: Decisions) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> list[Stored]:
     """Raises PlanError for a file that is missing, damaged, or was written by another version."""
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -130,7 +134,7 @@ def read(path: Path) -> Stored:
         raise PlanError("the plan is damaged, or is no saved plan", where=str(path), fix=AGAIN) from None
     _check_writer(content, path)
     try:
-        return _stored(content, tensors)
+        return _all_stored(content, tensors)
     except DAMAGE as error:
         raise PlanError(f"the plan is damaged: {error}", where=str(path), fix=AGAIN) from None
 
@@ -145,13 +149,17 @@ def _check_writer(content: Any, path: Path) -> None:
             raise PlanError(what, where=str(path), fix=AGAIN)
 
 
-def _stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stored:
+def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Stored]:
     reader = Reader(content["objects"], content["texts"], tensors)
     hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
     model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
+    return [_stored(of_length, reader, HubFormat(**hub), model) for of_length in content["lengths"]]
+
+
+def _stored(content: Mapping[str, Any], reader: Reader, hub: HubFormat, model: nn.Module) -> Stored:
     decided = dict(zip(DECIDED, map(reader.read, content["decisions"]), strict=True))
     decisions = Decisions(**decided, _model=model)
-    decisions.hub = HubFormat(**hub)
+    decisions.hub = hub
     names = [field.name for field in fields(Shards) if field.name != "elsewhere"]
     shards = Shards(**dict(zip(names, map(reader.read, content["shards"]), strict=True)))
     if content["expert alone"]:

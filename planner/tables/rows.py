@@ -49,3 +49,19 @@ class Summary:
     flops_sharded_fraction: float = 0.0
     parameters_sharded_fraction: float = 0.0
     num_parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPlan:
+    """One of several lengths: sequences and microbatches of its step, bytes on the fullest rank, and bytes that one
+    rank of each stage exchanges in it. ``seconds``: as predicted, None without a cluster. ``decisions``: the hash of
+    its own plan.
+    """
+
+    length: int
+    sequences: int
+    microbatches: int
+    memory: int
+    exchanged: int
+    seconds: float | None
+    decisions: str

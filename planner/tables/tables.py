@@ -21,7 +21,7 @@ from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.codec import encode
 from planner.tables.experts import ExpertsPlan
-from planner.tables.rows import Diagnostic, StagePlan, Summary
+from planner.tables.rows import Diagnostic, LengthPlan, StagePlan, Summary
 
 VERSION = 1
 _REMARKS = {"where", "origin", "reason"}  # words for people: file names and wording may differ between machines
@@ -43,6 +43,7 @@ class Tables:
     recompute: tuple[RecomputeRow, ...] = ()
     compiled: tuple[CompiledRow, ...] = ()
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    lengths: tuple[LengthPlan, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     cost: CostPlan | None = None
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -78,6 +79,7 @@ class Tables:
         for name in ("cost", "memory", "diagnostics", "summary"):
             del values[name]
         values["spec"].pop("cluster", None)
+        values["lengths"] = [row.decisions for row in self.lengths]
         text = json.dumps(_without_remarks(values), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
