@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
 from passes.lower import PASSES, lower_scores, lower_stage, run_passes
+from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.parameters import LocalParameter
 from passes.peephole import place
@@ -34,6 +35,33 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
     ``thorough``: run the slow checks too. Raises PassError if a pass did not leave a fact that it must.
     """
     context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
+    return _rank_program(plan, context, indices)
+
+
+def lower_again(
+    plan: Plan, rank: int, first: RankProgram, of: Plan, device: torch.device | str = "cpu"
+) -> RankProgram:
+    """``plan`` for ``rank``, with the handles of ``first``: the program of another length's plan ``of``, which has the
+    same weights. Parameters and buffers are on meta, for those of ``first`` to take their place."""
+    context, indices = context_of(plan, rank, torch.device(device), thorough=False)
+    handles = {"tp": first.axes["tp"], "data": first.axes[context.data.name], "random": first.random}
+    handles |= {"gate": first.gate or context.gate, "weight_gradients": first.weight_gradients}
+    sums = None if context.sums is None else GlobalSums(handles["data"], context.sums.num_microbatches)
+    axes = {name: first.axes[name] for name in context.axes}
+    return _rank_program(plan, replace(context, **handles, axes=axes, sums=sums), indices, _counted_by(first, of))
+
+
+def _counted_by(first: RankProgram, plan: Plan) -> dict[str, torch.Tensor]:
+    """The buffers of the model, by name, that a graph of counts holds: the model itself may be gone."""
+    if first.count_module is None:
+        return {}
+    held, buffers = dict(first.count_module.named_buffers()), plan.to_run()[0].program.buffers
+    return {buffers[name]: value for name, value in held.items() if name in buffers}
+
+
+def _rank_program(
+    plan: Plan, context: LowerContext, indices: tuple[int, ...], counted: Mapping[str, torch.Tensor] | None = None
+) -> RankProgram:
     decisions, shards = plan.to_run()
     modules = []
     for chunk, index in enumerate(indices):
@@ -41,7 +69,8 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
         modules.append(lower_stage(context, index, chunk, _local(decisions, context, index), borders))
     counts = decisions.terms.counts
     if counts is not None:
-        counts = fx.GraphModule(_constants_of(decisions, counts), _with_constants(decisions.program, counts))
+        root = _constants_of(decisions, counts, counted or {})
+        counts = fx.GraphModule(root, _with_constants(decisions.program, counts))
         place(counts.graph, context.device)
         counts.recompile()
     inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
@@ -143,14 +172,16 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _constants_of(decisions: Decisions, graph: fx.GraphModule) -> nn.Module:
+def _constants_of(decisions: Decisions, graph: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> nn.Module:
     """The tensors that the counts read beside the batch: lifted constants, and buffers of the model (such as class
-    weights).
+    weights), unless they are ``known``.
     """
     root, program = nn.Module(), decisions.program
     for node in graph.graph.nodes:
         if node.op == "placeholder" and node.name in program.constants:
             root.register_buffer(node.name, program.constants[node.name].detach().clone())
+        elif node.op == "placeholder" and program.buffers.get(node.name) in known:
+            root.register_buffer(node.name, known[program.buffers[node.name]])
         elif node.op == "placeholder" and node.name in program.buffers:
             assert decisions.model is not None, "the model was released before its buffers were read"
             value = buffer_value(decisions.model, program.buffers[node.name])

@@ -69,9 +69,10 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
     check_compiler(spec.compile, groups.device)
-    decisions, _ = plan.to_run()
     differ = differing(plan, groups, spec.initial_weights)
     take_constants(plan, groups, differ)
+    for other in plan.shorter:
+        take_constants(other, groups, differing(other, groups, spec.initial_weights, kinds={"constant"}))
     is_given = program is not None
     program = program or lower(plan, groups.rank, groups.device)
     require_same_code(plan, program, groups, is_given=is_given)
@@ -83,15 +84,16 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     fresh = take_weights(plan, program, weights, groups, differ, fresh)
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
-    decisions.release()
+    for each in plan.of_all_lengths:
+        each.to_run()[0].release()
     give_back_freed()
     optimizer = _optimizer(plan, spec, groups, program)
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket
-    optimizer.buffers.expect(_contributions(program))
+    optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces(program) if spec.compile else None
-    return Built(program, _batch_layout(plan, spec, groups), optimizer, fresh, kept, compiled)
+    return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled)
 
 
 def executor_of(
@@ -117,9 +119,9 @@ def executor_of(
     )
 
 
-def graphs_of(plan: Plan, built: Built, spec: Spec, groups: Groups) -> Graphs | None:
+def graphs_of(plan: Plan, built: Built, groups: Groups) -> Graphs | None:
     """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none."""
-    asked, program, buffers, device = spec.cuda_graphs, built.program, built.optimizer.buffers, groups.device
+    asked, program, buffers, device = spec_of(plan).cuda_graphs, built.program, built.optimizer.buffers, groups.device
     order = without_weights(plan.schedule.actions[groups.pp_rank])
     if asked.impl == "none":
         return None
@@ -136,7 +138,7 @@ def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Paramet
     return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
 
 
-def _contributions(program: RankProgram) -> dict[int, int]:
+def contributions_of(program: RankProgram) -> dict[int, int]:
     """By id of a parameter, how often a backward of its stage gives its gradient."""
     modules = [stage.module for stage in program.stages]
     return {
@@ -146,9 +148,14 @@ def _contributions(program: RankProgram) -> dict[int, int]:
     }
 
 
-def _batch_layout(plan: Plan, spec: Spec, groups: Groups) -> BatchLayout:
+def spec_of(plan: Plan) -> Spec:
+    """The cluster's file was read when planning, and may lie elsewhere."""
+    return Spec.load({**plan.spec, "cluster": None})
+
+
+def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     """From the spec's inputs, or those that the model was captured with."""
-    decisions, _ = plan.to_run()
+    (decisions, _), spec = plan.to_run(), spec_of(plan)
     read = decisions.batch_inputs
     inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
     computed = {name: dtype for name, (_, dtype) in read.items()}

@@ -18,9 +18,8 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
-from planner.spec.spec import Spec
 from runtime.audit.audit import Audit, Sample
-from runtime.build import build, executor_of, graphs_of, open_rank
+from runtime.build import build, open_rank, spec_of
 from runtime.checkpoint.saver import Saver
 from runtime.data.batches import num_tokens
 from runtime.data.first_batch import tell_failure
@@ -37,13 +36,12 @@ from runtime.distributed.faults.activity import (
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
 from runtime.engine_weights import EngineWeights
-from runtime.intake import Intake
 from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
-from runtime.rounds import Rounds
-from runtime.scores import Scores, Scoring
+from runtime.running import Running, Runnings
+from runtime.scores import Scores
 from runtime.update import Update
 from runtime.weights.sources import weight_source
 
@@ -71,7 +69,7 @@ class Engine(EngineWeights):
         """
         self.plan = plan
         self._decisions, self._shards = plan.to_run()
-        self.spec = Spec.load({**plan.spec, "cluster": None})  # the file was read when planning, and may lie elsewhere
+        self.spec = spec_of(plan)
         self.step_index = 0
         self._gradients_ready = self._is_averaged = self._is_exchange_due = False
         self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
@@ -88,17 +86,13 @@ class Engine(EngineWeights):
             raise told from told.__cause__
         self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
         self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
-        self._intake = Intake(built.program, built.layout, self.groups, store)
-        self._rounds = Rounds(built.program, built.layout, self._decisions.terms, self.groups)
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
-        self.graphs = graphs_of(plan, built, self.spec, self.groups)
-        if self.graphs is not None:
-            self.groups.before_end.append(self.graphs.release)
+        announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
+        self._runnings = Runnings(plan, built, self.groups, store, announced)
+        self._now = self._runnings.longest
+        self.executor, self.graphs = self._now.executor, self._now.graphs
         self.saver = Saver(self.groups)
         self.optimizer.before_overwriting = self.saver.staging.hold
-        self._scoring: Scoring | None = None  # lowered on first use
-        announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
-        self.executor = executor_of(plan, built, self.groups, self.graphs, **announced)
         waits = self.executor.transport.waits
         self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
         self.loss_scale = self._updates.loss_scale
@@ -156,14 +150,15 @@ class Engine(EngineWeights):
         index = max(0, self.step_index - 1) if step is None else step
         self._ready()
         self._gradients_ready = False
-        given = replace(self._step(batch, local), index=index, scale=self.loss_scale.before)
-        self._count_sums(given)
+        run = self._turn_to(batch, local)
+        given = replace(self._step(run, batch, local), index=index, scale=self.loss_scale.before)
+        self._count_sums(run, given)
         before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
         try:
             with self.program.weight_gradients.by_autograd():
-                return find_nonfinite(self.executor, given, self.groups, self._own_summed_gradients, before)
+                return find_nonfinite(run.executor, given, self.groups, self._own_summed_gradients, before)
         finally:
             self._note_load(False)
 
@@ -175,14 +170,15 @@ class Engine(EngineWeights):
         in rounds of the planned number. Raises PlanError for another loss.
         """
         self._ready()
-        rounds = self._rounds.of(batch, local=local)
+        run = self._runnings.of(batch, local=local, any_number=True)
+        rounds = run.rounds.of(batch, local=local)
         if rounds[0] is not batch:
             ones = [torch.ones_like(self._nothing) for _ in self._decisions.terms.denominators]
-            self._rounds.require_silence(self._loss_of(self._rounds.nothing(batch), ones), batch)
-            return self._loss_of(rounds, self._rounds.totals(rounds))
-        step = self._step(batch, local)
-        self._count_sums(step, training=False)
-        return self._over_world(self._loss_here(self.executor.evaluate(step)))
+            run.rounds.require_silence(self._loss_of(run, run.rounds.nothing(batch), ones), batch)
+            return self._loss_of(run, rounds, run.rounds.totals(rounds))
+        step = self._step(run, batch, local)
+        self._count_sums(run, step, training=False)
+        return self._over_world(self._loss_here(run.executor.evaluate(step)))
 
     @shared_call("evaluation")
     def score(self, batch: Mapping[str, Tensor]) -> Scores:
@@ -193,10 +189,9 @@ class Engine(EngineWeights):
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
-        if self._scoring is None:
-            self._scoring = Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
-        rounds = self._rounds.of(batch, local=False, scored=True)
-        found = [self._scoring.score(self._step(each, local=False)) for each in rounds]
+        run = self._runnings.of(batch, local=False, any_number=True)
+        rounds = run.rounds.of(batch, local=False, scored=True)
+        found = [run.scoring.score(self._step(run, each, local=False)) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
 
     def capture_graphs(self) -> None:
@@ -239,65 +234,80 @@ class Engine(EngineWeights):
         return self.groups.faults.activity
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
-        step = self._step(batch, local)
+        run = self._turn_to(batch, local)
+        step = self._step(run, batch, local)
         self._gradients_ready = False
         self._activity.off(FORWARD)
-        self._count_sums(step)
-        self._capture_graphs(step)
-        is_whole = self.graphs is not None and self.graphs.holds_reductions
+        self._count_sums(run, step)
+        self._capture_graphs(run, step)
+        is_whole = run.graphs is not None and run.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
         self._initialise() if gates else self._ready()
         self.program.weight_gradients.forget()  # of a step that failed
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
         self._note_load(True)
-        run = self.executor.run if self.graphs is None else partial(self.graphs.run_step, self.executor)
-        loss = self._loss_here(run(step))
+        steps = run.executor.run if run.graphs is None else partial(run.graphs.run_step, run.executor)
+        loss = self._loss_here(steps(step))
         self._note_load(False)
         return loss
 
     @shared_call("audit")
     def _audited(self, audit: Audit, batch: Mapping[str, Tensor], local: bool) -> tuple[Sample, float, float, float]:
         """One microbatch of the batch, its loss by the engine and by the user's module, and the difference allowed."""
-        self._intake.check(batch, local=local)
-        sample = audit.sample(batch, self.layout, self.step_index, local=local)
+        run = self._runnings.of(batch, local=local)
+        run.intake.check(batch, local=local)
+        sample = audit.sample(batch, run.layout, self.step_index, local=local)
         loss = self.evaluate(sample.repeated)
         audit.check_memory()
-        own, allowed = audit.compare(sample, self.layout, loss, self.gather_parameters(), self._kept.buffers)
+        own, allowed = audit.compare(sample, run.layout, loss, self.gather_parameters(), self._kept.buffers)
         return sample, loss, own, allowed
 
-    def _count_sums(self, step: Step, *, training: bool = True) -> None:
+    def _count_sums(self, run: Running, step: Step, *, training: bool = True) -> None:
         """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
-        if self.program.sums is not None:
+        if run.program.sums is not None:
             self._ready()
-            self.program.sums.begin()
-            self.executor.evaluate(step, training=training)
-            self.program.sums.end()
+            run.program.sums.begin()
+            run.executor.evaluate(step, training=training)
+            run.program.sums.end()
 
     def _note_load(self, begins: bool) -> None:
-        if self.program.load is not None:
-            self.program.load.begin(self.groups.device) if begins else self.program.load.end()
+        load = self._now.program.load
+        if load is not None:
+            load.begin(self.groups.device) if begins else load.end()
 
-    def _capture_graphs(self, step: Step) -> None:
-        graphs = self.graphs
+    def _capture_graphs(self, run: Running, step: Step) -> None:
+        graphs = run.graphs
         is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
         if graphs is not None and (is_due or graphs.is_wanted):
             self._ready()
             self._note_load(True)  # in the memory that the graphs are to note in
-            graphs.capture(self.executor, step)
+            graphs.capture(run.executor, step)
 
-    def _loss_of(self, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
+    def _loss_of(self, run: Running, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
         """The loss of all rounds together, over ``counts``."""
-        steps = (self._step(each, False, counts) for each in rounds)
-        return self._over_world(sum((self._loss_here(self.executor.evaluate(s)) for s in steps), self._nothing))
+        steps = (self._step(run, each, False, counts) for each in rounds)
+        return self._over_world(sum((self._loss_here(run.executor.evaluate(s)) for s in steps), self._nothing))
 
-    def _step(self, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None) -> Step:
-        self._intake.check(batch, local=local)
+    def _turn_to(self, batch: Mapping[str, Tensor], local: bool) -> Running:
+        """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
+        run = self._runnings.of(batch, local=local)
+        if run is not self._now:
+            self._now, self._gradients_ready = run, False
+            self.optimizer.buffers.expect(run.contributions)
+            self._updates.turn_to(run.program, run.plan.to_run()[0])
+        return run
+
+    def _step(
+        self, run: Running, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None
+    ) -> Step:
+        run.intake.check(batch, local=local)
         self._updates.take(batch, is_local=local)
         self._activity.off(DENOMINATORS)
-        return self._intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
+        return run.intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
 
     def _before_backward(self, is_last: bool) -> None:
-        self.optimizer.buffers.last_microbatch = is_last and not (self.graphs and self.graphs.holds_reductions)
+        graphs = self._now.graphs
+        self.optimizer.buffers.last_microbatch = is_last and not (graphs and graphs.holds_reductions)
 
     def _loss_here(self, loss: Tensor | None) -> Tensor:
         """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""

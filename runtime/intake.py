@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed import Store
@@ -15,15 +16,22 @@ from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Step
 
 
-class Intake:
-    """Owns: the store over which all ranks check their first batch, until they have."""
+@dataclass
+class FirstBatch:
+    """``store``: over which all ranks check their first batch, until they have."""
 
-    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, store: Store | None) -> None:
-        self._program, self._layout, self._groups, self._store = program, layout, groups, store
+    store: Store | None
+
+
+class Intake:
+    """Of one length and number of sequences. ``first``: the same for all of an engine."""
+
+    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, first: FirstBatch) -> None:
+        self._program, self._layout, self._groups, self._first = program, layout, groups, first
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
         """Raises PlanError if the batch is not the plan's; the first time on every rank."""
-        store, self._store = self._store, None
+        store, self._first.store = self._first.store, None
         groups = self._groups
         if store is None:
             check_here(self._layout, batch, groups.rank, groups.mesh.world_size, local=local)

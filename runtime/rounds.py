@@ -37,7 +37,7 @@ class Rounds:
         ``scored``: sequence by sequence, so that no loss is added up. Raises PlanError for another size of a batch with
         a loss that is no sum over its sequences.
         """
-        size, number = self.layout.global_size, _number(batch)
+        size, number = self.layout.global_size, number_of(batch)
         if local or number in (0, size) or set(batch) != set(self.layout.inputs):
             return [batch]
         if not scored and not self.terms.adds_up:
@@ -60,7 +60,7 @@ class Rounds:
 
     def nothing(self, batch: Batch) -> list[Batch]:
         """A round of filler alone; none if ``batch`` needs no filler, or its loss is known to."""
-        if self._is_silent or not -_number(batch) % self.layout.global_size:
+        if self._is_silent or not -number_of(batch) % self.layout.global_size:
             return []
         return [self.filler(batch, self.layout.global_size)]
 
@@ -68,7 +68,7 @@ class Rounds:
         """``loss``: of ``nothing(batch)``. Raises PlanError if filler adds to it."""
         if loss:
             raise self._counted(batch)
-        self._is_silent = self._is_silent or bool(-_number(batch) % self.layout.global_size)
+        self._is_silent = self._is_silent or bool(-number_of(batch) % self.layout.global_size)
 
     def filler(self, batch: Batch, count: int, *, scored: bool = False) -> dict[str, Tensor]:
         """Copies of the last sequence, without anything that is counted. Raises PlanError if that cannot be."""
@@ -92,14 +92,14 @@ class Rounds:
 
     def _counted(self, batch: Batch) -> PlanError:
         return PlanError(
-            f"the batch has {_number(batch)} sequences, and this loss counts every sequence: none can be added that "
+            f"the batch has {number_of(batch)} sequences, and this loss counts every sequence: none can be added that "
             "does not count",
             where="batch",
             fix=f"give a multiple of {self.layout.global_size} sequences",
         )
 
 
-def _number(batch: Batch) -> int:
+def number_of(batch: Batch) -> int:
     """Of sequences; 0 if that is not clear."""
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()] if isinstance(batch, Mapping) else []
     sizes = {len(x) for x in tensors}

@@ -41,10 +41,14 @@ class Update:
     ) -> None:
         self._waits = waits
         self._spec, self._groups, self._optimizer = spec.optimizer, groups, optimizer
-        self._load, self._experts = program.load, plan.experts
-        self._limits, self._layers = decisions.noted_limits, decisions.experts.layers
+        self._experts = plan.experts
+        self.turn_to(program, decisions)
         self.loss_scale = LossScale(spec.precision, groups.device)
         self._notes = Notes(plan.mesh, groups.rank, groups.device)
+
+    def turn_to(self, program: RankProgram, decisions: Decisions) -> None:
+        """The stages of the next step, which count rows of experts."""
+        self._load, self._limits, self._layers = program.load, decisions.noted_limits, decisions.experts.layers
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
         """The batch of the next update, which is to be the same on all ranks."""

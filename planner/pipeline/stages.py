@@ -62,7 +62,8 @@ def assign_stages(
     if split == "auto":
         may_stand_alone = vpp == 1 and program.node(program.loss) in after
         tail = sum(costs[node] for node in after) if may_stand_alone else 0
-        layout = layout_of_sizes(sizes) if sizes else _balanced(_costs_of_blocks(anchor, costs, num_blocks) if num_blocks else [], num_stages, tail)
+        of_blocks = _costs_of_blocks(anchor, costs, num_blocks) if num_blocks else []
+        layout = layout_of_sizes(sizes) if sizes else _balanced(of_blocks, num_stages, tail)
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, layout, before, after)

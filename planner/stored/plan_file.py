@@ -65,7 +65,10 @@ def written_by() -> dict[str, str]:
 
 
 def write(plans: Sequence[Stored], path: Path) -> None:
-    """The plans of one model, length by length. Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written."""
+    """The plans of one model, length by length.
+
+    Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written.
+    """
     content, tensors = _content(plans)
     try:
         with replaced_file(path) as file:

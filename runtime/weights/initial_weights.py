@@ -10,7 +10,7 @@ Parameters on meta are equal on all ranks: their values come from the seed of th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +55,18 @@ def identity_of(plan: Plan) -> str:
     return hashlib.sha256(repr(held_tensors(plan)).encode()).hexdigest()[:16]
 
 
-def differing(plan: Plan, groups: Groups, mode: str) -> list[InitialTensor]:
-    """The tensors that differ on some rank from those of rank 0. Every rank calls it.
+def differing(
+    plan: Plan, groups: Groups, mode: str, kinds: Collection[str] = ("parameter", "buffer", "constant")
+) -> list[InitialTensor]:
+    """The tensors of some ``kinds`` that differ on some rank from those of rank 0. Every rank calls it.
 
     Raises PlanError on every rank, if ``mode`` is require_equal and something differs.
     """
     if groups.world is None:
         return []
-    held, world_size = held_tensors(plan), groups.mesh.world_size
+    held, world_size = [h for h in held_tensors(plan) if h.kind in kinds], groups.mesh.world_size
+    if not held:
+        return []
     own = torch.tensor(list(_fingerprints(plan, held)), dtype=torch.int64, device=groups.device)
     first = own.clone()
     dist.broadcast(first, 0, group=groups.world)

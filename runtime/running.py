@@ -1,0 +1,168 @@
+"""The stages of a rank as they run at one length and number of sequences; all of them share weights and optimizer.
+
+The greatest length is there from the start, and each other when a batch of it first comes: its stages are lowered
+then, over the tensors of the first. A number of sequences that was not planned has the planned stages, in a schedule of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from passes.errors import PlanError
+from passes.stage_module import RankProgram
+from planner.frozen_plan import Plan
+from planner.lower import lower_again
+from planner.pipeline.schedule import build_schedule
+from planner.pipeline.simulate import planned as planned_schedule
+from runtime.build import Built, batch_layout, contributions_of, executor_of, graphs_of
+from runtime.compiled.functions import CompiledPieces
+from runtime.cuda_graphs.graphs import Graphs
+from runtime.data.batches import BatchLayout
+from runtime.distributed.groups import Groups
+from runtime.intake import FirstBatch, Intake
+from runtime.pipeline.executor import Executor
+from runtime.rounds import Rounds, number_of
+from runtime.scores import Scoring
+from runtime.weights.shards import share
+
+Hooks = Mapping[str, Callable[[bool], None]]
+
+
+@dataclass
+class Running:
+    """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it."""
+
+    plan: Plan
+    built: Built
+    executor: Executor
+    graphs: Graphs | None
+    intake: Intake
+    rounds: Rounds
+    contributions: dict[int, int]
+    groups: Groups
+    _scoring: Scoring | None = None
+
+    @property
+    def program(self) -> RankProgram:
+        return self.built.program
+
+    @property
+    def layout(self) -> BatchLayout:
+        return self.built.layout
+
+    @property
+    def scoring(self) -> Scoring:
+        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        if self._scoring is None:
+            self._scoring = Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
+        return self._scoring
+
+
+class Runnings:
+    """Owns all that were made, by length and number of sequences."""
+
+    def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
+        self._groups, self._hooks, self._first = groups, hooks, FirstBatch(store)
+        self._plans = list(reversed(plan.of_all_lengths))  # the greatest length first
+        self._layouts = [batch_layout(each, groups) for each in self._plans]
+        self.longest = self._made(plan, built, None)
+        self._made_at = {(0, self.longest.layout.global_size): self.longest}
+
+    def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Running:
+        """For a batch, the same on all ranks. ``any_number``: of sequences, which then run in rounds.
+
+        Raises PlanError on every rank if their batches differ in length or number, and for a number that cannot run.
+        """
+        place = self._place(batch)
+        planned = self._layouts[place].global_size
+        number = planned if any_number else self._number(batch, planned, local=local)
+        self._require_agreed(place, number)
+        if (place, planned) not in self._made_at:
+            self._made_at[place, planned] = self._lowered(place)
+        if (place, number) not in self._made_at:
+            self._made_at[place, number] = self._resized(self._made_at[place, planned], number)
+        return self._made_at[place, number]
+
+    # ---- which of them
+
+    def _place(self, batch: Mapping[str, Tensor]) -> int:
+        """Of the plan whose length a batch has; 0 if none has, and the check of a batch says what is wrong."""
+        if not isinstance(batch, Mapping):
+            return 0
+        given = {name: tuple(x.shape[1:]) for name, x in batch.items() if isinstance(x, Tensor)}
+        of_plans = [{name: shape for name, (shape, _) in layout.inputs.items()} for layout in self._layouts]
+        return of_plans.index(given) if given in of_plans else 0
+
+    def _number(self, batch: Mapping[str, Tensor], planned: int, *, local: bool) -> int:
+        """Of sequences in the global batch; as planned if these cannot be it, and the check says what is wrong.
+
+        One rank's own rows may be fewer by mistake, and the others would wait for it: only ranks that compare their
+        batches in each step take another number of them.
+        """
+        ranks = self._groups.mesh.dp if local else 1
+        number, step = number_of(batch) * ranks, self.longest.layout.micro * self._groups.mesh.dp
+        is_known = not local or ranks == 1 or len(self._plans) > 1
+        return number if number and not number % step and is_known else planned
+
+    def _require_agreed(self, place: int, number: int) -> None:
+        if self._groups.host is None or len(self._plans) == 1:
+            return
+        own = [place, -place, number, -number]
+        least = torch.tensor(own)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._groups.host)
+        if least.tolist() != own:
+            raise PlanError(
+                "the batches of this step have other lengths, or other numbers of sequences, on other ranks",
+                where="batch",
+                fix="give every rank a batch of the same shape",
+            )
+
+    # ---- made when they are first needed
+
+    def _lowered(self, place: int) -> Running:
+        """The stages of another length, over the tensors of the first."""
+        plan, first, groups = self._plans[place], self.longest, self._groups
+        program = lower_again(plan, groups.rank, first.program, first.plan, groups.device)
+        for trained, other in zip(first.program.stages, program.stages, strict=True):
+            share(trained, other, groups.device)
+        if program.count_module is not None:
+            program.count_module.to(groups.device)
+        compiled = CompiledPieces(program) if first.built.compiled is not None else None
+        built = replace(first.built, program=program, layout=self._layouts[place], compiled=compiled)
+        return self._made(plan, built, first.executor)
+
+    def _resized(self, planned: Running, number: int) -> Running:
+        """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
+        plan, layout, mesh = planned.plan, planned.layout, planned.plan.mesh
+        what = f"the batch has {number} sequences, and the plan {layout.global_size}"
+        fix = f"give {layout.global_size} sequences, or plan with another batch.global"
+        if not plan.to_run()[0].terms.adds_up:
+            what += ": the loss of this model is no sum over sequences, which would add up for any number of them"
+            raise PlanError(what, where="batch", fix=fix)
+        if planned.graphs is not None:
+            raise PlanError(f"{what}: CUDA graphs are captured for that number", where="batch", fix=fix)
+        group = plan.spec["pipeline"]["group_size"]
+        times = number // (layout.micro * mesh.dp)
+        schedule = planned_schedule(build_schedule(plan.schedule.kind, mesh.pp, times, mesh.vpp, group))
+        built = replace(planned.built, layout=replace(layout, global_size=number))
+        return self._made(replace(plan, schedule=schedule), built, planned.executor)
+
+    def _made(self, plan: Plan, built: Built, first: Executor | None) -> Running:
+        groups = self._groups
+        graphs = graphs_of(plan, built, groups)
+        if graphs is not None:
+            groups.before_end.append(graphs.release)
+        executor = executor_of(plan, built, groups, graphs, **self._hooks)
+        if first is not None:  # what watches that one sees all steps
+            executor.transport.waits = first.transport.waits
+            executor.around = lambda action, step: first.around(action, step)
+        intake = Intake(built.program, built.layout, groups, self._first)
+        rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
+        return Running(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
