@@ -161,7 +161,8 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     computed = {name: dtype for name, (_, dtype) in read.items()}
     sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
     assumptions = tuple(decisions.program.assumptions)
-    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges, assumptions)
+    lengths = tuple(row.length for row in plan.lengths)
+    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges, assumptions, lengths)
 
 
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:

@@ -23,7 +23,8 @@ class BatchLayout:
     """The layout that a batch must have. ``inputs``: name -> (shape of one sequence, dtype).
 
     ``computed``: the dtype in which a graph reads an input, if precision casts the user's floats. ``ids``: which
-    integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail.
+    integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail. ``lengths``: all of
+    a plan with several, of which this is the greatest.
     """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -34,6 +35,7 @@ class BatchLayout:
     computed: dict[str, torch.dtype] = field(default_factory=dict)
     ids: Mapping[str, tuple[IdRange, ...]] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @property
     def local_size(self) -> int:
@@ -70,12 +72,8 @@ class BatchLayout:
             if not isinstance(value, Tensor):
                 raise PlanError(f"batch[{name!r}] is a {type(value).__name__}", where="batch", fix="give tensors")
             if tuple(value.shape) != (size, *shape):
-                whose = "of this dp rank" if local else "of the global batch"
-                raise PlanError(
-                    f"batch[{name!r}] has shape {list(value.shape)}, the plan expects {[size, *shape]}",
-                    where="batch",
-                    fix=f"give the {size} sequences {whose}, each of shape {list(shape)}; or plan for this shape",
-                )
+                what = f"batch[{name!r}] has shape {list(value.shape)}, the plan expects {[size, *shape]}"
+                raise PlanError(what, where="batch", fix=self._fix(size, shape, local))
             if value.dtype != dtype:
                 raise PlanError(
                     f"batch[{name!r}] is {value.dtype}, the plan expects {dtype}",
@@ -84,6 +82,13 @@ class BatchLayout:
                 )
             check_ids(name, value, self.ids.get(name, ()))
         check_assumptions(batch, self.assumptions, self.micro)
+
+    def _fix(self, size: int, shape: tuple[int, ...], local: bool) -> str:
+        if self.lengths:
+            told = ", ".join(map(str, self.lengths))
+            return f"pad every sequence to the next planned length, of {told}; or plan for this shape"
+        whose = "of this dp rank" if local else "of the global batch"
+        return f"give the {size} sequences {whose}, each of shape {list(shape)}; or plan for this shape"
 
     def microbatches(
         self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device, *, local: bool = False
