@@ -194,6 +194,10 @@ class Engine(EngineWeights):
         found = [run.scoring.score(self._step(run, each, local=False)) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
 
+    def place_of(self, batch: Mapping[str, Tensor]) -> int:
+        """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
+        return self._runnings.place_of(batch)
+
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
         if self.graphs is None:

@@ -70,17 +70,17 @@ class Runnings:
 
     def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
         self._groups, self._hooks, self._first = groups, hooks, FirstBatch(store)
-        self._plans = list(reversed(plan.of_all_lengths))  # the greatest length first
+        self._plans = plan.of_all_lengths
         self._layouts = [batch_layout(each, groups) for each in self._plans]
         self.longest = self._made(plan, built, None)
-        self._made_at = {(0, self.longest.layout.global_size): self.longest}
+        self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
 
     def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Running:
         """For a batch, the same on all ranks. ``any_number``: of sequences, which then run in rounds.
 
         Raises PlanError on every rank if their batches differ in length or number, and for a number that cannot run.
         """
-        place = self._place(batch)
+        place = self.place_of(batch)
         planned = self._layouts[place].global_size
         number = planned if any_number else self._number(batch, planned, local=local)
         self._require_agreed(place, number)
@@ -90,15 +90,16 @@ class Runnings:
             self._made_at[place, number] = self._resized(self._made_at[place, planned], number)
         return self._made_at[place, number]
 
-    # ---- which of them
-
-    def _place(self, batch: Mapping[str, Tensor]) -> int:
-        """Of the plan whose length a batch has; 0 if none has, and the check of a batch says what is wrong."""
-        if not isinstance(batch, Mapping):
-            return 0
+    def place_of(self, batch: Mapping[str, Tensor]) -> int:
+        """Among ``plan.lengths``; the greatest if a batch has none of them, and its check says what is wrong."""
+        last = len(self._layouts) - 1
+        if not last or not isinstance(batch, Mapping):
+            return last
         given = {name: tuple(x.shape[1:]) for name, x in batch.items() if isinstance(x, Tensor)}
         of_plans = [{name: shape for name, (shape, _) in layout.inputs.items()} for layout in self._layouts]
-        return of_plans.index(given) if given in of_plans else 0
+        return of_plans.index(given) if given in of_plans else last
+
+    # ---- which of them
 
     def _number(self, batch: Mapping[str, Tensor], planned: int, *, local: bool) -> int:
         """Of sequences in the global batch; as planned if these cannot be it, and the check says what is wrong.

@@ -172,8 +172,7 @@ class Spec(Section):
         """``batch.global`` by ``batch.tokens``: sequences of a step at the greatest length."""
         is_open = self.batch.tokens is not None and not self.batch.global_size
         if is_open and self.inputs and not list(length_problems(self.inputs)):
-            found = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
-            self.__dict__["batch"] = self.batch.model_copy(update={"global_size": found})
+            self.__dict__["batch"] = self._filled().batch
 
     def problems(self) -> Iterator[PlanError]:
         found = list(length_problems(self.inputs)) or list(batch_problems(self.batch, self.inputs, self.mesh.dp))
@@ -214,20 +213,25 @@ class Spec(Section):
         """The same of one length alone, the one at ``place`` of ``lengths``; itself if it has one."""
         if not self.lengths:
             return self
-        inputs = inputs_at(self.inputs, place)
-        batch = self.batch.model_copy(update={"global_size": num_sequences(self.batch, inputs, self.mesh.dp)})
-        return self.model_copy(update={"inputs": inputs, "batch": batch})
-
-    def chosen(self, one: Spec) -> Spec:
-        """The same with what a search, or one length, has settled: every key of ``one`` but those that lengths differ
-        in."""
-        batch = self.batch.model_copy(update={"micro": one.batch.micro})
-        return one.model_copy(update={"inputs": self.inputs, "batch": batch})
+        return self.model_copy(update={"inputs": inputs_at(self.inputs, place)})._filled()
 
     @property
     def longest(self) -> Spec:
         """The same of the greatest length alone."""
         return self.at(-1)
+
+    def chosen(self, one: Spec) -> Spec:
+        """The same with what a search, or one length, has settled: every key of ``one`` but those that lengths differ
+        in."""
+        batch = self.batch.model_copy(update={"micro": one.batch.micro})
+        found = one.model_copy(update={"inputs": self.inputs, "batch": batch})._filled()
+        found._locations = self._locations
+        return found
+
+    def _filled(self) -> Spec:
+        """With as many sequences as ``batch.tokens`` makes."""
+        sequences = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
+        return self.model_copy(update={"batch": self.batch.model_copy(update={"global_size": sequences})})
 
     @property
     def frees_or_captures(self) -> str:

@@ -38,6 +38,15 @@ class MixedBatches:
     def num_samples(self) -> int:
         return sum(text.num_samples for text in self.texts)
 
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch; one at least."""
+        return max(1, self.num_samples // self.global_size)
+
+    def size_of(self, step: int) -> int:
+        """Sequences of a step."""
+        return self.global_size
+
     def places(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
         """(text, number of the sample in the order of that text) of each row of a step."""
         wanted = np.arange(step * self.global_size, (step + 1) * self.global_size)[rows or slice(None)]

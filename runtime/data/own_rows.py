@@ -16,6 +16,7 @@ class BatchesByRows(Protocol):
     """Global batches by step, or some rows of them: a pure function, the same on every rank."""
 
     def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]: ...
+    def size_of(self, step: int) -> int: ...
 
 
 class OwnRows:
@@ -23,9 +24,11 @@ class OwnRows:
 
     def __init__(self, batches: BatchesByRows, layout: BatchLayout) -> None:
         self.batches, self.is_local = batches, layout.dp > 1
-        first = layout.dp_rank * layout.local_size
-        self.rows = slice(first, first + layout.local_size) if self.is_local else None
+        self._ranks, self._rank = layout.dp, layout.dp_rank
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """This rank's rows of a step."""
-        return self.batches.batch(step, self.rows)
+        if not self.is_local:
+            return self.batches.batch(step)
+        size = self.batches.size_of(step) // self._ranks
+        return self.batches.batch(step, slice(self._rank * size, (self._rank + 1) * size))

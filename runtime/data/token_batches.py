@@ -17,7 +17,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
-from runtime.data.objectives.protocol import Objective
+from runtime.data.objectives.protocol import ALL, Objective, Within
 from runtime.data.objectives.table import make_objective
 from runtime.data.permutation import Permutation
 from runtime.data.roles import length_of, roles_of
@@ -43,6 +43,15 @@ class TokenBatches:
     @property
     def num_samples(self) -> int:
         return self.objective.num_samples
+
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch; one at least."""
+        return max(1, self.num_samples // self.global_size)
+
+    def size_of(self, step: int) -> int:
+        """Sequences of a step."""
+        return self.global_size
 
     def indices(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
         """(epoch, index) of each row of the step's global batch, or of some of its rows."""
@@ -88,12 +97,13 @@ class TokenBatches:
                 )
 
 
-def token_batches(tokens: Tokens, spec: Spec) -> TokenBatches:
-    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say. Raises PlanError if they cannot."""
+def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatches:
+    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say, of documents with a size ``within``.
+    Raises PlanError if they cannot."""
     inputs = spec.require_inputs()
     try:
         roles = roles_of(inputs, spec.data.inputs)
-        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, set(roles.values()))
+        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, set(roles.values()), within)
         return TokenBatches(objective, inputs, roles, spec.batch.global_size, spec.seed)
     except PlanError as error:
         raise spec.locate(error) from None

@@ -12,13 +12,12 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
+from runtime.data.buckets import BucketBatches, OfLength, batches_of
 from runtime.data.document_attention import check_attention
-from runtime.data.mixture import MixedBatches
 from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
 from runtime.data.roles import roles_of
 from runtime.data.text.sources import STDLIB, files_of
-from runtime.data.token_batches import TokenBatches, token_batches
 from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split
@@ -39,8 +38,8 @@ class RunData:
     ``identity``: goes with each save.
     """
 
-    training: TokenBatches | MixedBatches
-    validation: TokenBatches | MixedBatches | None
+    training: OfLength | BucketBatches
+    validation: OfLength | BucketBatches | None
     identity: dict[str, Any]
     validate_every: int | None = None
 
@@ -52,8 +51,7 @@ class RunData:
         Engine; each rank reads the rows that ``layout`` gives it."""
         assert self.validation is not None, "nothing is held out"
         rows = OwnRows(self.validation, layout)
-        size = self.validation.global_size
-        num_batches = min(MOST_VALIDATED, max(1, self.validation.num_samples // size))
+        num_batches = min(MOST_VALIDATED, self.validation.num_batches)
         return fmean(evaluate(rows.batch(step), local=rows.is_local) for step in range(num_batches))
 
 
@@ -73,10 +71,14 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     weights = [weight for _, weight in job.mixture]
     content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))
     of_data = content if weights else parts[0][0].identity
-    identity = {"data": of_data, "seed": spec.seed, "batch.global": spec.batch.global_size}
-    training = _mixed([token_batches(tokens, spec) for tokens, _ in parts], weights, spec)
-    held_out = [_validation(tokens, spec) for _, tokens in parts if tokens is not None]
-    validation = _mixed(held_out, weights, spec) if held_out else None
+    specs = _of_lengths(spec, plan)
+    identity = {"data": of_data, "seed": spec.seed, "batch.global": specs[-1].batch.global_size}
+    if len(specs) > 1:
+        steps = zip(spec.lengths, specs, strict=True)
+        identity["inputs"] = ", ".join(f"{each.batch.global_size} of {length}" for length, each in steps)
+    training = batches_of([tokens for tokens, _ in parts], weights, specs)
+    held_out = [tokens for _, tokens in parts if tokens is not None]
+    validation = _validation(held_out, weights, specs) if held_out else None
     return RunData(training, validation, identity, job.validate_every)
 
 
@@ -89,8 +91,10 @@ def require_same_data(data: RunData, groups: Groups) -> None:
     require_equal("the data (by content)", dict(enumerate(found)), len(found))
 
 
-def _mixed(texts: list[TokenBatches], weights: list[float], spec: Spec) -> TokenBatches | MixedBatches:
-    return MixedBatches(texts, weights, spec.seed) if weights else texts[0]
+def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:
+    """The spec of each length, with the sizes that were planned."""
+    asked = spec.chosen(Spec.load({**plan.spec, "cluster": None}))
+    return [asked.at(place) for place in range(len(spec.lengths))] or [asked]
 
 
 def check_source(job: Job) -> None:
@@ -103,12 +107,13 @@ def check_source(job: Job) -> None:
             check_content(path)
 
 
-def _validation(tokens: Tokens, spec: Spec) -> TokenBatches:
+def _validation(texts: list[Tokens], weights: list[float], specs: list[Spec]) -> OfLength | BucketBatches:
     try:
-        return token_batches(tokens, spec)
+        return batches_of(texts, weights, specs)
     except PlanError as error:
         if error.where != "--data":
             raise
+        spec = specs[-1]
         what = f"data.validation = {spec.data.validation:g} holds out too little: {error.what}"
         raise spec.error("data.validation", what, "hold out a larger share, or give a longer text") from None
 

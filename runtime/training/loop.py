@@ -63,7 +63,8 @@ class _Run:
             self.profile.after_step(self.engine.step_index)
         alone = self.beside.train_step(self.data.training.batch(self.engine.step_index - 1)) if self.beside else None
         self.validation_loss = self._validated()
-        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss)
+        place = self.engine.place_of(batch)
+        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss, place)
         self._waiting.append((batch, report, seen))
         self.show(self._lag)
 

@@ -49,7 +49,8 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
                 fix=f"leave out {option} or {OPTION}",
             )
     found = Plan.load(job.plan)
-    for key, asked, planned in differing(spec.to_dict(), found.spec):
+    lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
+    for key, asked, planned in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
         raise PlanError(
             f"the plan was made with {key}: {planned}, the spec has {asked}",
             where=job.plan,

@@ -27,13 +27,15 @@ from runtime.training.job import Job
 class Seen:
     """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
 
-    ``one_process_loss``: of the single process, if it runs; ``validation_loss``: after the step, if due.
+    ``one_process_loss``: of the single process, if it runs; ``validation_loss``: after the step, if due. ``place``: of
+    the batch's length among those of the plan.
     """
 
     step: int
     one_process_loss: float | None
     data_seconds: float
     validation_loss: float | None
+    place: int = -1
 
 
 class Showing:
@@ -44,7 +46,7 @@ class Showing:
         self.job, self.leads = job, leads
         self.rows: list[StepRow] = []
         self.pace = Pace(job.num_steps)
-        self._planned = Planned.of(plan) if leads else Planned(0.0, 0.0, 0.0)
+        self._planned = [Planned.of(each) for each in plan.of_all_lengths] if leads else []
         self._first = 0
         self._before: list[StepRow] = []
         self._imbalance: float | None = plan.spec.get("experts", {}).get("imbalance")
@@ -84,7 +86,7 @@ class Showing:
         row = make_row(
             seen.step,
             report,
-            self._planned,
+            self._planned[seen.place],
             one_process_loss=seen.one_process_loss,
             data_seconds=seen.data_seconds,
             seconds_left=self.pace.seconds_left(seen.step),

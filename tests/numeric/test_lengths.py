@@ -133,9 +133,10 @@ def test_lengths_that_do_not_go_together_are_refused(shape: Any, batch: dict[str
 
 
 def test_cp_divides_every_length() -> None:
+    entry = families.build("gpt")
+    spec = length_ranks.spec_of(entry, [6, 12], PLANNED, mesh={"cp": 2})
     with pytest.raises(PlanError, match=r"at length 6: .*6"):
-        entry = families.build("gpt")
-        plan(entry.model, length_ranks.spec_of(entry, [6, 12], PLANNED, mesh={"cp": 2}))
+        plan(entry.model, spec)
 
 
 def test_weights_and_optimizer_are_one(tmp_path: Any) -> None:

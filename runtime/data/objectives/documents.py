@@ -18,7 +18,7 @@ import numpy as np
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.fill import fill
-from runtime.data.objectives.protocol import NOTHING
+from runtime.data.objectives.protocol import ALL, NOTHING, Within
 from runtime.data.tokens import Tokens
 
 TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
@@ -31,13 +31,13 @@ class PackedDocuments:
     A document of one token asks for nothing, and is left out.
     """
 
-    def __init__(self, tokens: Tokens, length: int, data: DataSpec) -> None:
+    def __init__(self, tokens: Tokens, length: int, data: DataSpec, within: Within = ALL) -> None:
         self.tokens, self.length = tokens, length
-        sizes = np.diff(tokens.ends, prepend=0)
+        starts, sizes = within.of(tokens)
         self.longest, self.least = int(sizes.max(initial=0)), 2
         if data.overlong == "refuse" and self.longest > length:
-            raise _overlong(tokens, sizes, length)
-        starts, sizes = _pieces(np.asarray(tokens.ends) - sizes, sizes, length)
+            raise _overlong(tokens, length)
+        starts, sizes = _pieces(starts, sizes, length)
         order, self._bounds = fill(sizes, length)
         self.starts, self.sizes = starts[order], sizes[order]
         self._padding = tokens.tokenization.padding
@@ -70,7 +70,9 @@ class PackedDocuments:
         return at + size
 
 
-def packed_documents(tokens: Tokens, length: int, data: DataSpec, roles: Collection[str]) -> PackedDocuments:
+def packed_documents(
+    tokens: Tokens, length: int, data: DataSpec, roles: Collection[str], within: Within = ALL
+) -> PackedDocuments:
     """``roles``: those that the model reads. Raises PlanError if it cannot know by them where a document begins."""
     if not any(role in roles for role in TELLING):
         raise PlanError(
@@ -86,7 +88,7 @@ def packed_documents(tokens: Tokens, length: int, data: DataSpec, roles: Collect
             where="data.packing",
             fix="remove the input attention_mask",
         )
-    return PackedDocuments(tokens, length, data)
+    return PackedDocuments(tokens, length, data, within)
 
 
 def _pieces(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +101,8 @@ def _pieces(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndar
     return begins[found > 1], found[found > 1]
 
 
-def _overlong(tokens: Tokens, sizes: np.ndarray, length: int) -> PlanError:
+def _overlong(tokens: Tokens, length: int) -> PlanError:
+    sizes = np.diff(tokens.ends, prepend=0)
     number = int(np.argmax(sizes > length))
     return PlanError(
         f"document {number} of {tokens.source} has {int(sizes[number])} tokens, a sequence {length}; "

@@ -20,7 +20,7 @@ from numpy.random import Generator
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
-from runtime.data.objectives.protocol import NOTHING, Objective
+from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Within
 from runtime.data.objectives.windows import PlainWindows, SentenceWindows, Windows, inner_sentences
 from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
 from runtime.data.tokens import WORD, Tokens
@@ -29,8 +29,16 @@ NEEDED = ("class", "separator", "mask", "padding")
 PAIRED_ROLES = frozenset({"segments", "sentence_order"})
 
 
-def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str]) -> Objective:
+def masked(
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str], within: Within = ALL
+) -> Objective:
     """Samples for a model that reads ``roles``: pairs if segments or sentence_order are among them."""
+    if within != ALL:
+        raise PlanError(
+            "objective: masked makes sequences of one length",
+            where="data.objective",
+            fix="write one length under inputs, or call runtime.Engine with batches of your own",
+        )
     return MaskedWords(tokens, length, not PAIRED_ROLES.isdisjoint(roles), seed, data.mask.share, data.mask.ngram)
 
 

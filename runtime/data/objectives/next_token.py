@@ -17,16 +17,24 @@ import numpy as np
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.documents import packed_documents
-from runtime.data.objectives.protocol import NOTHING, Objective
+from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Within
 from runtime.data.tokens import Tokens
 
 
-def next_token(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ()) -> Objective:
+def next_token(
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = (), within: Within = ALL
+) -> Objective:
     """Windows of ``length``. Raises PlanError if the tokens make none."""
+    if data.packing is True and within != ALL:
+        raise PlanError(
+            "packing: true fills every sequence to the greatest length: no batch would be of another",
+            where="data.packing",
+            fix="set packing: documents or false, or write one length under inputs",
+        )
     if data.packing == "documents":
-        found = packed_documents(tokens, length, data, roles)
+        found = packed_documents(tokens, length, data, roles, within)
     else:
-        found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length)
+        found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length, within)
     if not found.num_samples:
         unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
         longest = "" if data.packing is True else " in its longest document"
@@ -54,9 +62,10 @@ class Packed:
 class OfDocuments:
     """Windows inside documents. Owns the number of windows up to the end of each document (int64 [documents])."""
 
-    def __init__(self, tokens: Tokens, length: int) -> None:
+    def __init__(self, tokens: Tokens, length: int, within: Within = ALL) -> None:
         self.tokens, self.length = tokens, length
-        sizes = np.diff(tokens.ends, prepend=0)
+        self._starts, sizes = within.of(tokens)
+        self._ends = self._starts + sizes
         self.longest, self.least = int(sizes.max(initial=0)), 2
         self._windows = np.cumsum(np.maximum(0, -(-(sizes - 1) // length)))
         self.num_samples = int(self._windows[-1]) if len(self._windows) else 0
@@ -65,9 +74,8 @@ class OfDocuments:
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         document = int(np.searchsorted(self._windows, index, side="right"))
         before = int(self._windows[document - 1]) if document else 0
-        first = int(self.tokens.ends[document - 1]) if document else 0
-        start = first + (index - before) * self.length
-        stop = min(start + self.length + 1, int(self.tokens.ends[document]))
+        start = int(self._starts[document]) + (index - before) * self.length
+        stop = min(start + self.length + 1, int(self._ends[document]))
         return _roles(self.tokens.ids[start:stop].astype(np.int64), self.length, self._padding)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,6 +11,24 @@ from planner.spec.data import DataSpec
 from runtime.data.tokens import Tokens
 
 NOTHING = -100  # the label of a position that does not count: cross entropy ignores it by default
+
+
+class Within(NamedTuple):
+    """Sizes of documents: more than ``above`` tokens, and at most ``most`` of them (None: any number)."""
+
+    above: int = 0
+    most: int | None = None
+
+    def of(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and sizes (int64 [documents]) of those documents."""
+        ends, sizes = np.asarray(tokens.ends), np.diff(tokens.ends, prepend=0)
+        if self == ALL:
+            return ends - sizes, sizes
+        chosen = (sizes > self.above) & (sizes <= (sizes.max(initial=0) if self.most is None else self.most))
+        return (ends - sizes)[chosen], sizes[chosen]
+
+
+ALL = Within()
 
 
 class Objective(Protocol):
@@ -27,5 +45,5 @@ class Objective(Protocol):
         ...
 
 
-# of tokens, length, section, seed, and the roles that the model reads; raises PlanError
-Make = Callable[[Tokens, int, DataSpec, int, Collection[str]], Objective]
+# of tokens, length, section, seed, the roles that the model reads, and sizes of documents; raises PlanError
+Make = Callable[[Tokens, int, DataSpec, int, Collection[str], Within], Objective]

@@ -7,17 +7,17 @@ from collections.abc import Collection
 from planner.spec.data import DataSpec
 from runtime.data.objectives.masked import masked
 from runtime.data.objectives.next_token import next_token
-from runtime.data.objectives.protocol import Make, Objective
+from runtime.data.objectives.protocol import ALL, Make, Objective, Within
 from runtime.data.tokens import Tokens
 
 OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
 
 
 def make_objective(
-    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ("tokens",)
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ("tokens",), within: Within = ALL
 ) -> Objective:
     """The objective that the section asks for. Raises PlanError if the tokens do not serve it.
 
-    ``roles``: those that the model reads.
+    ``roles``: those that the model reads. ``within``: sizes of the documents to take.
     """
-    return OBJECTIVES[data.objective](tokens, length, data, seed, roles)
+    return OBJECTIVES[data.objective](tokens, length, data, seed, roles, within)

@@ -40,6 +40,9 @@ class Numbers:
     def batch(self, step: int, rows: slice | None = None) -> dict[str, torch.Tensor]:
         return {"x": 100 * step + torch.arange(GLOBAL)[rows or slice(None)]}
 
+    def size_of(self, step: int) -> int:
+        return GLOBAL
+
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_the_rows_of_all_ranks_are_the_global_batch_in_its_order(dp: int):

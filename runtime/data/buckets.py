@@ -1,0 +1,112 @@
+"""Batches of several lengths: each document in the shortest sequences that hold it, each batch of one length.
+
+    lengths 256, 512, 1024      documents up to 256 tokens | up to 512 | longer ones (cut at 1024, or refused)
+    cycle c                     a permutation of its steps by (seed, c); the first n₀ are of the first length, …
+    step in slot s of length i  batch number c·nᵢ + s - start of its slots
+
+A cycle is one epoch of all documents, to a batch of each length; every document comes once an epoch of its length. The
+batch of step 1000 is found without the 999 before it, so that a run resumes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from planner.spec.lengths import tokens_of
+from planner.spec.spec import Spec
+from runtime.data.mixture import MixedBatches
+from runtime.data.objectives.protocol import Within
+from runtime.data.permutation import Permutation
+from runtime.data.token_batches import TokenBatches, token_batches
+from runtime.data.tokens import Tokens
+
+OfLength = TokenBatches | MixedBatches
+_OF_LENGTHS = 1  # sets these permutations apart from those of samples
+
+
+class BucketBatches:
+    """Owns the batches of each length. ``samples``: sequences of each in an epoch, as often as they are to come."""
+
+    def __init__(self, of_lengths: Sequence[OfLength], samples: Sequence[float], seed: int) -> None:
+        self.of_lengths, self.seed = list(of_lengths), seed
+        sizes = [batches.global_size for batches in self.of_lengths]
+        counts = [max(1, round(number / size)) for number, size in zip(samples, sizes, strict=True)]
+        self._edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(batches.num_samples for batches in self.of_lengths)
+
+    @property
+    def num_batches(self) -> int:
+        """Of a cycle."""
+        return int(self._edges[-1])
+
+    def place(self, step: int) -> tuple[int, int]:
+        """(length, number of the batch among those of this length)."""
+        cycle, inside = divmod(step, self.num_batches)
+        permuted = Permutation(self.num_batches, (self.seed, cycle, len(self.of_lengths), _OF_LENGTHS))
+        slot = int(permuted(np.array([inside]))[0])
+        length = int(np.searchsorted(self._edges, slot, side="right")) - 1
+        start, stop = self._edges[length : length + 2].tolist()
+        return length, cycle * (stop - start) + slot - start
+
+    def size_of(self, step: int) -> int:
+        """Sequences of a step."""
+        return self.of_lengths[self.place(step)[0]].global_size
+
+    def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]:
+        """The global batch of a step, or some of its rows."""
+        length, number = self.place(step)
+        return self.of_lengths[length].batch(number, rows)
+
+
+def batches_of(texts: Sequence[Tokens], weights: Sequence[float], specs: Sequence[Spec]) -> OfLength | BucketBatches:
+    """Of one text, or of several with ``weights``. ``specs``: of each length, ascending.
+
+    Raises PlanError if the texts do not serve them.
+    """
+    if len(specs) == 1:
+        return _mixed([token_batches(tokens, specs[0]) for tokens in texts], weights, specs[0])
+    shares = np.asarray(weights or [1.0], np.float64) / sum(weights or [1.0])
+    found = [_of_lengths(tokens, specs) for tokens in texts]
+    numbers = np.array([[b.num_samples if b is not None else 0 for b in row] for row in found], np.float64)
+    samples = numbers / numbers.sum(1, keepdims=True) * shares[:, None]  # of text and length
+    of_lengths = []
+    for place, spec in enumerate(specs):
+        held = [(row[place], share) for row, share in zip(found, samples[:, place], strict=True)]
+        of_texts, weights_here = [b for b, _ in held if b is not None], [float(s) for b, s in held if b is not None]
+        if of_texts:
+            mixed = _mixed(of_texts, weights_here if weights else [], spec)
+            of_lengths.append((mixed, samples[:, place].sum() * numbers.sum()))
+    return BucketBatches([b for b, _ in of_lengths], [n for _, n in of_lengths], specs[0].seed)
+
+
+def _of_lengths(tokens: Tokens, specs: Sequence[Spec]) -> list[TokenBatches | None]:
+    """Of each length, None if no document is of it. Raises PlanError if none is of any."""
+    lengths = [tokens_of(spec.require_inputs()) for spec in specs]
+    found = [
+        token_batches(tokens, spec, within) if _serves(tokens, within) else None
+        for spec, within in zip(specs, ranges(lengths), strict=True)
+    ]
+    if all(batches is None for batches in found):
+        token_batches(tokens, specs[-1])  # says what it lacks
+    return found
+
+
+def ranges(lengths: Sequence[int]) -> Iterator[Within]:
+    """Of each length, the sizes of its documents; those longer than all are of the last."""
+    for above, most in pairwise((0, *lengths)):
+        yield Within(above, most if most != lengths[-1] else None)
+
+
+def _serves(tokens: Tokens, within: Within) -> bool:
+    return bool((within.of(tokens)[1] > 1).any())
+
+
+def _mixed(texts: Sequence[TokenBatches], weights: Sequence[float], spec: Spec) -> OfLength:
+    return MixedBatches(texts, weights, spec.seed) if weights else texts[0]
