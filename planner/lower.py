@@ -38,9 +38,7 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
     return _rank_program(plan, context, indices)
 
 
-def lower_again(
-    plan: Plan, rank: int, first: RankProgram, of: Plan, device: torch.device | str = "cpu"
-) -> RankProgram:
+def lower_again(plan: Plan, rank: int, first: RankProgram, of: Plan, device: torch.device | str = "cpu") -> RankProgram:
     """``plan`` for ``rank``, with the handles of ``first``: the program of another length's plan ``of``, which has the
     same weights. Parameters and buffers are on meta, for those of ``first`` to take their place."""
     context, indices = context_of(plan, rank, torch.device(device), thorough=False)

@@ -1,11 +1,11 @@
 """Batches of several lengths: each document in the shortest sequences that hold it, each batch of one length.
 
     lengths 256, 512, 1024      documents up to 256 tokens | up to 512 | longer ones (cut at 1024, or refused)
-    cycle c                     a permutation of its steps by (seed, c); the first n₀ are of the first length, …
-    step in slot s of length i  batch number c·nᵢ + s - start of its slots
+    cycle c                     a permutation, by (seed, c), of n₀ steps of the first length, n₁ of the second, …
+    step s of cycle c           of its length i the batch number c·nᵢ + how many steps of it the cycle had before s
 
-A cycle is one epoch of all documents, to a batch of each length; every document comes once an epoch of its length. The
-batch of step 1000 is found without the 999 before it, so that a run resumes anywhere.
+Every document comes once an epoch of its length. A cycle has so many epochs that whole batches of each length are its
+share to 1/64. A step depends on nothing but its number, so that a run resumes anywhere.
 """
 
 from __future__ import annotations
@@ -25,35 +25,48 @@ from runtime.data.token_batches import TokenBatches, token_batches
 from runtime.data.tokens import Tokens
 
 OfLength = TokenBatches | MixedBatches
+_FINE = 32  # batches of the rarest length in a cycle
 _OF_LENGTHS = 1  # sets these permutations apart from those of samples
 
 
 class BucketBatches:
-    """Owns the batches of each length. ``samples``: sequences of each in an epoch, as often as they are to come."""
+    """Owns the batches of each length, and the order of the last cycle.
+
+    ``samples``: sequences of each in an epoch, as often as they are to come; ``num_batches``: of an epoch.
+    """
 
     def __init__(self, of_lengths: Sequence[OfLength], samples: Sequence[float], seed: int) -> None:
         self.of_lengths, self.seed = list(of_lengths), seed
         sizes = [batches.global_size for batches in self.of_lengths]
-        counts = [max(1, round(number / size)) for number, size in zip(samples, sizes, strict=True)]
+        of_epoch = np.asarray(samples, np.float64) / sizes
+        epochs = np.ceil(_FINE / of_epoch.min()).clip(1, _FINE)
+        counts = np.rint(epochs * of_epoch).clip(1)
+        self.num_batches = max(1, int(of_epoch.sum()))
         self._edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._made: tuple[int, np.ndarray, np.ndarray] | None = None
 
     @property
     def num_samples(self) -> int:
         return sum(batches.num_samples for batches in self.of_lengths)
 
-    @property
-    def num_batches(self) -> int:
-        """Of a cycle."""
-        return int(self._edges[-1])
-
     def place(self, step: int) -> tuple[int, int]:
         """(length, number of the batch among those of this length)."""
-        cycle, inside = divmod(step, self.num_batches)
-        permuted = Permutation(self.num_batches, (self.seed, cycle, len(self.of_lengths), _OF_LENGTHS))
-        slot = int(permuted(np.array([inside]))[0])
-        length = int(np.searchsorted(self._edges, slot, side="right")) - 1
-        start, stop = self._edges[length : length + 2].tolist()
-        return length, cycle * (stop - start) + slot - start
+        cycle, inside = divmod(step, int(self._edges[-1]))
+        lengths, before = self._cycle(cycle)
+        length = int(lengths[inside])
+        return length, cycle * int(self._edges[length + 1] - self._edges[length]) + int(before[inside])
+
+    def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each step of a cycle its length, and how many steps of that length came before it: int64 [steps]."""
+        made = self._made  # a thread makes batches ahead
+        if made is None or made[0] != cycle:
+            size = int(self._edges[-1])
+            permuted = Permutation(size, (self.seed, cycle, len(self.of_lengths), _OF_LENGTHS))
+            lengths = np.searchsorted(self._edges, permuted(np.arange(size)), side="right") - 1
+            order, before = np.argsort(lengths, kind="stable"), np.empty(size, np.int64)
+            before[order] = np.arange(size) - self._edges[lengths[order]]
+            made = self._made = cycle, lengths, before
+        return made[1:]
 
     def size_of(self, step: int) -> int:
         """Sequences of a step."""

@@ -41,9 +41,7 @@ def batches_of(entry: families.Entry, lengths: Sequence[int], numbers: Sequence[
     return found
 
 
-def alone(
-    entry: families.Entry, batches: Sequence[Batch], dtype: torch.dtype
-) -> tuple[list[float], dict[str, Tensor]]:
+def alone(entry: families.Entry, batches: Sequence[Batch], dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and parameters after a step of each batch."""
     model = entry.model.to(dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
