@@ -172,7 +172,7 @@ def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str,
 
 def _made(spec: Spec) -> dict[str, Tensor]:
     return {
-        name: torch.empty((int(spec.batch.micro), *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+        name: torch.empty((int(spec.batch.micro), *given.sizes), dtype=getattr(torch, given.dtype), device="meta")
         for name, given in spec.require_inputs().items()
     }
 

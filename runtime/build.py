@@ -157,7 +157,7 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     """From the spec's inputs, or those that the model was captured with."""
     (decisions, _), spec = plan.to_run(), spec_of(plan)
     read = decisions.batch_inputs
-    inputs = {name: (tuple(i.shape), getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
+    inputs = {name: (i.sizes, getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
     computed = {name: dtype for name, (_, dtype) in read.items()}
     sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
     assumptions = tuple(decisions.program.assumptions)

@@ -36,6 +36,9 @@ def plan_command(
         typer.Option("--passes", help="Print the changes of each pass in the graphs of one rank, instead of the plan."),
     ] = False,
     rank: Annotated[int | None, typer.Option(metavar="N", help="Rank for --passes; default: 0.")] = None,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", help="Of several lengths, the one to print; default: the greatest.")
+    ] = None,
     no_cache: NoCache = False,
 ) -> None:
     """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
@@ -44,7 +47,11 @@ def plan_command(
     from planner.spec.spec import Spec
 
     _check_options(format, passes, rank, output)
+    if length is not None and format is PlanFormat.pt:
+        fix = "leave out --length: the file has all lengths"
+        raise PlanError("--length selects tables to print", where="--length", fix=fix)
     result = plan(load_model(model), Spec.load(spec))
+    result = result if length is None else result.at_length(length)
     if passes:
         from planner.lower import passes_text
 

@@ -87,11 +87,11 @@ def example_batches(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def captured(model: nn.Module, spec: Spec | None = None) -> Program:
     """The model's program on the inputs of ``spec``, else on the first example batch that gives a loss."""
     if spec is not None:
-        shapes = spec.require_inputs().items()
+        shapes = spec.longest.require_inputs().items()
         return capture(
             model,
             {
-                n: torch.empty((int(spec.batch.micro), *i.shape), dtype=getattr(torch, i.dtype), device="meta")
+                n: torch.empty((int(spec.batch.micro), *i.sizes), dtype=getattr(torch, i.dtype), device="meta")
                 for n, i in shapes
             },
             has_rule=has_rule,

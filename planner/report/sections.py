@@ -14,10 +14,11 @@ from planner.report.compiled import compiled_section
 from planner.report.diagnostics import remarks_section, warnings_section
 from planner.report.experts import experts_section
 from planner.report.fold import Fold, fold, ranges, unfolded
+from planner.report.lengths import lengths_section
 from planner.report.recompute import recompute_section
 from planner.report.section import TIMES, Section
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.sizes import format_bytes
+from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 COST_PARTS = (
@@ -41,7 +42,8 @@ def sections(plan: Tables, *, full: bool = False, each_remark: bool = False) -> 
         recompute_section(plan, full=full),
         compiled_section(plan, full=full),
     ]
-    rest = [_optimizer(plan), _memory(plan), _cost(plan), remarks_section(plan, full, each_remark)]
+    rest = [_optimizer(plan), _memory(plan), lengths_section(plan), _cost(plan)]
+    rest.append(remarks_section(plan, full, each_remark))
     return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]
 
 
@@ -290,17 +292,6 @@ def _cost(plan: Tables) -> Section:
         note += f"; {reached / 1e12:.3g} TFLOP/s per device{peak}, recomputation not counted"
     columns = ("part", "seconds", "share")
     return Section("Estimated time of one step", columns, cells, note, frozenset(columns[1:]))
-
-
-def format_seconds(seconds: float) -> str:
-    """``1.234 s``, ``12.345 ms``, ``3.2 us``."""
-    return (
-        f"{seconds:.3f} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3f} ms"
-        if seconds >= 1e-4
-        else f"{seconds * 1e6:.1f} us"
-    )
 
 
 def _summary(plan: Tables) -> str:

@@ -82,7 +82,7 @@ def _spent(result: Result) -> Section:
 
 def _tokens(result: Result) -> int:
     """Tokens of a step: of the longest sequence of ids; 0 without ids."""
-    lengths = [i.shape[0] for i in result.spec.inputs.values() if len(i.shape) == 1 and i.dtype.startswith("int")]
+    lengths = [i.sizes[0] for i in result.spec.inputs.values() if len(i.shape) == 1 and i.dtype.startswith("int")]
     return result.spec.batch.global_size * max(lengths, default=0)
 
 

@@ -44,8 +44,8 @@ def _shape_at(given: InputSpec, place: int) -> Shape:
 
 def tokens_of(inputs: Mapping[str, InputSpec]) -> int:
     """Tokens of one sequence: elements of the first input of integers, or the first dim of the first input."""
-    of_ids = [prod(i.shape) for i in inputs.values() if "int" in i.dtype and i.shape]
-    return (of_ids or [i.shape[0] for i in inputs.values() if i.shape] or [1])[0]
+    of_ids = [prod(i.sizes) for i in inputs.values() if "int" in i.dtype and i.shape]
+    return (of_ids or [i.sizes[0] for i in inputs.values() if i.shape] or [1])[0]
 
 
 def num_sequences(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -> int:

@@ -124,6 +124,13 @@ class InputSpec(Section):
     high: Size | None = key(None, "integers of the input are smaller than this")
     like: Name | None = key(None, "another input, which gives the keys that are missing here")
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``shape``, of an input of one length."""
+        found = tuple(n for n in self.shape if isinstance(n, int))
+        assert len(found) == len(self.shape), "one of several lengths is to be chosen first"
+        return found
+
 
 class TensorParallelSpec(Section):
     sequence_parallel: Flag | Auto = key(

@@ -172,7 +172,7 @@ class Spec(Section):
         """``batch.global`` by ``batch.tokens``: sequences of a step at the greatest length."""
         is_open = self.batch.tokens is not None and not self.batch.global_size
         if is_open and self.inputs and not list(length_problems(self.inputs)):
-            self.__dict__["batch"] = self._filled().batch
+            object.__setattr__(self, "batch", self._filled().batch)  # frozen for all others
 
     def problems(self) -> Iterator[PlanError]:
         found = list(length_problems(self.inputs)) or list(batch_problems(self.batch, self.inputs, self.mesh.dp))
@@ -319,7 +319,7 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
 def _size_problems(spec: Spec) -> Iterator[PlanError]:
     """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
     for name, tensor in spec.longest.inputs.items():
-        elements = spec.batch.global_size * math.prod(tensor.shape)
+        elements = spec.batch.global_size * math.prod(tensor.sizes)
         if elements > _MOST_ELEMENTS:
             at = f"inputs.{name}.shape"
             what = f"{at}: a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"

@@ -11,3 +11,10 @@ def format_bytes(num_bytes: int) -> str:
             return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``1.234 s``, ``12.345 ms``, ``3.2 us``."""
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"

@@ -65,7 +65,7 @@ def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
             what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of a text it needs {shape}"
             raise PlanError(what, where=f"inputs.{name}.shape", fix=f"give it the shape {shape}")
         if wanted:
-            lengths[name] = spec.shape[0]
+            lengths[name] = spec.sizes[0]
     if len(set(lengths.values())) != 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
         raise PlanError(

@@ -26,7 +26,8 @@ def held(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]], 
     """The memory of this rank in a step, beside its row of the plan."""
     if not is_forecast(decided, spec):
         return []
-    return measured(decided, model, batches[:2]).rows
+    of_one_length = batches[:: len(decided.of_all_lengths)]  # from the greatest on
+    return measured(decided, model, [of_one_length[0], of_one_length[-1]]).rows
 
 
 def is_forecast(decided: Plan, spec: Spec) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts
 
-CONTINUED, ROWS = "continued on", "rows given"
-NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED})
+CONTINUED, ROWS, LENGTHS = "continued on", "rows given", "lengths"
+NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS})
 _OVERRIDES = {
     "none": {},
     "mlp": {"*.mlp.*": "replicate"},
@@ -34,7 +34,21 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
         for section in sections:
             place = place.setdefault(section, {})
         place[key] = list(value) if isinstance(value, tuple) else value
-    return merged(found, base)
+    return merged(found, with_half(base) if chosen[LENGTHS] == "two" else base)
+
+
+def with_half(base: dict[str, Any]) -> dict[str, Any]:
+    """Sequences of half the length too: of the inputs that have the first one's length, if it has a half."""
+    inputs: dict[str, dict[str, Any]] = base["inputs"]
+    length = next((given["shape"][0] for given in inputs.values() if given.get("shape")), 0)
+    if not isinstance(length, int) or length < 2:
+        return base
+    several = {
+        name: {**given, "shape": [[length // 2, length], *given["shape"][1:]]}
+        for name, given in inputs.items()
+        if given.get("shape") and given["shape"][0] == length
+    }
+    return {**base, "inputs": {**inputs, **several}}
 
 
 def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:

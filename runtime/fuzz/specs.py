@@ -54,6 +54,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "audit.on_difference": ("stop", "warn"),
     "seed": (1234, 7),
     "rows given": ("all", "own"),
+    "lengths": ("one", "two"),
     "continued on": ("nothing", "one", "tp", "pp", "dp", "cp"),
 }
 
@@ -68,6 +69,7 @@ FOLLOWS = {
 }
 
 EXCLUDED = {
+    "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",
     "tensor_parallel.infer_rules": "no drawn model has an op without a rule",
     "experts.imbalance": "it is for the predicted memory and time",
@@ -91,6 +93,7 @@ EXCLUDED = {
 RARE = {
     "compile": 0.97,
     "precision.parameters": 0.3,
+    "lengths": 0.5,
 }  # the chance to become the simplest again: it takes long, or hides differences
 
 # A capture depends on these, and so do the weights of the user's own model: all cases of one model share them.

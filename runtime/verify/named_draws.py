@@ -10,7 +10,7 @@ shapes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from planner.capture.gradients.call_sites import CallSites
 from planner.spec.spec import Spec
 
 DROPOUT = "dropout"
+Shapes = tuple[tuple[int, ...], ...]  # of the inputs of a batch, in their order
 _IN_PLACE = {aten.bernoulli_.float: (DROPOUT, BERNOULLI), aten.bernoulli_.Tensor: (BERNOULLI,)}  # in-place draws
 _FIX = "write dropout: fast to verify the plan without dropout"
 
@@ -52,7 +53,7 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
     """The draws of one forward over the global batch, in its order; a dropout with p = 1 draws nothing."""
     size = spec.batch.global_size
     inputs = {
-        name: torch.empty((size, *given.shape), dtype=getattr(torch, given.dtype), device="meta")
+        name: torch.empty((size, *given.sizes), dtype=getattr(torch, given.dtype), device="meta")
         for name, given in spec.require_inputs().items()
     }
     dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
@@ -61,6 +62,16 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
     name_draws(program, size)
     found = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]
     return tuple(sorted((named for named in found if named.p < 1.0), key=lambda named: named.place.site))
+
+
+def draws_of_lengths(model: nn.Module, spec: Spec) -> dict[Shapes, tuple[Named, ...]]:
+    """The draws of each length, by the shapes of its global batch."""
+    found = {}
+    for place in range(max(1, len(spec.lengths))):
+        of_length = spec.at(place)
+        size, inputs = of_length.batch.global_size, of_length.require_inputs()
+        found[tuple((size, *given.sizes) for given in inputs.values())] = draws_of(model, of_length)
+    return found
 
 
 def _named(node: fx.Node) -> Named:
@@ -75,20 +86,26 @@ def _named(node: fx.Node) -> Named:
 
 
 class NamedDraws(TorchDispatchMode):
-    """While it is entered, ``draws`` are made by their names, in this order. Owns: which of them are still to come."""
+    """While it is entered, the ``draws`` of a batch of these shapes are made by their names, in this order. Owns: which
+    of them are still to come."""
 
-    def __init__(self, model: nn.Module, draws: Sequence[Named], seed: int) -> None:
+    def __init__(self, model: nn.Module, draws: Mapping[Shapes, Sequence[Named]], seed: int) -> None:
         super().__init__()
-        self.draws, self._sites = tuple(draws), CallSites(model)
+        self.draws, self._sites = dict(draws), CallSites(model)
         self._random = RandomState(seed, tp_rank=0)
         self._left: deque[Named] = deque()
         self._is_forward = True
 
+    @property
+    def num_draws(self) -> int:
+        """Of one forward."""
+        return max(map(len, self.draws.values()))
+
     @contextmanager
-    def forward(self, step: int) -> Iterator[None]:
-        """A forward of the global batch runs inside. Raises PlanError if a draw is missing."""
+    def forward(self, step: int, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """A forward of the global ``batch`` runs inside. Raises PlanError if a draw is missing."""
         self._random.begin(step, 0)
-        self._left.extend(self.draws)
+        self._left.extend(self.draws[tuple(tuple(value.shape) for value in batch.values())])
         with self:
             yield
         if self._left:

@@ -69,7 +69,7 @@ class OneProcess:
         self.optimizer.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
-        with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates):
+        with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates, batch):
             loss = loss_of(self.model(**batch), self.spec.loss)
         with nullcontext() if draws is None else draws.backward():
             loss.backward()

@@ -34,7 +34,7 @@ from runtime.engine import Engine
 from runtime.verify.beside import Beside, EngineStep
 from runtime.verify.comparison import Row
 from runtime.verify.mutants import freeze_parameter, without_collective
-from runtime.verify.named_draws import NamedDraws, draws_of
+from runtime.verify.named_draws import NamedDraws, draws_of_lengths
 from runtime.verify.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
@@ -137,7 +137,8 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     decided = plan(model, spec)
     if job.freeze_parameter is not None:
         decided = freeze_parameter(decided, job.freeze_parameter)
-    batches = [random_batch(spec, decided, seed) for seed in range(job.num_steps)]
+    num_steps = max(job.num_steps, len(decided.of_all_lengths))
+    batches = [random_batch(spec, decided, seed) for seed in range(num_steps)]
     draws: list[NamedDraws] = []
 
     def make() -> Beside:
@@ -167,7 +168,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
 def one_process(model: nn.Module, spec: Spec) -> OneProcess:
     """``model`` itself, which draws by name if the plan does."""
     return OneProcess(
-        model, spec, NamedDraws(model, draws_of(model, spec), spec.seed) if _draws_by_name(spec) else None
+        model, spec, NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if _draws_by_name(spec) else None
     )
 
 
@@ -186,13 +187,18 @@ def _note_of_dropout(draws: NamedDraws | None) -> str:
             "dropout is off (model.eval()), because its masks depend on the order of draws; dropout: "
             "layout_invariant removes this and turns it on"
         )
-    return f"dropout is on: one process uses the same mapped random numbers, {len(draws.draws)} draws per forward"
+    return f"dropout is on: one process uses the same mapped random numbers, {draws.num_draws} draws per forward"
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
-    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored."""
+    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored.
+
+    Of several lengths each has its turn, the greatest first.
+    """
     generator = torch.Generator().manual_seed(spec.seed + seed)
-    batch = {n: _random_input(n, i, spec.batch.global_size, generator) for n, i in spec.require_inputs().items()}
+    lengths = [decided, *decided.shorter]
+    of = spec if len(lengths) == 1 else Spec.load({**lengths[seed % len(lengths)].spec, "cluster": None})
+    batch = {n: _random_input(n, i, of.batch.global_size, generator) for n, i in of.require_inputs().items()}
     for name, ignored in decided.to_run()[0].ignored_labels.items():
         if name in batch and not batch[name].is_floating_point():
             batch[name] = batch[name].clone()
@@ -201,7 +207,7 @@ def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
 
 
 def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:
-    shape, dtype = (size, *spec.shape), getattr(torch, spec.dtype)
+    shape, dtype = (size, *spec.sizes), getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     if spec.high is not None:
@@ -253,8 +259,7 @@ def run_beside(
 def _step(engine: Engine, batch: dict[str, Tensor], is_local: bool) -> EngineStep:
     layout, given = engine.layout, batch
     if is_local:
-        first = layout.dp_rank * layout.local_size
-        given = {name: rows[first : first + layout.local_size] for name, rows in batch.items()}
+        given = {name: rows.chunk(layout.dp)[layout.dp_rank] for name, rows in batch.items()}
     loss = engine.forward_backward(given, local=is_local)
     before = engine.gather_parameters() if engine.step_index else {}
     gradients = engine.gather_gradients()

@@ -28,6 +28,7 @@ READERS: tuple[tuple[tuple[str, ...], Compare], ...] = (
     (("recompute",), run_tables.recompute_changes),
     (("compiled",), run_tables.compiled_changes),
     (("optimizer",), layout_tables.optimizer_changes),
+    (("lengths",), run_tables.length_changes),
     (("memory",), run_tables.memory_changes),
     (("cost",), run_tables.cost_changes),
     (("summary",), run_tables.summary_changes),

@@ -101,6 +101,18 @@ def expert_changes(before: Tables, after: Tables) -> list[Change]:
     return changes_of(table, before.experts, after.experts)
 
 
+def length_changes(before: Tables, after: Tables) -> list[Change]:
+    """Lengths that only one has, and figures of the others."""
+    table = Table(
+        "Lengths",
+        name=lambda row: f"length {row.length}",
+        key=lambda row: row.length,
+        tell=lambda row: f"{row.sequences} sequences, {format_bytes(row.memory)} on the fullest rank",
+        units={"memory": BYTES, "exchanged": BYTES},
+    )
+    return changes_of(table, before.lengths, after.lengths)
+
+
 def memory_changes(before: Tables, after: Tables) -> list[Change]:
     """The fullest rank of each; then pp rank by pp rank, category by category."""
     fullest = [max(plan.memory, key=lambda row: row.total, default=None) for plan in (before, after)]

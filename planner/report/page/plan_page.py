@@ -12,8 +12,8 @@ from planner.report.page.model import model_cards, scopes_of
 from planner.report.page.sizes import cost_bars, memory_bars, traffic_bars
 from planner.report.page.tables import tables_of
 from planner.report.page.timeline import timeline
-from planner.report.sections import format_seconds, sections
-from planner.tables.sizes import format_bytes
+from planner.report.sections import sections
+from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 Facts = tuple[tuple[str, str], ...]
@@ -57,6 +57,7 @@ def facts_of(plan: Tables) -> Facts:
         ("devices", f"{mesh.world_size:,}"),
         ("parameters", f"{plan.summary.num_parameters:,}"),
         ("batch", f"{batch.get('global', '?')} sequences, {batch.get('micro', '?')} per microbatch"),
+        *([("lengths", ", ".join(str(row.length) for row in plan.lengths))] if plan.lengths else []),
         ("schedule", f"{schedule.kind}, {schedule.num_microbatches} microbatches"),
         ("bubble", f"{schedule.bubble_fraction:.1%}"),
     ]

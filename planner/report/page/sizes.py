@@ -8,8 +8,8 @@ from planner.cluster.cluster import Cluster
 from planner.cost.planned import usable_bytes
 from planner.report.page.bars import Bars, bars_of
 from planner.report.page.machines import link_of
-from planner.report.sections import COST_PARTS, format_seconds
-from planner.tables.sizes import format_bytes
+from planner.report.sections import COST_PARTS
+from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 MEMORY_PARTS = (

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.verify import run
-from runtime.verify.named_draws import NamedDraws, draws_of
+from runtime.verify.named_draws import NamedDraws, draws_of, draws_of_lengths
 from runtime.verify.reference import OneProcess
 from runtime.verify.run import verify
 
@@ -93,7 +93,7 @@ def losses(way: Any, seed: int = 7) -> list[float]:
     """Of two forwards of the same step, and of one of the next."""
     torch.manual_seed(0)
     model, batch = Dropping(way), {"x": torch.randn(4, 8)}
-    one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), seed))
+    one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), seed))
     return [one.forward_backward(batch), one.forward_backward(batch), (one.update(), one.forward_backward(batch))[1]]
 
 
@@ -122,7 +122,7 @@ def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one() -> None:
     for aside in (False, True):
         torch.manual_seed(0)
         model, batch = Aside(aside), {"x": torch.randn(4, 8)}
-        one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), 7))
+        one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), 7))
         found.append(one.forward_backward(batch))
     assert found[0] == found[1]
 
@@ -135,7 +135,7 @@ def test_a_draw_in_the_backward_is_refused_at_its_line() -> None:
 
 def test_a_process_that_draws_otherwise_than_captured_is_refused() -> None:
     model = Dropping(lambda x: F.dropout(x, 0.3))
-    one = OneProcess(model, SMALL, NamedDraws(model, draws_of(model, SMALL), 7))
+    one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), 7))
     model.way = lambda x: x
     with pytest.raises(PlanError, match=r"dropout of \[4, 8\] is missing"):
         one.forward_backward({"x": torch.randn(4, 8)})
