@@ -28,6 +28,7 @@ from passes.ops.weight_gradients import WeightGradients
 from passes.partition.placements import Placements
 from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
+from passes.program.documents import Documents
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.stages import StageAssignment
@@ -60,6 +61,7 @@ class Staged:
     ``changes``: of type, by stage. ``denominators``: placeholders for the counts that the loss is divided by.
     ``asked``: layers of experts for which a step counts choices. ``regather``: products with weights save this rank's
     part of a gathered input, and gather it again in the backward; ``own_tokens``: other products along the sequence do.
+    ``documents``: attentions that run within documents.
     """
 
     program: Program
@@ -72,6 +74,7 @@ class Staged:
     asked: tuple[Asked, ...]
     regather: bool = False
     own_tokens: bool = False
+    documents: Documents = Documents()
 
 
 @dataclass(frozen=True)

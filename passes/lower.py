@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from passes.add_scores import add_scores
+from passes.attend_by_documents import attend_by_documents
 from passes.await_parameters import await_parameters
 from passes.base import LowerContext, Pass, PassError, StageGraph
 from passes.check import (
@@ -51,6 +52,7 @@ LOCAL: tuple[Pass, ...] = (
     Pass(localize, leaves_slowly=(values_have_their_local_shape,)),
     Pass(keep_own_tokens),
     Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
+    Pass(attend_by_documents),
     Pass(fuse_bias),
     Pass(sum_in_place),
     Pass(overwrite_logits),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from passes.ops.axis import AxisHandle
+from passes.ops.documents import attention_by_documents
 
 Tensor = torch.Tensor
 
@@ -22,11 +23,14 @@ def shared_key_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    documents: int = 0,
 ) -> Tensor:
     """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] replicated: attention of its query heads (type V over
-    heads).
+    heads). ``documents``: if not 0, as of ``attention_by_documents``.
     """
     k, v = key_heads_of(q, k, v, axis)
+    if documents and mask is not None:
+        return attention_by_documents(q, k, v, mask, documents, scale, k.shape[1] != q.shape[1])
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle, widened
 from passes.ops.context import gathered_together, scattered_sums
+from passes.ops.documents import attention_by_documents
 from passes.ops.flash import Result, flash, flash_backward, takes
 from passes.partition.sequence import zigzag
 
@@ -37,18 +38,19 @@ def gathered_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    documents: int = 0,
 ) -> Tensor:
     """q [b, h, s/cp, d], k and v [b, g, t/cp, d] of this rank → [b, h, s/cp, d]; ``mask`` [.., s/cp, t], no gradient.
 
-    ``is_causal``: there is no mask, and s = t.
+    ``is_causal``: there is no mask, and s = t. ``documents``: if not 0, as of ``attention_by_documents``.
     """
-    function = _InParts if takes(q, k, v, mask) else _Again
-    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa)
+    function = _InParts if takes(q, k, v, mask) and not documents else _Again
+    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa, documents)
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: float | None) -> Tensor:
     """Causal attention, by flash kernels, to keys and values that are gathered: k and v [b, g, s, d]."""
-    return _InParts.apply(q, k, v, None, axis, scale, True, False, False)
+    return _InParts.apply(q, k, v, None, axis, scale, True, False, False, 0)
 
 
 def masked_causal_attention(
@@ -95,7 +97,7 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
         ctx.axis = axis
-        ctx.scale, ctx.is_causal, ctx.gathers, _ = options
+        ctx.scale, ctx.is_causal, ctx.gathers, *_ = options
         whole_k, whole_v = gathered_together((k, v), 2, axis, "forward") if ctx.gathers else (k, v)
         found = []
         for parts in _parts(whole_k.shape[2], axis, ctx.is_causal):
@@ -120,7 +122,7 @@ class _InParts(torch.autograd.Function):
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if ctx.gathers:
             of_k, of_v = scattered_sums((of_k, of_v), 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None
+        return of_q, of_k, of_v, None, None, None, None, None, None, None
 
 
 class _Again(torch.autograd.Function):
@@ -142,13 +144,15 @@ class _Again(torch.autograd.Function):
             out = _plain(leaves[0], leaves[1], leaves[2], mask, ctx.axis, *ctx.options)
         of_q, *others = torch.autograd.grad(out, leaves, grads[0])
         of_k, of_v = scattered_sums(others, 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None
+        return of_q, of_k, of_v, None, None, None, None, None, None, None
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Tensor:
-    scale, is_causal, _, gqa = options
+    scale, is_causal, _, gqa, documents = options
     if is_causal:
         return masked_causal_attention(q, k, v, axis, 0.0, scale, gqa)
+    if documents and mask is not None:
+        return attention_by_documents(q, k, v, mask, documents, scale, gqa)
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
 
 

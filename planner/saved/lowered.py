@@ -48,6 +48,7 @@ def _staged(decisions: Decisions, shards: Shards) -> Staged:
         decisions.asked,
         decisions.regather,
         decisions.own_tokens,
+        decisions.documents,
     )
 
 

@@ -41,6 +41,10 @@ class DataSpec(Section):
     overlong: Annotated[Literal["cut", "refuse"], Word] = key(
         "cut", "for packing: documents, what happens to documents longer than a sequence: cut | refuse"
     )
+    mean_document: Size | None = key(
+        None,
+        "for packing: documents, tokens of a token's document on average, for the predicted memory and time; null: all",
+    )
     validation: Fraction = key(0.0, "share of the text, at its end, held out for validation")
     mixture: Annotated[dict[Name, Positive], Field(max_length=MOST_INPUTS)] = key(
         {}, "texts with their shares, used without --data: {a.tokens: 0.7, b.tokens: 0.3}"
@@ -54,3 +58,6 @@ class DataSpec(Section):
         if self.packing == "documents" and self.objective != "next_token":
             what = f"packing: documents is for objective: next_token, and the objective is {self.objective}"
             yield PlanError(what, where="packing", fix="remove packing: a sample of masked words is of one document")
+        if self.mean_document is not None and self.packing != "documents":
+            fix = "set packing: documents, or remove mean_document"
+            yield PlanError("mean_document is for packing: documents", where="mean_document", fix=fix)

@@ -15,7 +15,7 @@ from passes.program.ops.groups import ATTENTION
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
-from runtime.data.objectives.documents import TELLING
+from planner.spec.roles import TELLING
 
 
 def check_attention(program: Program, roles: Mapping[str, str]) -> None:

@@ -16,25 +16,9 @@ from collections.abc import Mapping
 
 from passes.errors import PlanError
 from planner.spec.data import ROLES
+from planner.spec.roles import NAMES
 from planner.spec.sections import InputSpec
 
-NAMES = {
-    "input_ids": "tokens",
-    "tokens": "tokens",
-    "idx": "tokens",
-    "x": "tokens",
-    "targets": "next_tokens",
-    "y": "next_tokens",
-    "labels": "labels",
-    "attention_mask": "attention_mask",
-    "token_type_ids": "segments",
-    "segment_ids": "segments",
-    "position_ids": "positions",
-    "document_ids": "documents",
-    "doc_ids": "documents",
-    "next_sentence_label": "sentence_order",
-    "sentence_order_label": "sentence_order",
-}
 OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
 
 

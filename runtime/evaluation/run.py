@@ -53,7 +53,7 @@ class Evaluation:
 
     def read_spec(self) -> Spec:
         """Raises PlanError."""
-        spec = Spec.load(self.spec)
+        spec = Spec.load(self.spec).longest
         return spec.with_average() if self.averaged else spec
 
     def check_load(self) -> None:

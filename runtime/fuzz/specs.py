@@ -78,6 +78,7 @@ EXCLUDED = {
     "data.objective": "it prepares batches and does not affect a step",
     "data.packing": "it prepares batches",
     "data.overlong": "it prepares batches",
+    "data.mean_document": "it is for the predicted memory and time",
     "data.validation": "it prepares batches",
     "data.mixture": "it prepares batches",
     "data.inputs": "it prepares batches",

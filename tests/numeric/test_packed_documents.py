@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.ops import documents as ops
+from passes.ops.documents import Block
 from planner import plan
 from planner.spec.data import DataSpec
+from planner.spec.roles import NAMES
 from runtime.data.document_attention import check_attention
 from runtime.data.objectives.next_token import next_token
-from runtime.data.roles import NAMES
 from runtime.data.tokens import Tokens
 from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, build
 from tests.tools.hand_tokens import by_hand
@@ -59,13 +63,31 @@ def one_by_one(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return total / count
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+    """Those that attention computes one by one, however small they are."""
+    found: list[Block] = []
+    attended = ops._attended
+
+    def seen(block: Block, *given: Any) -> Tensor:
+        found.append(block)
+        return attended(block, *given)
+
+    monkeypatch.setattr(ops, "CALL", 0)
+    monkeypatch.setattr(ops, "_attended", seen)
+    return found
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["own", *FOUND_IN_POSITIONS])
-def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str) -> None:
+def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str, blocks: list[Block]) -> None:
     mesh, more = LAYOUTS[layout]
     batch = packed(by_hand(*documents(1)), INPUTS.get(name, OF_HUGGING_FACE), 2 * mesh.get("dp", 1))
-    ran, model = run_mesh(lambda: build(name), batch, mesh, **more), build(name)
+    ran, model = run_mesh(lambda: build(name), batch, mesh, data={"packing": "documents"}, **more), build(name)
+    assert ran.plan.to_run()[0].documents.attentions
+    ran_by_kind = {block.kind for block in blocks if block.sequence >= 0}
+    assert ops.MASKED in ran_by_kind if "cp2" in layout else ops.CAUSAL in ran_by_kind
     truth = one_by_one(model, batch)
     truth.backward()
     limit = 1e-10 if name == "own" else 1e-5  # Hugging Face computes the loss in float32

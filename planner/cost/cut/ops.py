@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from passes.ops.documents import attention_by_documents
 from passes.ops.grouped_linear import grouped_linear
 from passes.own_linears import PRODUCTS
 from passes.program.ops.aten import arguments, aten, packet_of
@@ -277,7 +278,9 @@ class OpsOf:
         query, key, value = (values[n].like.shape for n in self._three(call))
         cp = int(node.args[4]) if node.target is gathered_attention else 1  # pyright: ignore[reportArgumentType]
         flops = 2.0 * prod(query[:-2]) * query[-2] * key[-2] * cp * (query[-1] + value[-1])
-        if _is_causal(node) and query[-2] == key[-2]:
+        if (documents := _documents(call.node)) is not None:
+            flops *= documents / (key[-2] * cp)
+        elif _is_causal(node) and query[-2] == key[-2]:
             flops /= 2  # kernels skip the scores above the diagonal
         total = Size()
         for number in dict.fromkeys((*call.operands, *call.results)):
@@ -320,6 +323,11 @@ def _other_sides(flops: float, out: Like, follows: list[bool]) -> tuple[Sides, i
     m = max(1, prod(out.shape) // max(1, n))
     k = max(1, round(flops / (2 * max(1, m * n))))
     return (1, m, n, k), 1 if follows[-1] else -1
+
+
+def _documents(node: fx.Node) -> Any:
+    """Tokens of a document, if lowered attention runs within documents; None if it does not."""
+    return node.args[4] if node.target is attention_by_documents else node.kwargs.get("documents")
 
 
 def _is_causal(node: fx.Node) -> bool:

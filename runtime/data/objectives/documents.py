@@ -17,11 +17,10 @@ import numpy as np
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
+from planner.spec.roles import TELLING
 from runtime.data.objectives.fill import fill
 from runtime.data.objectives.protocol import ALL, NOTHING, Within
 from runtime.data.tokens import Tokens
-
-TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
 
 
 class PackedDocuments:

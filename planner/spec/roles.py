@@ -1,0 +1,22 @@
+"""The role of an input by its name, for batches that are made of a text."""
+
+from __future__ import annotations
+
+NAMES = {
+    "input_ids": "tokens",
+    "tokens": "tokens",
+    "idx": "tokens",
+    "x": "tokens",
+    "targets": "next_tokens",
+    "y": "next_tokens",
+    "labels": "labels",
+    "attention_mask": "attention_mask",
+    "token_type_ids": "segments",
+    "segment_ids": "segments",
+    "position_ids": "positions",
+    "document_ids": "documents",
+    "doc_ids": "documents",
+    "next_sentence_label": "sentence_order",
+    "sentence_order_label": "sentence_order",
+}
+TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
