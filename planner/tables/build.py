@@ -25,6 +25,7 @@ from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import diagnostic_rows, summary_row
+from planner.tables.documents import documents_notes
 from planner.tables.experts import experts_rows
 from planner.tables.graph_rounding import graph_rounding_warnings
 from planner.tables.optimizer import optimizer_plan
@@ -79,6 +80,7 @@ def tables_of(
             *input_warnings(spec, decisions),
             *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
+            *documents_notes(spec, decisions, sites, places),
             *regather_notes(lowered, places),
             *padded_notes(decisions, shards, places),
         ),

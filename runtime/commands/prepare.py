@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import write_text
+from planner.cli import show_table, write_text
 from runtime.data.text.documents import Split
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ EPILOG = (
     "--tokenizer tokenizer.json --split-documents blank-line · meshwright prepare web.jsonl -o web.tokens "
     "--split-documents json --field text"
 )
+
+
+COLUMNS = ("length", "documents", "tokens", "padding", "mean document")
 
 
 def prepare_command(
@@ -41,16 +44,23 @@ def prepare_command(
         str | None,
         typer.Option(metavar="TOKEN", help="Token that ends a document, if the tokenizer does not define one."),
     ] = None,
+    bucket: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Count documents by these lengths of a sequence, to choose `inputs` by."),
+    ] = None,
 ) -> None:
     """Tokenize texts once, into a file that training memory-maps."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from runtime.data.buckets import rows_of
     from runtime.data.prepare import prepare, texts_of
+    from runtime.data.reading import read_tokens
     from runtime.data.text.byte_tokens import ByteEncoder
     from runtime.data.text.tokenizer_file import TokenizerFile
 
     _check_options(tokenizer, split_documents, field, end_token)
+    lengths = _lengths(bucket)
     files = texts_of(texts, output)
     encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token)
     columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
@@ -61,6 +71,17 @@ def prepare_command(
             files, output, encoder, split_documents, field or "text", lambda num: progress.advance(task, num)
         )
     write_text(summary(header, output))
+    if lengths:
+        show_table("Documents by length", COLUMNS, rows_of(read_tokens(str(output)), lengths))
+
+
+def _lengths(text: str | None) -> list[int]:
+    """Ascending numbers. Raises PlanError for anything else."""
+    parts = [] if text is None else text.split(",")
+    found = [int(part) for part in parts if part.strip().isdecimal() and int(part)]
+    if len(found) < len(parts) or found != sorted(set(found)):
+        raise PlanError(f"--bucket {text}: these are no ascending lengths", where="--bucket", fix="write 256,512,1024")
+    return found
 
 
 def _check_options(tokenizer: str | None, split: Split, field: str | None, end_token: str | None) -> None:

@@ -123,3 +123,16 @@ def _serves(tokens: Tokens, within: Within) -> bool:
 
 def _mixed(texts: Sequence[TokenBatches], weights: Sequence[float], spec: Spec) -> OfLength:
     return MixedBatches(texts, weights, spec.seed) if weights else texts[0]
+
+
+def rows_of(tokens: Tokens, lengths: Sequence[int]) -> list[tuple[str, ...]]:
+    """Of each length, as text: documents, tokens, padding of one document a sequence, mean document of a token."""
+    found = []
+    for length, within in zip(lengths, ranges(lengths), strict=True):
+        _, sizes = within.of(tokens)
+        total, sequences = int(sizes.sum()), int((-(-sizes // length)).sum())
+        padding = 1 - total / (sequences * length) if total else 0.0
+        pieces = np.concatenate([np.repeat(length, int((sizes // length).sum())), sizes % length])
+        mean = int((pieces.astype(np.float64) ** 2).sum() / total) if total else 0
+        found.append((str(length), f"{len(sizes):,}", f"{total:,}", f"{padding:.0%}", str(mean)))
+    return found
