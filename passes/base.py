@@ -28,7 +28,7 @@ from passes.ops.weight_gradients import WeightGradients
 from passes.partition.placements import Placements
 from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
-from passes.program.documents import Documents
+from passes.program.documents import NO_DOCUMENTS, Documents
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.stages import StageAssignment
@@ -74,7 +74,7 @@ class Staged:
     asked: tuple[Asked, ...]
     regather: bool = False
     own_tokens: bool = False
-    documents: Documents = Documents()
+    documents: Documents = NO_DOCUMENTS
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from passes.partition.batch.two_captures import wider
 from passes.partition.loss.shares import LossTerms, share_loss
 from passes.partition.options.table import has_rule
 from passes.program.copied import copied
-from passes.program.documents import Documents, find_documents
+from passes.program.documents import NO_DOCUMENTS, Documents, find_documents
 from passes.program.program import Program
 from passes.rng.places import name_draws
 from planner.capture.inferred_rules import infer_rules
@@ -34,7 +34,6 @@ from planner.capture.kept.same_model import ModelState
 from planner.capture.real_forward import refuse_another_forward
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
-from planner.spec.roles import NAMES, TELLING
 from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
 
@@ -142,7 +141,7 @@ class Prepared:
 
     program: Program
     terms: LossTerms
-    documents: Documents = Documents()
+    documents: Documents = NO_DOCUMENTS
 
 
 def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) -> Captured:
@@ -168,16 +167,7 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuse_norms:
         fuse_norms(program)
-    return Prepared(program, terms, find_documents(program, telling_inputs(spec), spec.data.mean_document))
-
-
-def telling_inputs(spec: Spec) -> list[str]:
-    """The inputs by which a model keeps documents apart, if sequences are packed with documents and no graph stands in
-    for the attention: it would hold the mask of its capture's documents."""
-    if spec.data.packing != "documents" or spec.cuda_graphs.impl != "none":
-        return []
-    roles = {name: spec.data.inputs.get(name) or NAMES.get(name) for name in spec.inputs}
-    return [name for name, role in roles.items() if role in TELLING]
+    return Prepared(program, terms, find_documents(program, spec.telling_inputs, spec.data.mean_document))
 
 
 def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:

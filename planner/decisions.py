@@ -23,7 +23,7 @@ from passes.partition.loss.scored import Scored, find_scored
 from passes.partition.loss.shares import LossTerms
 from passes.partition.placements import Placements
 from passes.partition.sequence.facts import Context
-from passes.program.documents import Documents
+from passes.program.documents import NO_DOCUMENTS, Documents
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment
@@ -50,7 +50,7 @@ class Decisions:
     on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
     regather: bool = False  # as passes.base.Staged has them
     own_tokens: bool = False
-    documents: Documents = Documents()
+    documents: Documents = NO_DOCUMENTS
     imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
 
     def __post_init__(self) -> None:

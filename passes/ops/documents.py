@@ -10,7 +10,7 @@
 
 The blocks are read off the values of the mask, once for all attentions of a microbatch that share it, so the result is
 that of the whole mask, whatever it is: a mask of another form, or of so many small blocks that calls would cost more
-than they save, is applied as it is.
+than they save, is applied in one call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which attentions keep the documents of a packed sequence apart, by a mask made of an input that tells them."""
+"""Which attentions keep the documents of a packed sequence apart, by a mask made of an input that names them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ class Documents:
     mean: int = 0
 
 
+NO_DOCUMENTS = Documents()
+
+
 def find_documents(program: Program, inputs: Collection[str], mean: int | None) -> Documents:
-    """Attentions without dropout whose mask is made of one of ``inputs`` (keys of the batch), by no weight.
+    """Attentions without dropout, with a mask made of one of ``inputs`` (keys of the batch), by no weight.
 
     ``mean``: None for as long as the sequence.
     """

@@ -1,4 +1,4 @@
-"""Several lengths of a sequence in one spec: an input whose shape has a list for a dim.
+"""Several lengths of a sequence in one spec: an input with a list for a dim of its shape.
 
     inputs: {input_ids: {shape: [[256, 512, 1024]]}, labels: {like: input_ids}}
     batch: {tokens: 32768, micro: 2}                       128 sequences of 256, 64 of 512, 32 of 1024 in a step

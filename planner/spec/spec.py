@@ -49,6 +49,7 @@ from planner.spec.inputs import resolve_like
 from planner.spec.lengths import batch_problems, inputs_at, length_problems, lengths_of, num_sequences
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
+from planner.spec.roles import NAMES, TELLING
 from planner.spec.schema import json_schema
 from planner.spec.sections import (
     BatchSpec,
@@ -232,6 +233,14 @@ class Spec(Section):
         """With as many sequences as ``batch.tokens`` makes."""
         sequences = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
         return self.model_copy(update={"batch": self.batch.model_copy(update={"global_size": sequences})})
+
+    @property
+    def telling_inputs(self) -> tuple[str, ...]:
+        """The inputs by which a model keeps packed documents apart. None under CUDA graphs: attention in them would
+        hold the blocks of its capture's documents."""
+        if self.data.packing != "documents" or self.cuda_graphs.impl != "none":
+            return ()
+        return tuple(name for name in self.inputs if (self.data.inputs.get(name) or NAMES.get(name)) in TELLING)
 
     @property
     def frees_or_captures(self) -> str:
