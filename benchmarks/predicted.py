@@ -30,7 +30,7 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.verify.run import random_batch
+from runtime.verify.batches import random_batch
 
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, BATCH = 1024, 128, 256, 8, 8, 16
 TIMEOUT_SECONDS = 1500.0

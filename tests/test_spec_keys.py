@@ -23,7 +23,7 @@ from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
-from runtime.verify.run import random_batch
+from runtime.verify.batches import random_batch
 from tests.tools.captures import plan_again
 
 VOCABULARY, LENGTH = 97, 8

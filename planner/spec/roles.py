@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 NAMES = {
     "input_ids": "tokens",
     "tokens": "tokens",
@@ -20,3 +22,8 @@ NAMES = {
     "sentence_order_label": "sentence_order",
 }
 TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
+
+
+def role_of(name: str, given: Mapping[str, str]) -> str | None:
+    """``given``: the spec's ``data.inputs``. None if nothing says it."""
+    return given.get(name) or NAMES.get(name)

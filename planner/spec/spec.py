@@ -49,7 +49,7 @@ from planner.spec.inputs import resolve_like
 from planner.spec.lengths import batch_problems, inputs_at, length_problems, lengths_of, num_sequences
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
-from planner.spec.roles import NAMES, TELLING
+from planner.spec.roles import TELLING, role_of
 from planner.spec.schema import json_schema
 from planner.spec.sections import (
     BatchSpec,
@@ -240,7 +240,7 @@ class Spec(Section):
         hold the blocks of its capture's documents."""
         if self.data.packing != "documents" or self.cuda_graphs.impl != "none":
             return ()
-        return tuple(name for name in self.inputs if (self.data.inputs.get(name) or NAMES.get(name)) in TELLING)
+        return tuple(name for name in self.inputs if role_of(name, self.data.inputs) in TELLING)
 
     @property
     def frees_or_captures(self) -> str:

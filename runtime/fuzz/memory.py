@@ -3,8 +3,8 @@
 parameters, gradients, optimizer    1 % or 64 bytes
 activations, logits among them      3 % or 1 KiB: the size of a scalar or a row of statistics
 
-Skipped if the plan does not predict bytes exactly: rows of experts depend on the routing, graphs have static memory,
-and the compiler chooses the saved tensors of compiled pieces.
+Skipped if the plan does not predict bytes exactly: rows of experts depend on the routing, blocks of attention on the
+documents, graphs have static memory, and the compiler chooses the saved tensors of compiled pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def held(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]], 
 
 
 def is_forecast(decided: Plan, spec: Spec) -> bool:
-    return spec.cuda_graphs.impl == "none" and not spec.compile and not decided.experts
+    is_exact = not decided.experts and not decided.to_run()[0].documents.attentions
+    return spec.cuda_graphs.impl == "none" and not spec.compile and is_exact
 
 
 def exceeds(row: Compared) -> bool:

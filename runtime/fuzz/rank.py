@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from passes.ops import documents
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.tolerance import Tolerance
@@ -23,6 +24,7 @@ from runtime.engine import Engine
 from runtime.fuzz.memory import held
 from runtime.report.memory_rows import Compared
 from runtime.verify import run as verify
+from runtime.verify.batches import random_batch
 from runtime.verify.beside import Beside, EngineStep
 from runtime.verify.comparison import Row, compare_gradients, compare_parameters, compare_value, noise_of_updates
 
@@ -107,6 +109,7 @@ def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> R
 
 def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
     """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError if a rank refuses."""
+    documents.CALL = 0  # however small they are, documents run block by block
     batches = _batches(spec, decided)
     memory = held(decided, model, batches, spec)
     look = Look(spec, directory)
@@ -148,7 +151,7 @@ def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
 
 
 def _batches(spec: Spec, decided: Plan) -> list[dict[str, Tensor]]:
-    return [verify.random_batch(spec, decided, seed) for seed in range(NUM_STEPS)]
+    return [random_batch(spec, decided, seed) for seed in range(NUM_STEPS)]
 
 
 def _loosened(allowed: Tolerance) -> Tolerance:

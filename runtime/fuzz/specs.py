@@ -66,6 +66,7 @@ FOLLOWS = {
     "inputs.high": "the model",
     "inputs.like": "the model",
     "loss": "depends on the outputs of the model",
+    "data.packing": "the model",
 }
 
 EXCLUDED = {
@@ -76,7 +77,6 @@ EXCLUDED = {
     "optimizer.name": "it has only one value",
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
     "data.objective": "it prepares batches and does not affect a step",
-    "data.packing": "it prepares batches",
     "data.overlong": "it prepares batches",
     "data.mean_document": "it is for the predicted memory and time",
     "data.validation": "it prepares batches",

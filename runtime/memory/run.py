@@ -26,7 +26,7 @@ from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.memory.watch import MemoryWatch, Moment
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
-from runtime.verify.run import random_batch
+from runtime.verify.batches import random_batch
 
 TIMEOUT_SECONDS = 1800.0
 ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03}

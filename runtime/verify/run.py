@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
@@ -23,7 +22,6 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
-from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.compiled.compiler import check_compiler_here
@@ -31,6 +29,7 @@ from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
+from runtime.verify.batches import random_batch
 from runtime.verify.beside import Beside, EngineStep
 from runtime.verify.comparison import Row
 from runtime.verify.mutants import freeze_parameter, without_collective
@@ -38,7 +37,6 @@ from runtime.verify.named_draws import NamedDraws, draws_of_lengths
 from runtime.verify.reference import OneProcess, Untouched
 
 TIMEOUT_SECONDS = 1800.0
-IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,33 +186,6 @@ def _note_of_dropout(draws: NamedDraws | None) -> str:
             "layout_invariant removes this and turns it on"
         )
     return f"dropout is on: one process uses the same mapped random numbers, {draws.num_draws} draws per forward"
-
-
-def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
-    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored.
-
-    Of several lengths each has its turn, the greatest first.
-    """
-    generator = torch.Generator().manual_seed(spec.seed + seed)
-    lengths = [decided, *decided.shorter]
-    of = spec if len(lengths) == 1 else Spec.load({**lengths[seed % len(lengths)].spec, "cluster": None})
-    batch = {n: _random_input(n, i, of.batch.global_size, generator) for n, i in of.require_inputs().items()}
-    for name, ignored in decided.to_run()[0].ignored_labels.items():
-        if name in batch and not batch[name].is_floating_point():
-            batch[name] = batch[name].clone()
-            batch[name][torch.rand(batch[name].shape, generator=generator) < IGNORED_FRACTION] = ignored
-    return batch
-
-
-def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:
-    shape, dtype = (size, *spec.sizes), getattr(torch, spec.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    if spec.high is not None:
-        return torch.randint(spec.high, shape, generator=generator).to(dtype)
-    if "position" in name:
-        return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
-    return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
 
 
 def run_beside(

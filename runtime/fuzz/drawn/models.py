@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "convolution": (False, True),
     "dropout": (0.0, 0.1),
     "padding": (False, True),
+    "documents": (False, True),
     "loss": ("mean", "ignored", "weighted", "masked", "smoothed", "counted", "auxiliary", "squares"),
     "returns": ("loss", "named"),
     "penalty": ("none", "balance", "spread"),
@@ -47,7 +48,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class Block(nn.Module):
-    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it. ``padded`` [b, s]: masked keys."""
+    """[b, s, h] -> [b, s, h]; with ``memory`` also attention over it. ``seen`` [b, 1, s, s]: keys that are read."""
 
     def __init__(self, given: dict[str, Any], *, causal: bool, crosses: bool = False) -> None:
         super().__init__()
@@ -60,13 +61,13 @@ class Block(nn.Module):
         self.convolution = nn.Conv1d(width, width, 3, padding=2, groups=width) if given["convolution"] else None
         self.dropout = nn.Dropout(given["dropout"])
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, padded: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
         if self.convolution is not None:
             x = x + self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         if self.place == "parallel":
             y = self.first(x)
-            return x + self.attention(y, y, padded) + self.dropout(self.mlp(y))
-        x = self._added(x, self.first, lambda y: self.attention(y, y, padded))
+            return x + self.attention(y, y, seen) + self.dropout(self.mlp(y))
+        x = self._added(x, self.first, lambda y: self.attention(y, y, seen))
         if self.cross is not None and self.third is not None and memory is not None:
             cross = self.cross
             x = self._added(x, self.third, lambda y: cross(y, memory))
@@ -112,21 +113,34 @@ class Drawn(nn.Module):
                 parameter.requires_grad_(False)
 
     def forward(
-        self, labels: Tensor, ids: Tensor | None = None, pixels: Tensor | None = None, weights: Tensor | None = None
+        self,
+        labels: Tensor,
+        ids: Tensor | None = None,
+        pixels: Tensor | None = None,
+        weights: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         x = self._embedded(ids) if pixels is None else self._patches(pixels)
-        memory, padded = None, ids == 0 if ids is not None and self.given["padding"] else None
+        memory, seen = None, self._seen(ids, document_ids)
         if self.given["kind"] == "encoder_decoder":
             memory, x = x, self._embedded(labels.clamp(min=0))
             for block in self.encoder:
-                memory = block(memory, None, padded)
-            padded = None
+                memory = block(memory, None, seen)
+            seen = None
         for block in self.blocks:
             for _ in range(2 if self.given["shared_layer"] else 1):
-                x = block(x, memory, padded)
+                x = block(x, memory, seen)
         logits = self.head(self.norm(x))
         loss = loss_of(self.given, logits, labels, weights) + penalty_of(self.given["penalty"], logits)
         return {"logits": logits, "objective": loss} if self.given["returns"] == "named" else loss
+
+    def _seen(self, ids: Tensor | None, documents: Tensor | None) -> Tensor | None:
+        """[b, 1, s, s]: not padding, but for a token itself; within its document."""
+        found = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+        if ids is None or not self.given["padding"]:
+            return found
+        seen = ~(ids == 0)[:, None, None] | torch.eye(ids.shape[1], dtype=torch.bool)
+        return seen if found is None else seen & found
 
     def _patches(self, pixels: Tensor) -> Tensor:
         return self.stem(pixels.to(self.stem.weight.dtype)).flatten(2).transpose(1, 2)
@@ -193,12 +207,19 @@ def inputs_of(given: Choices) -> dict[str, dict[str, Any]]:
         found["pixels"] = {"shape": [3, 2, 2 * length], "dtype": "float32"}
     else:
         found["ids"] = ids
+    if has_documents(given):
+        found["document_ids"] = {"shape": [length], "dtype": "int64"}
     if given["loss"] in ("weighted", "masked"):
         found["weights"] = {"shape": [length], "dtype": "float32"}
     return found
 
 
+def has_documents(given: Choices) -> bool:
+    return given["documents"] and given["kind"] != "vision"
+
+
 def spec_part(given: Choices) -> dict[str, Any]:
     """The model's part of a spec."""
     named = {"loss": {"output": "objective"}} if given["returns"] == "named" else {}
-    return {"inputs": inputs_of(given), **named}
+    packed = {"data": {"packing": "documents"}} if has_documents(given) else {}
+    return {"inputs": inputs_of(given), **named, **packed}

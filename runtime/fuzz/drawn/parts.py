@@ -56,8 +56,8 @@ class Attention(nn.Module):
         if given["positions"] == "relative":
             self.table = nn.Embedding(2 * given["length"] + 1, self.n)
 
-    def forward(self, x: Tensor, memory: Tensor, padded: Tensor | None = None) -> Tensor:
-        """``padded`` [b, s]: keys that no other position looks at."""
+    def forward(self, x: Tensor, memory: Tensor, seen: Tensor | None = None) -> Tensor:
+        """``seen`` [b, 1, s, s]: the keys that a position reads."""
         if self.given["qkv"] == "fused" and memory is x:
             q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         elif self.given["qkv"] == "fused":
@@ -69,7 +69,6 @@ class Attention(nn.Module):
             q, k = rotated(q), rotated(k)
         if self.k != self.n:
             k, v = (y.repeat_interleave(self.n // self.k, dim=1) for y in (k, v))
-        seen = None if padded is None else ~padded[:, None, None] | torch.eye(q.shape[2], dtype=torch.bool)
         made = self._spelled(q, k, v, seen) if self._is_spelled() else self._sdpa(q, k, v, seen)
         return self.out(made.transpose(1, 2).flatten(2))
 
@@ -79,7 +78,8 @@ class Attention(nn.Module):
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         p = self.given["dropout"] if self.training else 0.0
         if seen is not None:
-            seen = seen & torch.ones_like(seen[0, 0]).tril() if self.causal else seen
+            before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+            seen = seen & before if self.causal else seen
             return F.scaled_dot_product_attention(q, k, v, seen, dropout_p=p)
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
 

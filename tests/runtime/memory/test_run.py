@@ -13,7 +13,7 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.memory.run import compare_memory, measured
 from runtime.report.memory_rows import Compared, MemoryReport
-from runtime.verify.run import random_batch
+from runtime.verify.batches import random_batch
 from tests.tools.paths import ROOT
 
 MODEL = """

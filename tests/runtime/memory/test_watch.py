@@ -16,7 +16,7 @@ from planner.spec.spec import Spec
 from runtime.engine import Engine
 from runtime.memory.run import held_tensors
 from runtime.memory.watch import MemoryWatch
-from runtime.verify.run import random_batch
+from runtime.verify.batches import random_batch
 
 SPEC = {
     "mesh": {"tp": 1},

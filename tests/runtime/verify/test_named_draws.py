@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from passes.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.verify import run
+from runtime.verify import named_draws
 from runtime.verify.named_draws import NamedDraws, draws_of, draws_of_lengths
 from runtime.verify.reference import OneProcess
 from runtime.verify.run import verify
@@ -67,7 +67,7 @@ def test_numbers_of_other_names_are_another_training(tmp_path: Path, monkeypatch
         found = draws_of(model, spec)
         return [replace(named, place=named.place._replace(site=named.place.site + 1)) for named in found]
 
-    monkeypatch.setattr(run, "draws_of", of_others)
+    monkeypatch.setattr(named_draws, "draws_of", of_others)
     report = verified(tmp_path, "dropping:causal")
     assert not report.passed
     assert {"loss", "gradient", "parameter"} <= {row.kind for row in report.failed_rows}

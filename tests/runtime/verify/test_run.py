@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime.audit.tolerance import Tolerance, lowest_precision
+from runtime.verify.batches import random_batch
 from runtime.verify.comparison import compare_gradients, compare_parameters, compare_value
-from runtime.verify.run import VerifyReport, _last_error, random_batch, verify
+from runtime.verify.run import VerifyReport, _last_error, verify
 from tests.tools.paths import ROOT
 
 MODEL = """

@@ -154,7 +154,7 @@ FAULTS = {
     "dropout: a seed shared by steps": Fault(
         Engine,
         "_step",
-        lambda whole: lambda self, batch, local: replace(whole(self, batch, local), index=0),
+        lambda whole: lambda self, *given: replace(whole(self, *given), index=0),
         seed=63,
     ),
     "dropout: a seed shared by tp ranks": Fault(

@@ -1,0 +1,61 @@
+"""Random batches by a spec's inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from planner.frozen_plan import Plan
+from planner.spec.roles import role_of
+from planner.spec.sections import InputSpec
+from planner.spec.spec import Spec
+
+IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts
+_BEGINS = 0.2  # the chance that a document begins at a token
+
+
+def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
+    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored.
+
+    Of several lengths each has its turn, the greatest first. With ``packing: documents`` inputs that name documents are
+    of random ones.
+    """
+    generator = torch.Generator().manual_seed(spec.seed + seed)
+    lengths = [decided, *decided.shorter]
+    of = spec if len(lengths) == 1 else Spec.load({**lengths[seed % len(lengths)].spec, "cluster": None})
+    batch = {n: _random_input(n, i, of.batch.global_size, generator) for n, i in of.require_inputs().items()}
+    if spec.data.packing == "documents":
+        _pack(batch, spec, generator)
+    for name, ignored in decided.to_run()[0].ignored_labels.items():
+        if name in batch and not batch[name].is_floating_point():
+            batch[name] = batch[name].clone()
+            batch[name][torch.rand(batch[name].shape, generator=generator) < IGNORED_FRACTION] = ignored
+    return batch
+
+
+def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:
+    shape, dtype = (size, *spec.sizes), getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    if spec.high is not None:
+        return torch.randint(spec.high, shape, generator=generator).to(dtype)
+    if "position" in name:
+        return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
+    return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
+
+
+def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> None:
+    """Numbers of documents, and positions that begin again in each: of the same documents in all inputs."""
+    roles = {name: role_of(name, spec.data.inputs) for name in batch}
+    shapes = {tuple(batch[n].shape) for n, role in roles.items() if role in ("documents", "positions")}
+    for shape in (shape for shape in shapes if len(shape) == 2):
+        begins = torch.rand(shape, generator=generator) < _BEGINS
+        begins[:, 0] = True
+        places = torch.arange(shape[1]).expand(shape)
+        found = {
+            "documents": begins.long().cumsum(-1) - 1,
+            "positions": places - torch.where(begins, places, 0).cummax(-1).values,
+        }
+        for name, role in roles.items():
+            if role in found and tuple(batch[name].shape) == shape:
+                batch[name] = found[role].to(batch[name].dtype)
