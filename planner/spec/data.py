@@ -18,6 +18,8 @@ Role = Literal[
     "segments",
     "positions",
     "documents",
+    "document_mask",
+    "cu_seqlens",
     "sentence_order",
 ]
 ROLES: tuple[str, ...] = get_args(Role)

@@ -18,10 +18,12 @@ NAMES = {
     "position_ids": "positions",
     "document_ids": "documents",
     "doc_ids": "documents",
+    "document_mask": "document_mask",
+    "cu_seqlens": "cu_seqlens",
     "next_sentence_label": "sentence_order",
     "sentence_order_label": "sentence_order",
 }
-TELLING = ("documents", "positions")  # roles by which a model can know where a document begins
+TELLING = ("documents", "positions", "document_mask", "cu_seqlens")  # by them a model keeps documents apart
 
 
 def role_of(name: str, given: Mapping[str, str]) -> str | None:

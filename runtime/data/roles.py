@@ -7,6 +7,8 @@ attention_mask                                 1, and 0 on padding
 token_type_ids, segment_ids                    which of two texts
 position_ids                                   0 to length - 1; with packing: documents, from 0 in each
 document_ids, doc_ids                          the number of each token's document in the sequence
+document_mask [1, length, length]              which tokens a token reads: those of its document up to itself
+cu_seqlens [n]                                 0, then the end of each document in the sequence, then its length
 next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
 """
 
@@ -19,6 +21,7 @@ from planner.spec.data import ROLES
 from planner.spec.roles import NAMES
 from planner.spec.sections import InputSpec
 
+SHAPES = {"sentence_order": "[]", "document_mask": "[1, length, length]", "cu_seqlens": "[n]"}  # of others [length]
 OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
 
 
@@ -43,13 +46,13 @@ def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str]) -> int:
     """Tokens of one sequence. Raises PlanError if inputs differ in it, or have not this one dim."""
     lengths: dict[str, int] = {}
     for name, spec in inputs.items():
-        wanted = 0 if roles[name] == "sentence_order" else 1
-        if len(spec.shape) != wanted:
-            shape = "[]" if not wanted else "[length]"
+        shape = SHAPES.get(roles[name], "[length]")
+        wanted = shape.count(",") + (shape != "[]")
+        if len(spec.shape) != wanted or (wanted == 3 and len({1, *spec.sizes}) > 2):
             what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of a text it needs {shape}"
             raise PlanError(what, where=f"inputs.{name}.shape", fix=f"give it the shape {shape}")
-        if wanted:
-            lengths[name] = spec.sizes[0]
+        if wanted and roles[name] != "cu_seqlens":
+            lengths[name] = spec.sizes[-1]
     if len(set(lengths.values())) != 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
         raise PlanError(

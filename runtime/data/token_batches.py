@@ -103,7 +103,8 @@ def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatc
     inputs = spec.require_inputs()
     try:
         roles = roles_of(inputs, spec.data.inputs)
-        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, set(roles.values()), within)
+        shapes = {role: inputs[name].sizes for name, role in roles.items()}
+        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, shapes, within)
         return TokenBatches(objective, inputs, roles, spec.batch.global_size, spec.seed)
     except PlanError as error:
         raise spec.locate(error) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from planner.frozen_plan import Plan
@@ -45,17 +46,29 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
 
 
 def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> None:
-    """Numbers of documents, and positions that begin again in each: of the same documents in all inputs."""
+    """Inputs that say which documents are in a sequence, all of the same random ones."""
     roles = {name: role_of(name, spec.data.inputs) for name in batch}
-    shapes = {tuple(batch[n].shape) for n, role in roles.items() if role in ("documents", "positions")}
-    for shape in (shape for shape in shapes if len(shape) == 2):
-        begins = torch.rand(shape, generator=generator) < _BEGINS
-        begins[:, 0] = True
-        places = torch.arange(shape[1]).expand(shape)
-        found = {
-            "documents": begins.long().cumsum(-1) - 1,
-            "positions": places - torch.where(begins, places, 0).cummax(-1).values,
-        }
-        for name, role in roles.items():
-            if role in found and tuple(batch[name].shape) == shape:
-                batch[name] = found[role].to(batch[name].dtype)
+    sequences = [x.shape for name, x in batch.items() if x.dim() == 2 and roles[name] != "cu_seqlens"]
+    if not sequences:
+        return
+    length, counts = sequences[0][1], [x.shape[1] for name, x in batch.items() if roles[name] == "cu_seqlens"]
+    begins = torch.rand(sequences[0], generator=generator) < _BEGINS
+    begins[:, 0] = True
+    begins &= begins.cumsum(-1) < min([*counts, length + 2]) - 1
+    found = _told(begins, length, max([*counts, 0]))
+    for name, role in roles.items():
+        if role in found:
+            batch[name] = found[role].to(batch[name].dtype)
+
+
+def _told(begins: Tensor, length: int, num_ends: int) -> dict[str, Tensor]:
+    """``begins`` [b, length]: whether a document begins at a token. By role, of its inputs."""
+    places, numbers = torch.arange(length).expand(begins.shape), begins.long().cumsum(-1) - 1
+    same = numbers[:, :, None] == numbers[:, None, :]
+    starts = torch.where(begins, places, length).sort(-1).values
+    return {
+        "documents": numbers,
+        "positions": places - torch.where(begins, places, 0).cummax(-1).values,
+        "document_mask": same.tril()[:, None],
+        "cu_seqlens": F.pad(starts, (0, max(0, num_ends - length)), value=length)[:, :num_ends],
+    }

@@ -42,17 +42,39 @@ class Gpt(nn.Module):
         x = self.tokens(tokens) + self.positions(position_ids)
         causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         mask = (causal & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+        return self.loss(x, mask, targets)
+
+    def loss(self, x: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         for i, (attention, mlp) in enumerate(zip(self.attentions, self.mlps, strict=True)):
             x = x + attention(self.norms[2 * i](x), mask)
             x = x + mlp(self.norms[2 * i + 1](x))
         return F.cross_entropy(self.head(self.norms[-1](x)).flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
+class OfEnds(Gpt):
+    """It takes 0, and where each document of the sequence ends."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        numbers = (places[None, :, None] >= cu_seqlens[:, None, 1:]).sum(-1)
+        return super().forward(tokens, targets, position_ids, numbers)
+
+
+class OfMask(Gpt):
+    """It takes the mask itself."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, position_ids: Tensor, document_mask: Tensor) -> Tensor:
+        return self.loss(self.tokens(tokens) + self.positions(position_ids), document_mask, targets)
+
+
+OWN = {"own": Gpt, "own, of ends": OfEnds, "own, of a mask": OfMask}  # in float64
+
+
 def build(name: str) -> nn.Module:
-    """One of ``FOUND_IN_POSITIONS``, or "own" in float64."""
-    if name == "own":
+    """One of ``FOUND_IN_POSITIONS``, or of ``OWN``."""
+    if name in OWN:
         torch.manual_seed(5)
-        return Gpt().double()
+        return OWN[name]().double()
     model = families.build(name).model
     model.config.use_cache = False
     return model

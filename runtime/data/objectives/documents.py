@@ -11,7 +11,7 @@ A document longer than a sequence is cut into pieces, each a document of its own
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from planner.spec.roles import TELLING
 from runtime.data.objectives.fill import fill
-from runtime.data.objectives.protocol import ALL, NOTHING, Within
+from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Roles, Within
 from runtime.data.tokens import Tokens
 
 
@@ -27,17 +27,21 @@ class PackedDocuments:
     """Sequences of ``length``. Owns the pieces of documents (``starts``, ``sizes``: int64 [pieces]) in the order of the
     sequences, and where each sequence ends in it.
 
-    A document of one token asks for nothing, and is left out.
+    A document of one token asks for nothing, and is left out. ``roles``: with a mask of documents, or their ends: of
+    at most as many documents as these have place for.
     """
 
-    def __init__(self, tokens: Tokens, length: int, data: DataSpec, within: Within = ALL) -> None:
-        self.tokens, self.length = tokens, length
+    def __init__(
+        self, tokens: Tokens, length: int, data: DataSpec, within: Within = ALL, roles: Roles = NO_ROLES
+    ) -> None:
+        self.tokens, self.length, self._roles = tokens, length, roles
         starts, sizes = within.of(tokens)
         self.longest, self.least = int(sizes.max(initial=0)), 2
         if data.overlong == "refuse" and self.longest > length:
             raise _overlong(tokens, length)
         starts, sizes = _pieces(starts, sizes, length)
-        order, self._bounds = fill(sizes, length)
+        most = roles["cu_seqlens"][0] - 2 if "cu_seqlens" in roles else length  # the start, and the padding's end
+        order, self._bounds = fill(sizes, length, most)
         self.starts, self.sizes = starts[order], sizes[order]
         self._padding = tokens.tokenization.padding
 
@@ -57,7 +61,18 @@ class PackedDocuments:
             at = self._put(found, at, number - 1, int(self.starts[piece]), int(self.sizes[piece]))
         found["positions"][at:] = np.arange(self.length - at)
         found["documents"][at:] = number
-        return found | {"segments": np.zeros(self.length, np.int64)}
+        found["segments"] = np.zeros(self.length, np.int64)
+        return found | dict(self._more(found["documents"]))
+
+    def _more(self, documents: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """What is large, or has a size of its own: if the model reads it."""
+        if "document_mask" in self._roles:
+            yield "document_mask", np.tril(documents[:, None] == documents[None, :])[None]
+        if "cu_seqlens" in self._roles:
+            ends = np.flatnonzero(np.diff(documents)) + 1
+            found = np.full(self._roles["cu_seqlens"], self.length)
+            found[: len(ends) + 1] = [0, *ends]
+            yield "cu_seqlens", found
 
     def _put(self, found: Mapping[str, np.ndarray], at: int, number: int, start: int, size: int) -> int:
         """One piece, from ``at`` on; returns its end."""
@@ -70,7 +85,7 @@ class PackedDocuments:
 
 
 def packed_documents(
-    tokens: Tokens, length: int, data: DataSpec, roles: Collection[str], within: Within = ALL
+    tokens: Tokens, length: int, data: DataSpec, roles: Roles, within: Within = ALL
 ) -> PackedDocuments:
     """``roles``: those that the model reads. Raises PlanError if it cannot know by them where a document begins."""
     if not any(role in roles for role in TELLING):
@@ -80,6 +95,9 @@ def packed_documents(
             fix="add position_ids or document_ids to inputs (or name one by data: {inputs: {NAME: documents}}), or set "
             "packing: false to pad each document",
         )
+    if "cu_seqlens" in roles and roles["cu_seqlens"][0] < 3:
+        what = f"cu_seqlens has {roles['cu_seqlens'][0]} numbers: none is left for the end of a document"
+        raise PlanError(what, where="inputs", fix="give it two more than documents in a sequence, at most")
     if "attention_mask" in roles and "documents" not in roles:
         raise PlanError(
             "packing: documents with an attention_mask of zeros and ones: it cannot say which tokens are of one "
@@ -87,7 +105,7 @@ def packed_documents(
             where="data.packing",
             fix="remove the input attention_mask",
         )
-    return PackedDocuments(tokens, length, data, within)
+    return PackedDocuments(tokens, length, data, within, roles)
 
 
 def _pieces(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,19 +13,22 @@ import numpy as np
 BLOCK = 4096  # pieces that are sorted together: neighbours in the text stay near each other
 
 
-def fill(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """``sizes`` [pieces], each at most ``length``. Returns the pieces in the order of the sequences [pieces], and the
-    end of each sequence in it [sequences]; within a sequence they are in the order of the text."""
+def fill(sizes: np.ndarray, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """``sizes`` [pieces], each at most ``length``; ``most``: pieces of a sequence.
+
+    Returns the pieces in the order of the sequences [pieces], and the end of each sequence in it [sequences]; within a
+    sequence they are in the order of the text.
+    """
     order: list[int] = []
     ends: list[int] = []
     for start in range(0, len(sizes), BLOCK):
-        for members in _block(sizes[start : start + BLOCK], length):
+        for members in _block(sizes[start : start + BLOCK], length, most):
             order += [start + piece for piece in sorted(members)]
             ends.append(len(order))
     return np.array(order, np.int64), np.array(ends, np.int64)
 
 
-def _block(sizes: np.ndarray, length: int) -> list[list[int]]:
+def _block(sizes: np.ndarray, length: int, most: int) -> list[list[int]]:
     sequences: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(length + 1)]  # by room, the sequences that have it
     rooms = 0  # bit r: some sequence has room r
@@ -41,6 +44,7 @@ def _block(sizes: np.ndarray, length: int) -> list[list[int]]:
             room, sequence = length, len(sequences)
             sequences.append([])
         sequences[sequence].append(piece)
-        with_room[room - size].append(sequence)
-        rooms |= 1 << (room - size)
+        if len(sequences[sequence]) < most:
+            with_room[room - size].append(sequence)
+            rooms |= 1 << (room - size)
     return sorted(sequences, key=min)

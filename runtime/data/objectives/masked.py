@@ -13,14 +13,12 @@ index) alone, and each epoch has new masks, cuts and swaps.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 from numpy.random import Generator
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
-from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Within
+from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Roles, Within
 from runtime.data.objectives.windows import PlainWindows, SentenceWindows, Windows, inner_sentences
 from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
 from runtime.data.tokens import WORD, Tokens
@@ -29,9 +27,7 @@ NEEDED = ("class", "separator", "mask", "padding")
 PAIRED_ROLES = frozenset({"segments", "sentence_order"})
 
 
-def masked(
-    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str], within: Within = ALL
-) -> Objective:
+def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles, within: Within = ALL) -> Objective:
     """Samples for a model that reads ``roles``: pairs if segments or sentence_order are among them."""
     if within != ALL:
         raise PlanError(

@@ -10,19 +10,19 @@ predicted once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.documents import packed_documents
-from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Within
+from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Objective, Roles, Within
 from runtime.data.tokens import Tokens
 
 
 def next_token(
-    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = (), within: Within = ALL
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles = NO_ROLES, within: Within = ALL
 ) -> Objective:
     """Windows of ``length``. Raises PlanError if the tokens make none."""
     if data.packing is True and within != ALL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ class Within(NamedTuple):
 
 
 ALL = Within()
+NO_ROLES: Mapping[str, tuple[int, ...]] = {}
 
 
 class Objective(Protocol):
@@ -45,5 +46,6 @@ class Objective(Protocol):
         ...
 
 
-# of tokens, length, section, seed, the roles that the model reads, and sizes of documents; raises PlanError
-Make = Callable[[Tokens, int, DataSpec, int, Collection[str], Within], Objective]
+Roles = Mapping[str, tuple[int, ...]]  # that the model reads → the shape of its input
+# of tokens, length, section, seed, roles, and sizes of documents; raises PlanError
+Make = Callable[[Tokens, int, DataSpec, int, Roles, Within], Objective]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from planner.spec.data import DataSpec
 from runtime.data.objectives.masked import masked
 from runtime.data.objectives.next_token import next_token
-from runtime.data.objectives.protocol import ALL, Make, Objective, Within
+from runtime.data.objectives.protocol import ALL, NO_ROLES, Make, Objective, Roles, Within
 from runtime.data.tokens import Tokens
 
 OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
 
 
 def make_objective(
-    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Collection[str] = ("tokens",), within: Within = ALL
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles = NO_ROLES, within: Within = ALL
 ) -> Objective:
     """The objective that the section asks for. Raises PlanError if the tokens do not serve it.
 

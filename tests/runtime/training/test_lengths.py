@@ -79,5 +79,5 @@ def test_a_saved_plan_of_other_lengths_is_refused(job: Job, tmp_path: Path) -> N
     (tmp_path / "other.yaml").write_text(other)
     made: Plan = plan(load_model(job.model, materialize=True), str(tmp_path / "other.yaml"))
     made.save(tmp_path / "plan.pt")
-    with pytest.raises(PlanError, match="the plan was made with lengths: .*4, 12"):
+    with pytest.raises(PlanError, match=r"the plan was made with lengths: .*4, 12"):
         stored_plan(replace(job, plan=str(tmp_path / "plan.pt")), spec_of(job))

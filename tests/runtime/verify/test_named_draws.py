@@ -17,7 +17,7 @@ from planner.spec.spec import Spec
 from runtime.verify import named_draws
 from runtime.verify.named_draws import NamedDraws, draws_of, draws_of_lengths
 from runtime.verify.reference import OneProcess
-from runtime.verify.run import verify
+from runtime.verify.run import VerifyReport, verify
 
 MODEL = """
 import sys
@@ -38,7 +38,7 @@ ROOT = str(Path(__file__).parents[3])
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "mlp"], "warmup_steps": 1}, "recompute": "full"}
 
 
-def verified(path: Path, name: str, **sections: Any) -> run.VerifyReport:
+def verified(path: Path, name: str, **sections: Any) -> VerifyReport:
     (path / "dropping.py").write_text(MODEL.format(root=ROOT, name=name))
     (path / "spec.yaml").write_text(str(SPEC | {"tensor_parallel": {"vocabulary_multiple": 8}} | sections))
     return verify(f"{path / 'dropping.py'}:build", str(path / "spec.yaml"), steps=3)

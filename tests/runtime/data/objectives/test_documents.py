@@ -26,7 +26,7 @@ ROLES = {"tokens", "labels", "positions"}
 
 def made(tokens: Tokens, length: int, **more: object) -> PackedDocuments:
     data = DataSpec.model_validate({"packing": "documents", **more})
-    found = next_token(tokens, length, data, 1, ROLES)
+    found = next_token(tokens, length, data, 1, dict.fromkeys(ROLES, (length,)))
     assert isinstance(found, PackedDocuments)
     return found
 
@@ -79,16 +79,43 @@ def test_each_pair_of_a_document_is_asked_for_once(sizes: list[int], length: int
 
 @given(st.lists(st.integers(1, 50), max_size=200))
 def test_sequences_hold_each_piece_once_and_no_more_than_fits(sizes: list[int]) -> None:
-    order, ends = fill(np.array(sizes, np.int64), 50)
+    order, ends = fill(np.array(sizes, np.int64), 50, 50)
     assert sorted(order.tolist()) == list(range(len(sizes)))
     sums = [int(np.array(sizes)[part].sum()) for part in np.split(order, ends[:-1])] if len(ends) else []
     assert all(0 < n <= 50 for n in sums)
     assert sum(1 for n in sums if n <= 25) <= 1  # two of them would be one
 
 
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(1, 4))
+def test_sequences_hold_no_more_pieces_than_there_is_place_for(sizes: list[int], most: int) -> None:
+    order, ends = fill(np.array(sizes, np.int64), 50, most)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    assert all(0 < n <= most for n in np.diff(ends, prepend=0))
+
+
+def test_a_mask_and_ends_say_the_same_as_numbers(make_tokens: Make) -> None:
+    tokens, length = make_tokens([1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11, 12]), 9
+    roles = {"tokens": (length,), "cu_seqlens": (5,), "document_mask": (1, length, length)}
+    found = next_token(tokens, length, DataSpec(packing="documents"), 1, roles)
+    assert found.num_samples
+    for index in range(found.num_samples):
+        sample = found.sample(index, 0)
+        numbers, ends = sample["documents"], sample["cu_seqlens"]
+        assert ends[0] == 0
+        assert ends[-1] == length
+        assert (numbers == (np.arange(length)[:, None] >= ends[None, 1:]).sum(-1)).all()
+        assert (sample["document_mask"] == np.tril(numbers[:, None] == numbers[None, :])[None]).all()
+
+
+def test_ends_need_place_for_a_document(make_tokens: Make) -> None:
+    text = make_tokens([1, 2, 3])
+    with pytest.raises(PlanError, match="cu_seqlens has 2 numbers"):
+        next_token(text, 4, DataSpec(packing="documents"), 1, {"cu_seqlens": (2,)})
+
+
 def test_documents_of_a_third_of_the_length_leave_little_padding() -> None:
     sizes = np.random.default_rng(0).integers(1, 2 * 512 // 3, 3 * BLOCK)
-    _, ends = fill(sizes, 512)
+    _, ends = fill(sizes, 512, 512)
     assert sizes.sum() / (512 * len(ends)) > 0.98
 
 
@@ -101,7 +128,7 @@ def test_documents_of_a_third_of_the_length_leave_little_padding() -> None:
 )
 def test_a_model_that_cannot_know_documents_is_refused(make_tokens: Make, roles: set[str], what: str) -> None:
     with pytest.raises(PlanError, match=what) as error:
-        next_token(make_tokens([1, 2, 3]), 4, DataSpec(packing="documents"), 1, roles)
+        next_token(make_tokens([1, 2, 3]), 4, DataSpec(packing="documents"), 1, dict.fromkeys(roles, (4,)))
     assert error.value.where == "data.packing"
 
 

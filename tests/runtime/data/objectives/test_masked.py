@@ -191,7 +191,11 @@ def test_what_cannot_be_masked_is_one_plan_error(make, said):
 
 def test_samples_are_pairs_where_the_model_reads_segments_or_an_order():
     def keys(*roles):
-        return masked(tokens_of(TEXT), 64, DataSpec(objective="masked"), 1, {"tokens", *roles}).sample(0, 0).keys()
+        return (
+            masked(tokens_of(TEXT), 64, DataSpec(objective="masked"), 1, dict.fromkeys(["tokens", *roles], (64,)))
+            .sample(0, 0)
+            .keys()
+        )
 
     assert keys("labels") == keys("attention_mask", "positions") == ROLES - {"sentence_order"}
     assert keys("segments") == keys("sentence_order") == ROLES
@@ -199,7 +203,7 @@ def test_samples_are_pairs_where_the_model_reads_segments_or_an_order():
 
 def test_share_and_ngram_are_those_of_the_spec():
     data = DataSpec.model_validate({"objective": "masked", "mask": {"share": 0.5, "ngram": 1}})
-    made = masked(tokens_of(TEXT), 64, data, 1, {"tokens"})
+    made = masked(tokens_of(TEXT), 64, data, 1, {"tokens": (64,)})
     assert isinstance(made, MaskedWords)
     assert (made.share, made.ngram) == (0.5, 1)
 
