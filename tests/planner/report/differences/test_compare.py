@@ -23,6 +23,7 @@ from planner.report.differences.change import ROW, Change
 from planner.report.differences.compare import covered, differences
 from planner.report.differences.show import NOTHING, differences_text
 from planner.tables.experts import ExpertsPlan
+from planner.tables.rows import LengthPlan
 from planner.tables.tables import Tables
 from tests.tools import paths
 
@@ -40,6 +41,10 @@ def whole_plan(small_plan: Plan) -> Plan:
         recompute=again,
         compiled=pieces,
         experts=(ExpertsPlan("h.0.moe", 8, 2, "slots", 0, ((0,), (1,)), 64),),
+        lengths=(
+            LengthPlan(256, 16, 4, 1 << 20, 1 << 10, 0.5, "abc"),
+            LengthPlan(512, 8, 2, 2 << 20, 2 << 10, None, "d"),
+        ),
     )
 
 
