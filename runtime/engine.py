@@ -40,9 +40,9 @@ from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
-from runtime.running import Running, Runnings
 from runtime.scores import Scores
 from runtime.update import Update
+from runtime.variants import Variant, Variants
 from runtime.weights.sources import weight_source
 
 
@@ -88,8 +88,8 @@ class Engine(EngineWeights):
         self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
         self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
-        self._runnings = Runnings(plan, built, self.groups, store, announced)
-        self._now = self._runnings.longest
+        self._variants = Variants(plan, built, self.groups, store, announced)
+        self._now = self._variants.longest
         self.executor, self.graphs = self._now.executor, self._now.graphs
         self.saver = Saver(self.groups)
         self.optimizer.before_overwriting = self.saver.staging.hold
@@ -150,15 +150,15 @@ class Engine(EngineWeights):
         index = max(0, self.step_index - 1) if step is None else step
         self._ready()
         self._gradients_ready = False
-        run = self._turn_to(batch, local)
-        given = replace(self._step(run, batch, local), index=index, scale=self.loss_scale.before)
-        self._count_sums(run, given)
+        variant = self._turn_to(batch, local)
+        given = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
+        self._count_sums(variant, given)
         before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
         try:
             with self.program.weight_gradients.by_autograd():
-                return find_nonfinite(run.executor, given, self.groups, self._own_summed_gradients, before)
+                return find_nonfinite(variant.executor, given, self.groups, self._own_summed_gradients, before)
         finally:
             self._note_load(False)
 
@@ -170,15 +170,15 @@ class Engine(EngineWeights):
         in rounds of the planned number. Raises PlanError for another loss.
         """
         self._ready()
-        run = self._runnings.of(batch, local=local, any_number=True)
-        rounds = run.rounds.of(batch, local=local)
+        variant = self._variants.of(batch, local=local, any_number=True)
+        rounds = variant.rounds.of(batch, local=local)
         if rounds[0] is not batch:
             ones = [torch.ones_like(self._nothing) for _ in self._decisions.terms.denominators]
-            run.rounds.require_silence(self._loss_of(run, run.rounds.nothing(batch), ones), batch)
-            return self._loss_of(run, rounds, run.rounds.totals(rounds))
-        step = self._step(run, batch, local)
-        self._count_sums(run, step, training=False)
-        return self._over_world(self._loss_here(run.executor.evaluate(step)))
+            variant.rounds.require_silence(self._loss_of(variant, variant.rounds.nothing(batch), ones), batch)
+            return self._loss_of(variant, rounds, variant.rounds.totals(rounds))
+        step = self._step(variant, batch, local)
+        self._count_sums(variant, step, training=False)
+        return self._over_world(self._loss_here(variant.executor.evaluate(step)))
 
     @shared_call("evaluation")
     def score(self, batch: Mapping[str, Tensor]) -> Scores:
@@ -189,14 +189,14 @@ class Engine(EngineWeights):
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
-        run = self._runnings.of(batch, local=False, any_number=True)
-        rounds = run.rounds.of(batch, local=False, scored=True)
-        found = [run.scoring.score(self._step(run, each, local=False)) for each in rounds]
+        variant = self._variants.of(batch, local=False, any_number=True)
+        rounds = variant.rounds.of(batch, local=False, scored=True)
+        found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
-        return self._runnings.place_of(batch)
+        return self._variants.place_of(batch)
 
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
@@ -238,19 +238,19 @@ class Engine(EngineWeights):
         return self.groups.faults.activity
 
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
-        run = self._turn_to(batch, local)
-        step = self._step(run, batch, local)
+        variant = self._turn_to(batch, local)
+        step = self._step(variant, batch, local)
         self._gradients_ready = False
         self._activity.off(FORWARD)
-        self._count_sums(run, step)
-        self._capture_graphs(run, step)
-        is_whole = run.graphs is not None and run.graphs.holds_reductions
+        self._count_sums(variant, step)
+        self._capture_graphs(variant, step)
+        is_whole = variant.graphs is not None and variant.graphs.holds_reductions
         gates = self.program.gate is not None and not is_whole  # one graph for all has none
         self._initialise() if gates else self._ready()
         self.program.weight_gradients.forget()  # of a step that failed
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
         self._note_load(True)
-        steps = run.executor.run if run.graphs is None else partial(run.graphs.run_step, run.executor)
+        steps = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
         loss = self._loss_here(steps(step))
         self._note_load(False)
         return loss
@@ -258,56 +258,56 @@ class Engine(EngineWeights):
     @shared_call("audit")
     def _audited(self, audit: Audit, batch: Mapping[str, Tensor], local: bool) -> tuple[Sample, float, float, float]:
         """One microbatch of the batch, its loss by the engine and by the user's module, and the difference allowed."""
-        run = self._runnings.of(batch, local=local)
-        run.intake.check(batch, local=local)
-        sample = audit.sample(batch, run.layout, self.step_index, local=local)
+        variant = self._variants.of(batch, local=local)
+        variant.intake.check(batch, local=local)
+        sample = audit.sample(batch, variant.layout, self.step_index, local=local)
         loss = self.evaluate(sample.repeated)
         audit.check_memory()
-        own, allowed = audit.compare(sample, run.layout, loss, self.gather_parameters(), self._kept.buffers)
+        own, allowed = audit.compare(sample, variant.layout, loss, self.gather_parameters(), self._kept.buffers)
         return sample, loss, own, allowed
 
-    def _count_sums(self, run: Running, step: Step, *, training: bool = True) -> None:
+    def _count_sums(self, variant: Variant, step: Step, *, training: bool = True) -> None:
         """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
-        if run.program.sums is not None:
+        if variant.program.sums is not None:
             self._ready()
-            run.program.sums.begin()
-            run.executor.evaluate(step, training=training)
-            run.program.sums.end()
+            variant.program.sums.begin()
+            variant.executor.evaluate(step, training=training)
+            variant.program.sums.end()
 
     def _note_load(self, begins: bool) -> None:
         load = self._now.program.load
         if load is not None:
             load.begin(self.groups.device) if begins else load.end()
 
-    def _capture_graphs(self, run: Running, step: Step) -> None:
-        graphs = run.graphs
+    def _capture_graphs(self, variant: Variant, step: Step) -> None:
+        graphs = variant.graphs
         is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
         if graphs is not None and (is_due or graphs.is_wanted):
             self._ready()
             self._note_load(True)  # in the memory that the graphs are to note in
-            graphs.capture(run.executor, step)
+            graphs.capture(variant.executor, step)
 
-    def _loss_of(self, run: Running, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
+    def _loss_of(self, variant: Variant, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
         """The loss of all rounds together, over ``counts``."""
-        steps = (self._step(run, each, False, counts) for each in rounds)
-        return self._over_world(sum((self._loss_here(run.executor.evaluate(s)) for s in steps), self._nothing))
+        steps = (self._step(variant, each, False, counts) for each in rounds)
+        return self._over_world(sum((self._loss_here(variant.executor.evaluate(s)) for s in steps), self._nothing))
 
-    def _turn_to(self, batch: Mapping[str, Tensor], local: bool) -> Running:
+    def _turn_to(self, batch: Mapping[str, Tensor], local: bool) -> Variant:
         """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
-        run = self._runnings.of(batch, local=local)
-        if run is not self._now:
-            self._now, self._gradients_ready = run, False
-            self.optimizer.buffers.expect(run.contributions)
-            self._updates.turn_to(run.program, run.plan.to_run()[0])
-        return run
+        variant = self._variants.of(batch, local=local)
+        if variant is not self._now:
+            self._now, self._gradients_ready = variant, False
+            self.optimizer.buffers.expect(variant.contributions)
+            self._updates.turn_to(variant.program, variant.plan.to_run()[0])
+        return variant
 
     def _step(
-        self, run: Running, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None
+        self, variant: Variant, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None
     ) -> Step:
-        run.intake.check(batch, local=local)
+        variant.intake.check(batch, local=local)
         self._updates.take(batch, is_local=local)
         self._activity.off(DENOMINATORS)
-        return run.intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
+        return variant.intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
 
     def _before_backward(self, is_last: bool) -> None:
         graphs = self._now.graphs

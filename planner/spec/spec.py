@@ -6,7 +6,6 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -25,11 +24,10 @@ from pydantic import (
 )
 
 from passes.errors import PlanError, SpecError, Where
-from planner.pipeline.schedule import KINDS
-from planner.pipeline.split import stage_problems
 from planner.spec.audit import AuditSpec
 from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
+from planner.spec.conflicts import conflicts
 from planner.spec.data import DataSpec
 from planner.spec.fields import (
     AUTO,
@@ -46,7 +44,7 @@ from planner.spec.fields import (
     required,
 )
 from planner.spec.inputs import resolve_like
-from planner.spec.lengths import batch_problems, inputs_at, length_problems, lengths_of, num_sequences
+from planner.spec.lengths import inputs_at, length_problems, lengths_of, num_sequences
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
 from planner.spec.roles import TELLING, role_of
@@ -62,10 +60,8 @@ from planner.spec.sections import (
     PipelineSpec,
     PrecisionSpec,
     TensorParallelSpec,
-    needs_auto_mesh,
 )
 
-_MOST_ELEMENTS = 1 << 36
 _INPUTS = {"input_ids": {"shape": [1024], "dtype": "int64", "high": 50257}, "labels": {"like": "input_ids"}}
 _OUTPUT = {"type": ["string", "integer"], "description": "its name, or its index"}
 _LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["output"], "additionalProperties": False}
@@ -176,14 +172,7 @@ class Spec(Section):
             object.__setattr__(self, "batch", self._filled().batch)  # frozen for all others
 
     def problems(self) -> Iterator[PlanError]:
-        found = list(length_problems(self.inputs)) or list(batch_problems(self.batch, self.inputs, self.mesh.dp))
-        yield from found
-        yield from _auto_problems(self)
-        if not found:
-            yield from _batch_problems(self)
-            yield from _size_problems(self)
-        yield from _recompute_problems(self)
-        yield from _stage_problems(self)
+        yield from conflicts(self)
 
     def location(self, path: str) -> Where:
         """The place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
@@ -289,74 +278,3 @@ def _read_file(source: Any) -> tuple[Any, dict[str, Where]]:
             "the spec is empty", where=Where(file=str(source), line=1), fix="give at least mesh, batch and inputs"
         )
     return value, locations
-
-
-def _auto_problems(spec: Spec) -> Iterator[PlanError]:
-    """Keys that are left to a search need one: an axis that is auto."""
-    if spec.mesh.has_auto:
-        if isinstance(spec.recompute, Mapping):
-            fix = "write none, selective, full or auto; or give the sizes of the mesh"
-            yield SpecError("recompute: a search takes one kind for all blocks", where="recompute", fix=fix)
-        return
-    asked = {
-        "batch.micro": (spec.batch.micro, 1),
-        "recompute": (spec.recompute, "none"),
-        "tensor_parallel.sequence_parallel": (spec.tensor_parallel.sequence_parallel, "false"),
-        "pipeline.schedule": (spec.pipeline.schedule, "1f1b"),
-    }
-    yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
-    world_size = spec.mesh.to_mesh().world_size if spec.mesh.order != AUTO else spec.devices
-    if spec.devices not in (None, world_size):
-        what = f"devices = {spec.devices}, but the mesh has {world_size} ranks"
-        yield SpecError(what, where="devices", fix=f"remove it, or set it to {world_size}")
-
-
-def _batch_problems(spec: Spec) -> Iterator[PlanError]:
-    size, micro, dp = spec.batch.global_size, spec.batch.micro, spec.mesh.dp
-    if not isinstance(dp, int) or not isinstance(micro, int):
-        return
-    step = micro * dp
-    if size % step:
-        nearest = " or ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
-        yield SpecError(
-            f"batch.global = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}",
-            where="batch.global",
-            fix=f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
-        )
-
-
-def _size_problems(spec: Spec) -> Iterator[PlanError]:
-    """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
-    for name, tensor in spec.longest.inputs.items():
-        elements = spec.batch.global_size * math.prod(tensor.sizes)
-        if elements > _MOST_ELEMENTS:
-            at = f"inputs.{name}.shape"
-            what = f"{at}: a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"
-            yield SpecError(what, where=at, fix="choose a smaller shape or batch.global")
-
-
-def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
-    kinds = {spec.recompute} if isinstance(spec.recompute, str) else set(spec.recompute.values())
-    if kinds - {"none"} and spec.cuda_graphs.impl == "transformer_engine":
-        yield SpecError(
-            "recompute: graphs of transformer_engine cannot replay a forward's random numbers in the backward",
-            where="recompute",
-            fix="set cuda_graphs.impl: local or emulate, or recompute: none",
-        )
-
-
-def _stage_problems(spec: Spec) -> Iterator[PlanError]:
-    pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
-    if vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
-        yield SpecError(
-            f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
-            where="mesh.vpp",
-            fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
-        )
-    elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
-        try:
-            KINDS[schedule].check(int(pp), 1, int(vpp), int(pp))
-        except PlanError as error:
-            yield error
-    if AUTO not in (pp, vpp):
-        yield from stage_problems(split, int(pp), int(vpp))

@@ -36,7 +36,7 @@ Hooks = Mapping[str, Callable[[bool], None]]
 
 
 @dataclass
-class Running:
+class Variant:
     """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it."""
 
     plan: Plan
@@ -65,7 +65,7 @@ class Running:
         return self._scoring
 
 
-class Runnings:
+class Variants:
     """Owns all that were made, by length and number of sequences."""
 
     def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
@@ -75,7 +75,7 @@ class Runnings:
         self.longest = self._made(plan, built, None)
         self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
 
-    def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Running:
+    def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Variant:
         """For a batch, the same on all ranks. ``any_number``: of sequences, which then run in rounds.
 
         Raises PlanError on every rank if their batches differ in length or number, and for a number that cannot run.
@@ -127,7 +127,7 @@ class Runnings:
 
     # ---- made when they are first needed
 
-    def _lowered(self, place: int) -> Running:
+    def _lowered(self, place: int) -> Variant:
         """The stages of another length, over the tensors of the first."""
         plan, first, groups = self._plans[place], self.longest, self._groups
         program = lower_again(plan, groups.rank, first.program, first.plan, groups.device)
@@ -139,7 +139,7 @@ class Runnings:
         built = replace(first.built, program=program, layout=self._layouts[place], compiled=compiled)
         return self._made(plan, built, first.executor)
 
-    def _resized(self, planned: Running, number: int) -> Running:
+    def _resized(self, planned: Variant, number: int) -> Variant:
         """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
         plan, layout, mesh = planned.plan, planned.layout, planned.plan.mesh
         what = f"the batch has {number} sequences, and the plan {layout.global_size}"
@@ -155,7 +155,7 @@ class Runnings:
         built = replace(planned.built, layout=replace(layout, global_size=number))
         return self._made(replace(plan, schedule=schedule), built, planned.executor)
 
-    def _made(self, plan: Plan, built: Built, first: Executor | None) -> Running:
+    def _made(self, plan: Plan, built: Built, first: Executor | None) -> Variant:
         groups = self._groups
         graphs = graphs_of(plan, built, groups)
         if graphs is not None:
@@ -166,4 +166,4 @@ class Runnings:
             executor.around = lambda action, step: first.around(action, step)
         intake = Intake(built.program, built.layout, groups, self._first)
         rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
-        return Running(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
+        return Variant(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)

@@ -1,0 +1,102 @@
+"""Conflicts between keys of a spec that are valid alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from passes.errors import PlanError, SpecError
+from planner.pipeline.schedule import KINDS
+from planner.pipeline.split import stage_problems
+from planner.spec.fields import AUTO
+from planner.spec.lengths import batch_problems, length_problems
+from planner.spec.sections import needs_auto_mesh
+
+if TYPE_CHECKING:
+    from planner.spec.spec import Spec
+
+_MOST_ELEMENTS = 1 << 36
+
+
+def conflicts(spec: Spec) -> Iterator[PlanError]:
+    """Each with the dotted path of a key as its place; those of sizes only if their lengths are right."""
+    found = list(length_problems(spec.inputs)) or list(batch_problems(spec.batch, spec.inputs, spec.mesh.dp))
+    yield from found
+    yield from _auto_problems(spec)
+    if not found:
+        yield from _batch_problems(spec)
+        yield from _size_problems(spec)
+    yield from _recompute_problems(spec)
+    yield from _stage_problems(spec)
+
+
+def _auto_problems(spec: Spec) -> Iterator[PlanError]:
+    """Keys that are left to a search need one: an axis that is auto."""
+    if spec.mesh.has_auto:
+        if isinstance(spec.recompute, Mapping):
+            fix = "write none, selective, full or auto; or give the sizes of the mesh"
+            yield SpecError("recompute: a search takes one kind for all blocks", where="recompute", fix=fix)
+        return
+    asked = {
+        "batch.micro": (spec.batch.micro, 1),
+        "recompute": (spec.recompute, "none"),
+        "tensor_parallel.sequence_parallel": (spec.tensor_parallel.sequence_parallel, "false"),
+        "pipeline.schedule": (spec.pipeline.schedule, "1f1b"),
+    }
+    yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
+    world_size = spec.mesh.to_mesh().world_size if spec.mesh.order != AUTO else spec.devices
+    if spec.devices not in (None, world_size):
+        what = f"devices = {spec.devices}, but the mesh has {world_size} ranks"
+        yield SpecError(what, where="devices", fix=f"remove it, or set it to {world_size}")
+
+
+def _batch_problems(spec: Spec) -> Iterator[PlanError]:
+    size, micro, dp = spec.batch.global_size, spec.batch.micro, spec.mesh.dp
+    if not isinstance(dp, int) or not isinstance(micro, int):
+        return
+    step = micro * dp
+    if size % step:
+        nearest = " or ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
+        yield SpecError(
+            f"batch.global = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}",
+            where="batch.global",
+            fix=f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
+        )
+
+
+def _size_problems(spec: Spec) -> Iterator[PlanError]:
+    """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
+    for name, tensor in spec.longest.inputs.items():
+        elements = spec.batch.global_size * math.prod(tensor.sizes)
+        if elements > _MOST_ELEMENTS:
+            at = f"inputs.{name}.shape"
+            what = f"{at}: a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"
+            yield SpecError(what, where=at, fix="choose a smaller shape or batch.global")
+
+
+def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
+    kinds = {spec.recompute} if isinstance(spec.recompute, str) else set(spec.recompute.values())
+    if kinds - {"none"} and spec.cuda_graphs.impl == "transformer_engine":
+        yield SpecError(
+            "recompute: graphs of transformer_engine cannot replay a forward's random numbers in the backward",
+            where="recompute",
+            fix="set cuda_graphs.impl: local or emulate, or recompute: none",
+        )
+
+
+def _stage_problems(spec: Spec) -> Iterator[PlanError]:
+    pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
+    if vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
+        yield SpecError(
+            f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
+            where="mesh.vpp",
+            fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
+        )
+    elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
+        try:
+            KINDS[schedule].check(int(pp), 1, int(vpp), int(pp))
+        except PlanError as error:
+            yield error
+    if AUTO not in (pp, vpp):
+        yield from stage_problems(split, int(pp), int(vpp))
