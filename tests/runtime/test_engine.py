@@ -175,8 +175,8 @@ def test_a_batch_with_other_keys_is_refused():
 
 def test_a_batch_of_another_shape_or_dtype_is_refused():
     engine = engine_for()
-    with pytest.raises(PlanError, match=r"batch\['x'\] has shape \[7, 6\], the plan expects \[8, 6\]"):
-        engine.train_step({name: value[1:] for name, value in build_batch(SIZE).items()})
+    with pytest.raises(PlanError, match=r"batch\['x'\] has shape \[8, 5\], the plan expects \[8, 6\]"):
+        engine.train_step({name: value[:, 1:] for name, value in build_batch(SIZE).items()})
     with pytest.raises(PlanError, match=r"batch\['x'\] is torch.float32, the plan expects torch.float64"):
         engine.train_step({name: value.float() for name, value in build_batch(SIZE).items()})
 
