@@ -17,6 +17,7 @@ from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from planner.pipeline.actions import without_weights
+from planner.sharding.groups import settings_of
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler
@@ -176,4 +177,5 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         groups=axes,
         device=groups.device,
         asked=plan.to_run()[0].resting,
+        own=settings_of(spec.optimizer, plan.parameters),
     )

@@ -58,6 +58,8 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "pipeline.schedule": ("gpipe", {}),
     "pipeline.split": ([1, 3], {}),
     "pipeline.group_size": (4, INTERLEAVED),
+    "optimizer.no_decay": ("vectors", {}),
+    "optimizer.groups": ({"*": {"lr": 1e-3}}, {}),
     "optimizer.zero": (0, {}),
     "optimizer.alignment": ("none", {}),
     "optimizer.bucket_size": (1000, {}),

@@ -65,13 +65,16 @@ def _parameters(plan: Tables, full: bool) -> Section:
         return p.name
 
     def same(p: ParameterPlan) -> Any:
-        cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert
+        cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert, p.group
         return p.shape, p.dtype, p.style, *cut, p.reason, p.origin, p.aliases
 
     folds = unfolded(plan.parameters, name) if full else fold(plan.parameters, name, same)
     columns = ("name", TIMES, "shape", "local shape", "dtype", "style", "cut", "stages", "reason")
-    title = f"Parameters ({len(plan.parameters)})"
-    return Section(title, columns, tuple(map(_parameter_cells, folds)), right=frozenset({TIMES}))
+    title, rows = f"Parameters ({len(plan.parameters)})", map(_parameter_cells, folds)
+    if any(p.group for p in plan.parameters):
+        columns = (*columns[:-1], "group", columns[-1])
+        rows = ((*row[:-1], item.rows[0].group or "-", row[-1]) for row, item in zip(rows, folds, strict=True))
+    return Section(title, columns, tuple(rows), right=frozenset({TIMES}))
 
 
 def _parameter_cells(item: Fold) -> tuple[str, ...]:

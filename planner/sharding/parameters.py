@@ -36,7 +36,8 @@ class ParameterPlan:
     ``whole_segments``, which are replicated. ``padding`` elements without data make the last one divide.
     ``aliases``: other names of the same tied parameter. ``origin``: "solver", "default" or the spec's line.
     ``stages``: every stage that holds it. Of ``num_experts`` experts with axes of their own it is a stack on
-    ``expert_dim``, sharded over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none.
+    ``expert_dim``, sharded over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none. ``group``: settings
+    of the optimizer that are its own, in words.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParameterPlan:
     expert_dim: int = -1
     expert_number: int = -1
     num_experts: int = 0
+    group: str = ""
 
     @classmethod
     def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:

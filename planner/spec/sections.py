@@ -247,12 +247,27 @@ class LearningRateSpec(Section):
             yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
 
 
+class GroupSpec(Section):
+    """Settings of some parameters, in place of the optimizer's own."""
+
+    lr: NotNegative | None = key(None, "learning rate after the warm-up, scaled by the schedule; null: the optimizer's")
+    betas: tuple[Fraction, Fraction] | None = key(None, "decay rates of the moments; null: the optimizer's")
+    eps: Positive | None = key(None, "added to the denominator of the update; null: the optimizer's")
+    weight_decay: NotNegative | None = key(None, "decoupled, as in AdamW; null: the optimizer's")
+
+
 class OptimizerSpec(Section):
     name: Literal["adamw"] = key("adamw", "the only supported optimizer")
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
     eps: Positive = key(1.0e-8, "added to the denominator of the update")
     weight_decay: NotNegative = key(0.01, "decoupled, as in AdamW")
+    no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
+        "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"
+    )
+    groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
+        {}, "glob over dotted names of parameters: {lr, betas, eps, weight_decay} of these, in place of the above"
+    )
     zero: Annotated[Literal[0, 1], Word] = key(
         1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
     )

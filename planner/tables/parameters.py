@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from passes.blocks.places import Places
 from passes.parameters import axis_of
 from planner.decisions import Decisions
+from planner.sharding.groups import base_of, settings_of
 from planner.sharding.parameters import ParameterPlan, part_of_node
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
@@ -42,7 +45,8 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
                 where=places.text(node) if node.users else "",
             )
         )
-    return tuple(rows)
+    base, found = base_of(spec.optimizer), settings_of(spec.optimizer, rows)
+    return tuple(replace(row, group=found[row.name].told(base)) if row.name in found else row for row in rows)
 
 
 def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:

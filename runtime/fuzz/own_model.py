@@ -20,7 +20,11 @@ from runtime.fuzz.forks import in_fork
 from runtime.fuzz.specs import AXES, FIELDS
 
 _NO_PART = ("cluster", "devices", "data")  # of a step
-_OF_DRAWN_MODELS = {"tensor_parallel.overrides": ("none",), "recompute": ("none", "full", "selective")}
+_OF_DRAWN_MODELS = {
+    "tensor_parallel.overrides": ("none",),
+    "optimizer.groups": ("none",),
+    "recompute": ("none", "full", "selective"),
+}
 CAPTURE_SECONDS = 3600.0
 
 

@@ -16,6 +16,7 @@ _OVERRIDES = {
     "attention": {"*.attention.*": "replicate"},
     "head": {"head": "replicate"},
 }
+_GROUPS = {"none": {}, "blocks": {"blocks.*": {"lr": 5e-4, "betas": [0.6, 0.9], "weight_decay": 0.2}}}
 _RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective", "*.0": "none"}}
 
 
@@ -27,6 +28,8 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
     values["recompute"] = _RECOMPUTE.get(str(chosen["recompute"]), chosen["recompute"])
     given = values["tensor_parallel.overrides"]
     values["tensor_parallel.overrides"] = _OVERRIDES[given] if isinstance(given, str) else given
+    given = values["optimizer.groups"]
+    values["optimizer.groups"] = _GROUPS[given] if isinstance(given, str) else given
     found: dict[str, Any] = {}
     for name, value in values.items():
         *sections, key = name.split(".")

@@ -29,6 +29,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "optimizer.betas": ((0.9, 0.95), (0.5, 0.9)),
     "optimizer.eps": (1e-8, 1e-3),
     "optimizer.weight_decay": (0.0, 0.1),
+    "optimizer.no_decay": ("none", "vectors"),
+    "optimizer.groups": ("none", "blocks"),
     "optimizer.zero": (1, 0),
     "optimizer.clip_grad_norm": (1.0, None, 0.01),
     "optimizer.alignment": ("nccl", "none"),

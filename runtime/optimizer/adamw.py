@@ -9,13 +9,14 @@ torch's fused kernel does the arithmetic. Whether a part rests is known on the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from planner.sharding.groups import Settings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,14 +33,31 @@ class Part:
     asked: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements start to stop of a shard, which have these settings."""
+
+    start: int
+    stop: int
+    settings: Settings
+
+
 class FlatAdamW:
     """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
 
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
+    ``settings``: of all elements but those of ``runs``, of each shard in order, disjoint.
     """
 
-    def __init__(self, shards: Sequence[Tensor], parts: Sequence[Sequence[Part]], settings: Any) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Tensor],
+        parts: Sequence[Sequence[Part]],
+        settings: Settings,
+        runs: Sequence[Sequence[Run]] = (),
+    ) -> None:
         self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
+        self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
         for shard, own in zip(self.shards, self.parts, strict=True):
@@ -98,16 +116,42 @@ class FlatAdamW:
         grad_scale: Tensor | None,
         found_inf: Tensor,
     ) -> None:
-        """One call of the kernel; ``steps`` are used up."""
-        if not runs:
-            return
-        columns: dict[str, list[Tensor]] = {name: [] for name in ("value", "grad", *MOMENTS)}
-        for shard, (start, stop) in runs:
+        """One call of the kernel for all elements of equal settings; ``steps`` are used up."""
+        by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
+        for (shard, within), step in zip(runs, steps, strict=True):
             assert shard.grad is not None, "a shard has a gradient"
             tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in MOMENTS}}
-            for name, tensor in tensors.items():
-                columns[name].append(tensor[start:stop])
-        o = self.settings
+            for start, stop, settings in self._with_settings(shard, *within):
+                columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
+                counts.append(step.clone())
+                for name, tensor in tensors.items():
+                    columns[name].append(tensor[start:stop])
+        for settings, (columns, counts) in by_settings.items():
+            self._kernel(settings, columns, counts, lr * settings.factor(self.settings), grad_scale, found_inf)
+
+    def _with_settings(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
+        """The elements start to stop, by their settings."""
+        at = start
+        for run in self._runs.get(shard, ()):
+            first, last = max(run.start, at), min(run.stop, stop)
+            if first >= last:
+                continue
+            if at < first:
+                yield at, first, self.settings
+            yield first, last, run.settings
+            at = last
+        if at < stop:
+            yield at, stop, self.settings
+
+    def _kernel(
+        self,
+        settings: Settings,
+        columns: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        lr: float,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
+    ) -> None:
         adamw(
             columns["value"],
             columns["grad"],
@@ -119,11 +163,11 @@ class FlatAdamW:
             grad_scale=grad_scale,
             found_inf=found_inf,
             amsgrad=False,
-            beta1=o.betas[0],
-            beta2=o.betas[1],
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
             lr=lr,
-            weight_decay=o.weight_decay,
-            eps=o.eps,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
             maximize=False,
         )
 

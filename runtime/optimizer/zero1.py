@@ -24,7 +24,8 @@ from passes.parameters import LocalParameter
 from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
-from runtime.optimizer.adamw import FlatAdamW, Part
+from planner.sharding.groups import Settings, base_of
+from runtime.optimizer.adamw import FlatAdamW, Part, Run
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.in_place import all_gather
@@ -97,9 +98,11 @@ class DistributedOptimizer:
         groups: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
         asked: Mapping[str, tuple[int, ...]] | None = None,
+        own: Mapping[str, Settings] | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
-        each parameter that rests without rows, the figures of a step that count its rows.
+        each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
+        parameters that have others than the section's.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
         (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; "embedding" as {stages: group}.
@@ -111,7 +114,9 @@ class DistributedOptimizer:
         self.device = torch.device(device)
         self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
-        self.optimizer = FlatAdamW([shard.main for shard in self.shards], parts, settings) if self.shards else None
+        runs = [self._own_runs(shard, own) for shard in self.shards] if own else ()
+        mains, base = [shard.main for shard in self.shards], base_of(settings)
+        self.optimizer = FlatAdamW(mains, parts, base, runs) if self.shards else None
         self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
@@ -257,6 +262,13 @@ class DistributedOptimizer:
         dp = shard.data_parallel
         owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
         return [Part(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned.items() if fqn in asked]
+
+    def _own_runs(self, shard: MainShard, own: Mapping[str, Settings]) -> list[Run]:
+        """The elements of the shard with settings of their own, in order."""
+        dp = shard.data_parallel
+        owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
+        found = [Run(r.local.start, r.local.stop, own[fqn]) for fqn, r in owned.items() if fqn in own]
+        return sorted(found, key=lambda run: run.start)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)

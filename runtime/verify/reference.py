@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
+from planner.sharding.groups import Settings, base_of, settings_of
+from planner.spec.sections import OptimizerSpec
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
@@ -60,8 +63,7 @@ class OneProcess:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
         o = spec.optimizer
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.optimizer = torch.optim.AdamW(_groups(self.model, o), lr=o.lr, betas=o.betas, eps=o.eps)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -78,11 +80,13 @@ class OneProcess:
     def update(self) -> float:
         """Clip, one AdamW step at this update's learning rate; returns the gradient norm before clipping."""
         o = self.spec.optimizer
-        parameters = self.optimizer.param_groups[0]["params"]
+        groups = self.optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
         s = o.schedule
         rate = learning_rate(self.num_updates, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
-        self.optimizer.param_groups[0]["lr"] = rate
+        for group in groups:
+            group["lr"] = rate * group["factor"]
         self.optimizer.step()
         self.num_updates += 1
         return norm.item()
@@ -91,3 +95,29 @@ class OneProcess:
         loss = self.forward_backward(batch)
         self.update()
         return loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+
+
+def _groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
+    """The trained parameters, by their settings, as torch takes them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    named = {names[id(p)][0]: p for p in model.parameters()}
+    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:])) for name, p in named.items()]
+    own, base = settings_of(optimizer, rows), base_of(optimizer)
+    found: dict[Settings, list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            found.setdefault(own.get(name, base), []).append(parameter)
+    keys = ("betas", "eps", "weight_decay")
+    return [
+        {"params": held, "factor": settings.factor(base), **{key: getattr(settings, key) for key in keys}}
+        for settings, held in found.items()
+    ]

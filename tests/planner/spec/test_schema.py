@@ -119,7 +119,7 @@ def test_the_schema_refuses_what_the_planner_refuses(change):
 
 def test_every_key_is_explained_and_no_other_is_allowed():
     found = list(objects(SCHEMA))
-    assert len(found) == 17  # the spec, its 14 sections and inputs, {output: NAME}, and an even split
+    assert len(found) == 18  # the spec, its 14 sections, inputs and groups, {output: NAME}, and an even split
     for node in found:
         assert node["additionalProperties"] is False
         assert all(inner["description"] for inner in node["properties"].values())
@@ -167,6 +167,7 @@ def test_the_schema_at_a_glance():
   "CudaGraphsSpec",
   "DataSpec",
   "ExpertsSpec",
+  "GroupSpec",
   "InitializationSpec",
   "InputSpec",
   "LearningRateSpec",

@@ -1,0 +1,111 @@
+"""The settings of the optimizer for each parameter: those of its section, changed by the groups that name it.
+
+    optimizer: {lr: 1.0e-4, weight_decay: 0.1, no_decay: vectors, groups: {"lm_head*": {lr: 3.0e-5}}}
+
+A group changes the keys that it writes. Its learning rate follows the schedule in proportion.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from passes.errors import PlanError
+from planner.spec.sections import OptimizerSpec
+
+KEYS = ("lr", "betas", "eps", "weight_decay")
+
+
+class Named(Protocol):
+    """A row of the plan's parameters."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one parameter. ``lr``: after the warm-up."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def factor(self, base: Settings) -> float:
+        """Of the learning rate that the schedule gives."""
+        return self.lr / base.lr if base.lr else 1.0
+
+    def told(self, base: Settings) -> str:
+        """The keys that differ from those of the section, in words; "" if none does."""
+        changed = [key for key in KEYS if getattr(self, key) != getattr(base, key)]
+        return ", ".join(f"{key} {_text(getattr(self, key))}" for key in changed)
+
+
+def base_of(optimizer: OptimizerSpec) -> Settings:
+    """Those of the section."""
+    return Settings(optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay)
+
+
+def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:
+    """By name, of the parameters with other settings than the section's.
+
+    Raises PlanError for a glob that names no parameter, and for two that give one parameter different values.
+    """
+    base, unused, found = base_of(optimizer), dict.fromkeys(optimizer.groups), dict[str, Settings]()
+    if not unused and optimizer.no_decay == "none":
+        return {}
+    names: list[str] = []
+    for row in parameters:
+        names += (row.name, *row.aliases)
+        changed = _changed(row, optimizer, unused)
+        if optimizer.no_decay == "vectors" and len(row.shape) < 2:
+            changed = {"weight_decay": 0.0} | changed
+        made = Settings(**{key: changed.get(key, getattr(base, key)) for key in KEYS})
+        if made != base:
+            found[row.name] = made
+    for pattern in unused:
+        raise _no_parameter(pattern, names)
+    return found
+
+
+def _changed(row: Named, optimizer: OptimizerSpec, unused: dict[str, None]) -> Mapping[str, Any]:
+    """What the groups that name it write. ``unused``: loses them."""
+    found: dict[str, Any] = {}
+    by: dict[str, str] = {}
+    for pattern, group in optimizer.groups.items():
+        if not any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases)):
+            continue
+        unused.pop(pattern, None)
+        for key, value in group:
+            if value is not None and found.setdefault(key, value) != value:
+                raise PlanError(
+                    f"optimizer.groups: '{by[key]}' and '{pattern}' give {row.name} different values of {key}",
+                    where=f"optimizer.groups.{pattern}",
+                    fix="make the globs narrower, so that one of them names it",
+                )
+            if value is not None:
+                by.setdefault(key, pattern)
+    return found
+
+
+def _no_parameter(pattern: str, names: list[str]) -> PlanError:
+    parts = dict.fromkeys([*names, *(part for name in names for part in name.split("."))])
+    nearest = difflib.get_close_matches(pattern.replace("*", "").strip("."), parts, n=1, cutoff=0.0)
+    like = next((name for name in names if nearest and nearest[0] in name), "")
+    fix = f"name parameters of the model, such as {like}" if like else "remove it"
+    where = f"optimizer.groups.{pattern}"
+    return PlanError(f"optimizer.groups: '{pattern}' names no parameter", where=where, fix=fix)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else " ".join(f"{part:g}" for part in value)

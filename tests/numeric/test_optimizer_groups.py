@@ -1,0 +1,110 @@
+"""Groups of the optimizer train as torch's parameter groups do, on every layout: losses, and parameters at the end."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner import plan
+from runtime import Engine
+from tests.models import families
+from tests.tools.laboratory import session_lab
+
+STEPS = 4
+BASE = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad_norm": 1.0}
+GROUPS = {
+    "*embed*": {"lr": 1e-4},
+    "*wte*": {"lr": 1e-4},
+    "*mlp*weight": {"weight_decay": 0.5, "betas": [0.5, 0.8]},
+    "*attn*bias": {"eps": 1e-3, "lr": 3e-3},
+    "*experts*": {"lr": 5e-4, "weight_decay": 0.0},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {}},
+    "tp2": {"mesh": {"tp": 2}},
+    "pp2·tp2": {"mesh": {"pp": 2, "tp": 2}},
+    "dp2": {"mesh": {"dp": 2}},
+    "dp2, zero 0": {"mesh": {"dp": 2}, "optimizer": {"zero": 0}},
+    "dp2·tp2, small buckets": {"mesh": {"dp": 2, "tp": 2}, "optimizer": {"bucket_size": 500}},
+    "cp2·dp2": {"mesh": {"cp": 2, "dp": 2}},
+}
+
+
+def globs_of(model: nn.Module) -> dict[str, Any]:
+    names = [name for name, _ in model.named_parameters()]
+    return {g: keys for g, keys in GROUPS.items() if any(fnmatchcase(n, g) for n in names)}
+
+
+def alone(name: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """Each parameter a group of torch's own, with the keys that are written for it; vectors do not decay."""
+    entry = families.build(name)
+    model, groups = entry.model.to(dtype), []
+    for fqn, p in model.named_parameters():
+        keys = {"lr": BASE["lr"], "betas": BASE["betas"], "eps": 1e-8}
+        keys["weight_decay"] = BASE["weight_decay"] if p.dim() > 1 else 0.0
+        for pattern, changed in GROUPS.items():
+            keys |= changed if fnmatchcase(fqn, pattern) else {}
+        groups.append({"params": [p], "whole": keys["lr"], **keys})
+    update, losses = torch.optim.AdamW(groups), []
+    for step in range(STEPS):
+        update.zero_grad()
+        loss = entry.loss(model(**entry.batch(8, step)))
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), BASE["clip_grad_norm"])
+        for group in update.param_groups:
+            group["lr"] = group["whole"] * (step + 1) / 2 if step < 2 else group["whole"]  # the warm-up
+        update.step()
+    return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def steps(decided: Any, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    with Engine(decided, timeout_seconds=60) as engine:
+        return [engine.train_step(batch).loss for batch in batches], engine.gather_parameters()
+
+
+def both(host: Any, name: str, layout: dict[str, Any], dtype: str) -> Any:
+    entry = families.build(name)
+    inputs = {
+        key: {"shape": list(shape), "dtype": str(kind).removeprefix("torch.")}
+        for key, (shape, kind, _) in entry.inputs.items()
+    }
+    optimizer = BASE | {"no_decay": "vectors", "groups": globs_of(entry.model), "schedule": {"warmup": 2}}
+    spec = {
+        "batch": {"global": 8, "micro": 2},
+        "inputs": inputs,
+        "precision": {"parameters": dtype},
+        "tensor_parallel": {"vocabulary_multiple": 8},
+        **layout,
+        "optimizer": optimizer | layout.get("optimizer", {}),
+    }
+    decided = plan(entry.model, spec)
+    world = prod(layout["mesh"].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+    batches = [entry.batch(8, step) for step in range(STEPS)]
+    found = host.run_ranks(world, steps, decided, batches)[0]
+    return found, alone(name, getattr(torch, dtype)), {row.name: row.group for row in decided.parameters}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
+    (losses, found), (wanted, truth), groups = session_lab().call(both, name, LAYOUTS[layout], "float64")
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    for fqn, value in found.items():
+        assert (value - truth[fqn]).abs().max() <= 1e-9, fqn
+    assert len(set(groups.values())) > 2
+
+
+@pytest.mark.slow
+def test_groups_of_experts_that_may_rest() -> None:
+    layout = {"mesh": {"ep": 2, "dp": 2}}
+    (losses, found), (wanted, truth), groups = session_lab().call(both, "mixtral", layout, "float32")
+    assert losses == pytest.approx(wanted, rel=3e-6)
+    assert any("weight_decay 0" in group for fqn, group in groups.items() if "experts" in fqn)
+    assert all((value - truth[fqn]).abs().max() <= 1e-4 for fqn, value in found.items())
