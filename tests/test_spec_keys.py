@@ -109,7 +109,7 @@ OF_BATCHES = [
 ]
 # tests/runtime/audit/
 OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
-ONE_VALUE = ["optimizer.name"]
+OF_UPDATE_RULES = ["optimizer.name", "optimizer.momentum", "optimizer.nesterov"]  # tests/numeric/test_update_rules.py
 OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/memory/test_imbalance.py
     "data.mean_document",  # tests/planner/tables/test_documents.py
@@ -177,7 +177,16 @@ def training(keys: str) -> str:
 
 
 def test_every_key_has_a_case():
-    elsewhere = [*BELOW, *OF_BATCHES, *OF_AUDITS, *ONE_VALUE, *OF_FORECASTS, *OF_LENGTHS, *OF_LOSSES, *OF_UNKNOWN_OPS]
+    elsewhere = [
+        *BELOW,
+        *OF_BATCHES,
+        *OF_AUDITS,
+        *OF_UPDATE_RULES,
+        *OF_FORECASTS,
+        *OF_LENGTHS,
+        *OF_LOSSES,
+        *OF_UNKNOWN_OPS,
+    ]
     assert sorted([*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *elsewhere]) == sorted(leaves(Spec))
 
 

@@ -21,11 +21,11 @@ from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
+from planner.spec.update_rules import moments_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-_NUM_MOMENTS = 2  # of AdamW, the one optimizer that a spec can name
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class OptimizerPlan:
 @dataclass(frozen=True)
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
-    ``averaged``: a running mean of its parameters is kept.
+    ``averaged``: a running mean of its parameters is kept; ``num_moments``: values that the update rule keeps.
 
     ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
@@ -77,6 +77,7 @@ class Buffer:
     parameters: tuple[LocalParameter, ...]
     layout: BufferLayout
     averaged: bool = False
+    num_moments: int = 2
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +122,7 @@ class Buffer:
         """
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
-        return self.layout.shard_elements() * main * (_NUM_MOMENTS + self.averaged + copies)
+        return self.layout.shard_elements() * main * (self.num_moments + self.averaged + copies)
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
@@ -166,7 +167,8 @@ def buffers_of_rank(
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
         layout = _layout(optimizer, sizes[members[0].reduced_over], members)
-        made.append(Buffer(pp_rank, dtype, members, layout, averaged=optimizer.ema is not None))
+        kept = len(moments_of(optimizer))
+        made.append(Buffer(pp_rank, dtype, members, layout, optimizer.ema is not None, kept))
     return tuple(made)
 
 

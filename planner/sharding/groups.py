@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from passes.errors import PlanError
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 
 KEYS = ("lr", "betas", "eps", "weight_decay")
 
@@ -40,6 +40,8 @@ class Settings:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    momentum: float = 0.0
+    nesterov: bool = False
 
     def factor(self, base: Settings) -> float:
         """Of the learning rate that the schedule gives."""
@@ -53,7 +55,8 @@ class Settings:
 
 def base_of(optimizer: OptimizerSpec) -> Settings:
     """Those of the section."""
-    return Settings(optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay)
+    o = optimizer
+    return Settings(o.lr, o.betas, o.eps, o.weight_decay, o.momentum, o.nesterov)
 
 
 def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:
@@ -69,8 +72,8 @@ def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[s
         names += (row.name, *row.aliases)
         changed = _changed(row, optimizer, unused)
         if optimizer.no_decay == "vectors" and len(row.shape) < 2:
-            changed = {"weight_decay": 0.0} | changed
-        made = Settings(**{key: changed.get(key, getattr(base, key)) for key in KEYS})
+            changed = {"weight_decay": 0.0, **changed}
+        made = replace(base, **changed)
         if made != base:
             found[row.name] = made
     for pattern in unused:

@@ -25,7 +25,6 @@ from planner.spec.fields import (
     Dtype,
     Flag,
     Float,
-    Fraction,
     Name,
     NotNegative,
     NullIsNone,
@@ -229,63 +228,6 @@ class PipelineSpec(Section):
         if isinstance(split, EvenSplit) and (split.embedding or split.loss) and (split.first or split.last):
             what = "pipeline.split: embedding and loss count as blocks only if first and last are not given"
             yield SpecError(what, where="pipeline.split", fix="remove either of the two")
-
-
-class LearningRateSpec(Section):
-    kind: Literal["constant", "cosine", "linear"] = key("constant", "constant | cosine | linear, after the warm-up")
-    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
-    steps: Size | None = key(None, "last step of the decay; required for cosine and linear")
-    min_lr: NotNegative = key(0.0, "learning rate after the decay")
-
-    def problems(self) -> Iterator[PlanError]:
-        at = "optimizer.schedule"
-        if self.kind != "constant" and self.steps is None:
-            what = f"{at}.steps is missing: a {self.kind} decay needs its last step"
-            yield SpecError(what, where=at, fix="add `steps: 10000`")
-        if self.steps is not None and self.warmup > self.steps:
-            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
-            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
-
-
-class GroupSpec(Section):
-    """Settings of some parameters, in place of the optimizer's own."""
-
-    lr: NotNegative | None = key(None, "learning rate after the warm-up, scaled by the schedule; null: the optimizer's")
-    betas: tuple[Fraction, Fraction] | None = key(None, "decay rates of the moments; null: the optimizer's")
-    eps: Positive | None = key(None, "added to the denominator of the update; null: the optimizer's")
-    weight_decay: NotNegative | None = key(None, "decoupled, as in AdamW; null: the optimizer's")
-
-
-class OptimizerSpec(Section):
-    name: Literal["adamw"] = key("adamw", "the only supported optimizer")
-    lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
-    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
-    eps: Positive = key(1.0e-8, "added to the denominator of the update")
-    weight_decay: NotNegative = key(0.01, "decoupled, as in AdamW")
-    no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
-        "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"
-    )
-    groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
-        {}, "glob over dotted names of parameters: {lr, betas, eps, weight_decay} of these, in place of the above"
-    )
-    zero: Annotated[Literal[0, 1], Word] = key(
-        1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
-    )
-    clip_grad_norm: Positive | None = key(1.0, "maximum global gradient norm; null: no clipping")
-    alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(
-        "nccl", "nccl: buckets padded for the network; none: no padding"
-    )
-    bucket_size: Size | None = key(None, "elements per gradient bucket; null: max(40 million, 1 million · dp)")
-    ema: Fraction | None = key(
-        None, "decay of an exponential moving average of the weights, saved with them; null: none"
-    )
-    schedule: LearningRateSpec = key(LearningRateSpec(), "learning-rate schedule")
-
-    def problems(self) -> Iterator[PlanError]:
-        if self.schedule.min_lr > self.lr:
-            at = "optimizer.schedule.min_lr"
-            what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
-            yield SpecError(what, where=at, fix="choose a smaller min_lr")
 
 
 class PrecisionSpec(Section):

@@ -47,6 +47,7 @@ from planner.spec.inputs import resolve_like
 from planner.spec.lengths import inputs_at, length_problems, lengths_of, num_sequences
 from planner.spec.lines import locate, read_yaml
 from planner.spec.messages import describe_value, flow, spec_error
+from planner.spec.optimizer import OptimizerSpec
 from planner.spec.roles import TELLING, role_of
 from planner.spec.schema import json_schema
 from planner.spec.sections import (
@@ -56,7 +57,6 @@ from planner.spec.sections import (
     InitializationSpec,
     InputSpec,
     MeshSpec,
-    OptimizerSpec,
     PipelineSpec,
     PrecisionSpec,
     TensorParallelSpec,

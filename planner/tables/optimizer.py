@@ -6,7 +6,7 @@ import torch
 
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 
 
 def optimizer_plan(optimizer: OptimizerSpec, buffers: tuple[Buffer, ...]) -> OptimizerPlan:

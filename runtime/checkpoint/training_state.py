@@ -8,7 +8,7 @@ Padding is not written, and is zero after reading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,6 @@ from runtime.checkpoint.pieces import PieceReader, WrittenPiece
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
-from runtime.optimizer.adamw import MOMENTS
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, num_updates, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -189,10 +188,10 @@ class TrainingState:
         """
         rows = {row.name: row for row in self.plan.parameters}
         main = self.plan.to_run()[1].main_dtypes(self.plan.mesh.ep)
-        found = []
+        found, moments = [], self.optimizer.moments if manifest.optimizer.updates > 0 else ()
         for name in names:
             entry, row = manifest.tensors[name], rows[name]
-            wanted = _kinds(row.dtype, main.get(name), manifest.optimizer.updates > 0, manifest.has_average)
+            wanted = _kinds(row.dtype, main.get(name), moments, manifest.has_average)
             if entry.shape != tuple(row.shape):
                 found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
             elif entry.values.get("parameter") != row.dtype:
@@ -205,14 +204,14 @@ class TrainingState:
         return found
 
 
-def _kinds(dtype: str, main: torch.dtype | None, has_moments: bool, has_average: bool) -> dict[str, str]:
+def _kinds(dtype: str, main: torch.dtype | None, moments: Collection[str], has_average: bool) -> dict[str, str]:
     """The dtype of each kind of values that is saved of a parameter; ``main`` None for one that is not trained."""
     found = {"parameter": dtype}
     if main is not None:
         of_main = str(main).removeprefix("torch.")
         found |= {"main": of_main} if of_main != dtype else {}
         found |= {AVERAGE: of_main} if has_average else {}
-        found |= dict.fromkeys(MOMENTS, of_main) if has_moments else {}
+        found |= dict.fromkeys(moments, of_main)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.spec.update_rules import UPDATE_RULES
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.specs import FIELDS
 
@@ -47,9 +48,21 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
         found["audit.on_difference"] = "stop"
     if found["optimizer.schedule.kind"] == "constant":
         found |= {"optimizer.schedule.steps": 10, "optimizer.schedule.min_lr": 0.0}
+    _fit_optimizer(found)
     if not found["tensor_parallel.sequence_parallel"]:
         found["tensor_parallel.regather"] = True
     return found | pinned
+
+
+def _fit_optimizer(found: Choices) -> None:
+    """Only keys that the update rule reads."""
+    read = UPDATE_RULES[found["optimizer.name"]].keys
+    for key in ("betas", "eps", "momentum", "nesterov"):
+        name = f"optimizer.{key}"
+        if key not in read:
+            found[name] = FIELDS[name][0]
+    if not found["optimizer.momentum"]:
+        found["optimizer.nesterov"] = False
 
 
 def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:

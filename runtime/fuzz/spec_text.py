@@ -16,7 +16,7 @@ _OVERRIDES = {
     "attention": {"*.attention.*": "replicate"},
     "head": {"head": "replicate"},
 }
-_GROUPS = {"none": {}, "blocks": {"blocks.*": {"lr": 5e-4, "betas": [0.6, 0.9], "weight_decay": 0.2}}}
+_GROUPS = {"none": {}, "blocks": {"blocks.*": {"lr": 5e-4, "weight_decay": 0.2}}}
 _RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective", "*.0": "none"}}
 
 

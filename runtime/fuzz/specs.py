@@ -25,7 +25,10 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "pipeline.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"),
     "pipeline.split": ("auto", "uneven", "ends", "layout"),
     "pipeline.group_size": (None, 2, 3),
+    "optimizer.name": ("adamw", "adam", "sgd", "adagrad"),
     "optimizer.lr": (1e-3, 1e-2),
+    "optimizer.momentum": (0.0, 0.9),
+    "optimizer.nesterov": (False, True),
     "optimizer.betas": ((0.9, 0.95), (0.5, 0.9)),
     "optimizer.eps": (1e-8, 1e-3),
     "optimizer.weight_decay": (0.0, 0.1),
@@ -71,12 +74,12 @@ FOLLOWS = {
     "data.packing": "the model",
 }
 
+# optimizer.name is not lion: where a gradient is nothing but rounding, its sign moves a parameter by lr
 EXCLUDED = {
     "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",
     "tensor_parallel.infer_rules": "no drawn model has an op without a rule",
     "experts.imbalance": "it is for the predicted memory and time",
-    "optimizer.name": "it has only one value",
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
     "data.objective": "it prepares batches and does not affect a step",
     "data.overlong": "it prepares batches",

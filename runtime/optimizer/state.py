@@ -3,7 +3,7 @@
 parameter      in the model's precision
 main           if the optimizer's is higher
 ema            the running mean of the weights, if the spec has optimizer.ema
-exp_avg, exp_avg_sq      AdamW's moments; there are none before the first update that is not skipped
+exp_avg, …     the moments of the update rule; there are none before the first update that is not skipped
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Range
-from runtime.optimizer.adamw import MOMENTS
 from runtime.optimizer.zero1 import DistributedOptimizer
 
 AVERAGE = "ema"
@@ -46,7 +45,7 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
 
 
 def num_updates(optimizer: DistributedOptimizer) -> int:
-    """The number of updates that were not skipped: AdamW's bias correction uses it."""
+    """The number of updates that were not skipped: a bias correction uses it."""
     states = optimizer.optimizer.state.values() if optimizer.optimizer is not None else ()
     return max((int(state["step"]) for state in states), default=0)
 
@@ -73,4 +72,4 @@ def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
     state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
     if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
         return found
-    return found | {kind: state[kind] for kind in MOMENTS}
+    return found | {kind: state[kind] for kind in optimizer.moments}

@@ -3,10 +3,10 @@
     reduce      shard of g = sum over dp (reduce-scatter), to float32, then summed over the axes it is partial over;
                 over dp-cp instead of dp with cp > 1, over edp for experts with ep or etp
     norm        |g|² over all ranks, each logical element once; g <- g · min(1, clip/(|g| + 1e-6))
-    step        AdamW on the float32 (or float64) main shard; shard -> parameter buffer; all-gather
+    step        the update rule on the float32 (or float64) main shard; shard -> parameter buffer; all-gather
 
 Nothing is divided by the number of ranks: losses are already shares of the global batch's mean, so gradients add up.
-Norm, clip and whether the update is skipped stay on the device, and AdamW reads them there: the host never waits.
+Norm, clip and whether the update is skipped stay on the device, and the rule reads them there: the host never waits.
 Bytes a parameter for d ranks: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d, with bfloat16 ones 4 + 16/d.
 """
 
@@ -25,11 +25,13 @@ from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
 from planner.sharding.groups import Settings, base_of
-from runtime.optimizer.adamw import FlatAdamW, Part, Run
+from planner.spec.update_rules import moments_of
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
+from runtime.optimizer.flat import FlatOptimizer, Part, Run
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
+from runtime.optimizer.rules import KERNELS
 from runtime.optimizer.slots import BucketTensors, DataParallel
 
 
@@ -38,7 +40,7 @@ class StepResult:
     """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 if the norm or an
     extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
 
-    ``found_inf``: the second figure as AdamW reads it (float32). The properties wait for the device.
+    ``found_inf``: the second figure as the update rule reads it (float32). The properties wait for the device.
     """
 
     figures: Tensor
@@ -116,7 +118,9 @@ class DistributedOptimizer:
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
         runs = [self._own_runs(shard, own) for shard in self.shards] if own else ()
         mains, base = [shard.main for shard in self.shards], base_of(settings)
-        self.optimizer = FlatAdamW(mains, parts, base, runs) if self.shards else None
+        self.moments = moments_of(settings)
+        of_rule = KERNELS[settings.name], self.moments
+        self.optimizer = FlatOptimizer(mains, parts, base, *of_rule, runs) if self.shards else None
         self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
@@ -311,7 +315,7 @@ class DistributedOptimizer:
         return ((norm + 1e-6) / limit).clamp(min=1.0) * grad_scale
 
     def _update(self, lr: float, divisor: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
-        """AdamW divides by ``divisor`` while it reads the gradients, in float32; float64 ones are divided before."""
+        """The rule divides by ``divisor`` while it reads the gradients, in float32; float64 ones are divided before."""
         if self.optimizer is None:
             return
         if divisor is not None and any(shard.grad.dtype == torch.float64 for shard in self.shards):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from planner.spec.spec import Spec
 from runtime.audit.tolerance import Tolerance, lowest_precision
 from runtime.verify.comparison import Row, compare_gradients, compare_parameters, compare_value, noise_of_updates
 from runtime.verify.reference import OneProcess
@@ -87,7 +88,7 @@ class Beside:
         self.rows += compare_parameters(found, truth, self._allowed(step), self._still or set(), self._noise, step=step)
 
     def _allowed(self, num_updates: int) -> Tolerance:
-        return Tolerance.of(self.precision, self._one.spec.optimizer.lr, self._tolerance, num_updates=num_updates)
+        return Tolerance.of(self.precision, greatest_rate(self._one.spec), self._tolerance, num_updates=num_updates)
 
     def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
         """Note the facts of this step's gradients that the comparison of parameters needs."""
@@ -95,9 +96,17 @@ class Beside:
         self._still = unreached if self._still is None else self._still & unreached
         o = self._one.spec.optimizer
         scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
-        for name, noise in noise_of_updates(found, gradients, lr=o.lr, eps=o.eps, scale=scale).items():
+        for name, noise in noise_of_updates(
+            found, gradients, lr=greatest_rate(self._one.spec), eps=o.eps, scale=scale
+        ).items():
             before = self._noise.get(name)
             self._noise[name] = noise if before is None else torch.maximum(before, noise)
+
+
+def greatest_rate(spec: Spec) -> float:
+    """The greatest learning rate of all groups."""
+    o = spec.optimizer
+    return max(o.lr, *(group.lr or 0.0 for group in o.groups.values()), 0.0)
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
-from planner.sharding.groups import Settings, base_of, settings_of
-from planner.spec.sections import OptimizerSpec
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
 from runtime.optimizer.lr import learning_rate
+from runtime.verify.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from runtime.verify.named_draws import NamedDraws  # it captures: a run of training does not
@@ -51,7 +49,7 @@ class Untouched:
 
 
 class OneProcess:
-    """Trains ``model`` itself. Owns torch's AdamW over it, and the count of updates.
+    """Trains ``model`` itself. Owns torch's optimizer over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
     ``draws``: the names of its draws, if dropout is on.
@@ -62,8 +60,7 @@ class OneProcess:
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
-        o = spec.optimizer
-        self.optimizer = torch.optim.AdamW(_groups(self.model, o), lr=o.lr, betas=o.betas, eps=o.eps)
+        self.optimizer = optimizer_of(self.model, spec.optimizer)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -95,29 +92,3 @@ class OneProcess:
         loss = self.forward_backward(batch)
         self.update()
         return loss
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    name: str
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...]
-
-
-def _groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
-    """The trained parameters, by their settings, as torch takes them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    named = {names[id(p)][0]: p for p in model.parameters()}
-    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:])) for name, p in named.items()]
-    own, base = settings_of(optimizer, rows), base_of(optimizer)
-    found: dict[Settings, list[nn.Parameter]] = {}
-    for name, parameter in named.items():
-        if parameter.requires_grad:
-            found.setdefault(own.get(name, base), []).append(parameter)
-    keys = ("betas", "eps", "weight_decay")
-    return [
-        {"params": held, "factor": settings.factor(base), **{key: getattr(settings, key) for key in keys}}
-        for settings, held in found.items()
-    ]

@@ -20,7 +20,7 @@ from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parts import Part, part_of
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 from runtime.distributed.opening import open_groups
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.shards import shard

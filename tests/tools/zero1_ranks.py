@@ -15,7 +15,7 @@ from torch import nn
 from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2

@@ -13,6 +13,7 @@ from planner.cost.cut.units import CutWork, HeldParameter
 from planner.mesh import Mesh
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
+from planner.spec.update_rules import moments_of
 
 LOW = ("bfloat16", "float16")
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,7 +24,7 @@ class HeldBuffer:
     """One gradient buffer of a rank: elements with padding, bytes of an element of its parameters and its gradients.
 
     ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, if they are tied.
-    ``averaged``: a running mean of the weights is kept.
+    ``averaged``: a running mean of the weights is kept; ``num_moments``: values that the update rule keeps.
     """
 
     elements: int
@@ -36,13 +37,14 @@ class HeldBuffer:
     partial_over: tuple[str, ...]
     tied: bool = False
     averaged: bool = False
+    num_moments: int = 2
 
     @property
     def optimizer_bytes(self) -> int:
-        """Two moments, a mean of the weights if there is one, main parameters and gradients if the buffer is less
+        """The moments, a mean of the weights if there is one, main parameters and gradients if the buffer is less
         precise.
         """
-        return self.shard * self.main_itemsize * (2 + self.averaged + self._copies)
+        return self.shard * self.main_itemsize * (self.num_moments + self.averaged + self._copies)
 
     @property
     def _copies(self) -> int:
@@ -50,7 +52,7 @@ class HeldBuffer:
 
     @property
     def update_bytes(self) -> int:
-        """Moved by norm, copies and AdamW: gradient and two moments and parameters read, the last three written.
+        """Moved by norm, copies and the update: gradient, moments and parameters read, all but the gradient written.
 
         A mean of the weights: difference, product and sum, each read and written by itself.
         """
@@ -59,7 +61,7 @@ class HeldBuffer:
             copies += self.gradient_itemsize + main
         if self.itemsize != main:
             copies += self.itemsize + main
-        return self.shard * (main + 7 * main + copies)
+        return self.shard * (main + (1 + 2 * (self.num_moments + 1)) * main + copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,6 @@ def _buffer(
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
     gradient = SIZES[asked] if asked else itemsize
-    averaged = optimizer.ema is not None
-    return HeldBuffer(
-        elements, elements // num_ranks, num_buckets, itemsize, gradient, main, over, partial, tied, averaged
-    )
+    kept = optimizer.ema is not None, len(moments_of(optimizer))
+    shard = elements // num_ranks
+    return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)

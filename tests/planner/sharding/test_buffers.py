@@ -11,7 +11,7 @@ from passes.parameters import LocalParameter
 from passes.types.types import V
 from planner import plan
 from planner.sharding.buffers import Buffer, buffers_of_rank
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 from tests.models.plannable import build, spec_of
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64

@@ -13,7 +13,7 @@ from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.buffers import Buffer, buffers_of_rank
 from planner.sharding.collectives import step_collectives, sums_of
-from planner.spec.sections import OptimizerSpec
+from planner.spec.optimizer import OptimizerSpec
 
 CUT = V(0, 16)
 NORM = ("all_reduce", "world", 8 * (3 + 5 * 2))  # norm, loss, who is asked to stop, and five figures of each of 2 ranks

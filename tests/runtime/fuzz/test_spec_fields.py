@@ -32,6 +32,8 @@ def test_an_option_of_a_key_reaches_the_spec(name: str):
         "pipeline.group_size": {"mesh.pp": 2, "microbatches": 4, "pipeline.schedule": "interleaved_1f1b"},
         "mesh.vpp": {"mesh.pp": 2, "microbatches": 4},
         "cuda_graphs": {"cuda_graphs.impl": "emulate"},
+        "optimizer.momentum": {"optimizer.name": "sgd"},
+        "optimizer.nesterov": {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
         "audit": {"audit.every": 1},
         "tensor_parallel": {"tensor_parallel.sequence_parallel": True},
         "precision.gradients": {"precision.parameters": "float32"},

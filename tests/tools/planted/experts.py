@@ -10,7 +10,7 @@ from torch import Tensor
 
 from passes.ops import experts, slots
 from passes.ops.axis import has_values
-from runtime.optimizer.adamw import FlatAdamW
+from runtime.optimizer.flat import FlatOptimizer
 from tests.tools.planted.fault import Fault, Function, on_other_axis
 
 
@@ -90,5 +90,5 @@ FAULTS = {
     "slots of experts: the share of another tp rank": Fault(
         slots, "placed", lambda whole: lambda own, dim, tp, size: whole(own, dim, tp, size).flip(dim), seed=12891
     ),
-    "experts without tokens are updated": Fault(FlatAdamW, "step", _none_rests, seed=182),
+    "experts without tokens are updated": Fault(FlatOptimizer, "step", _none_rests, seed=182),
 }

@@ -1,10 +1,10 @@
-"""AdamW on flat shards, parts of which may be skipped: expert weights without tokens in a step keep their value,
-moments and count of updates, like a parameter with gradient None in torch.
+"""An element-wise update rule on flat shards, parts of which may be skipped: expert weights without tokens in a step
+keep their value, moments and count of updates, like a parameter with gradient None in torch.
 
     main       |     of all     | expert 3 | of all | expert 4 |
     count      |     the shard's        own            own     |
 
-torch's fused kernel does the arithmetic. Whether a part rests is known on the device, and the kernel reads it there.
+A kernel (runtime.optimizer.rules) does the arithmetic. Whether a part rests is known on the device, where it is read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from planner.sharding.groups import Settings
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from runtime.optimizer.rules import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,12 @@ class Run:
     settings: Settings
 
 
-class FlatAdamW:
+class FlatOptimizer:
     """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
 
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
-    ``settings``: of all elements but those of ``runs``, of each shard in order, disjoint.
+    ``settings``: of all elements but those of ``runs``, of each shard in order, disjoint. ``kernel`` updates elements
+    with ``moments``, kinds of values that it keeps of them.
     """
 
     def __init__(
@@ -54,8 +53,11 @@ class FlatAdamW:
         shards: Sequence[Tensor],
         parts: Sequence[Sequence[Part]],
         settings: Settings,
+        kernel: Kernel,
+        moments: tuple[str, ...],
         runs: Sequence[Sequence[Run]] = (),
     ) -> None:
+        self._kernel, self.moments = kernel, moments
         self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
         self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -72,7 +74,7 @@ class FlatAdamW:
         """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
         for shard in self.shards:
             self._state(shard)["step"].fill_(updates)
-            for kind in MOMENTS:
+            for kind in self.moments:
                 self.state[shard][kind].zero_()
         for asked, own in self._groups.items():
             self._counts[asked].fill_((updates_of or {}).get(own[0][1].fqn, updates))
@@ -104,7 +106,7 @@ class FlatAdamW:
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         if shard not in self.state:
-            moments = {kind: torch.zeros_like(shard) for kind in MOMENTS}
+            moments = {kind: torch.zeros_like(shard) for kind in self.moments}
             self.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         return self.state[shard]
 
@@ -120,7 +122,7 @@ class FlatAdamW:
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
         for (shard, within), step in zip(runs, steps, strict=True):
             assert shard.grad is not None, "a shard has a gradient"
-            tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in MOMENTS}}
+            tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in self.moments}}
             for start, stop, settings in self._with_settings(shard, *within):
                 columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
                 counts.append(step.clone())
@@ -142,34 +144,6 @@ class FlatAdamW:
             at = last
         if at < stop:
             yield at, stop, self.settings
-
-    def _kernel(
-        self,
-        settings: Settings,
-        columns: dict[str, list[Tensor]],
-        steps: list[Tensor],
-        lr: float,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        adamw(
-            columns["value"],
-            columns["grad"],
-            columns["exp_avg"],
-            columns["exp_avg_sq"],
-            [],
-            steps,
-            fused=True,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            lr=lr,
-            weight_decay=settings.weight_decay,
-            eps=settings.eps,
-            maximize=False,
-        )
 
 
 def _between(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:

@@ -1,0 +1,100 @@
+"""The section ``optimizer``: the update rule, its settings, and those of groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from passes.errors import PlanError, SpecError
+from planner.spec.fields import (
+    MOST_NAMES,
+    Count,
+    Flag,
+    Fraction,
+    Name,
+    NotNegative,
+    NullIsNone,
+    Positive,
+    Section,
+    Size,
+    Word,
+    key,
+)
+from planner.spec.update_rules import UPDATE_RULES
+
+
+class LearningRateSpec(Section):
+    kind: Literal["constant", "cosine", "linear"] = key("constant", "constant | cosine | linear, after the warm-up")
+    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
+    steps: Size | None = key(None, "last step of the decay; required for cosine and linear")
+    min_lr: NotNegative = key(0.0, "learning rate after the decay")
+
+    def problems(self) -> Iterator[PlanError]:
+        at = "optimizer.schedule"
+        if self.kind != "constant" and self.steps is None:
+            what = f"{at}.steps is missing: a {self.kind} decay needs its last step"
+            yield SpecError(what, where=at, fix="add `steps: 10000`")
+        if self.steps is not None and self.warmup > self.steps:
+            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
+            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
+
+
+class GroupSpec(Section):
+    """Settings of some parameters, in place of the optimizer's own."""
+
+    lr: NotNegative | None = key(None, "learning rate after the warm-up, scaled by the schedule; null: the optimizer's")
+    betas: tuple[Fraction, Fraction] | None = key(None, "decay rates of the moments; null: the optimizer's")
+    eps: Positive | None = key(None, "added to the denominator of the update; null: the optimizer's")
+    weight_decay: NotNegative | None = key(None, "decoupled, as in AdamW; null: the optimizer's")
+
+
+class OptimizerSpec(Section):
+    name: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = key("adamw", "adamw | adam | sgd | lion | adagrad")
+    lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
+    eps: Positive = key(1.0e-8, "added to the denominator of the update")
+    weight_decay: NotNegative = key(0.01, "decoupled for adamw and lion; for others added to the gradient")
+    momentum: Fraction = key(0.0, "for sgd")
+    nesterov: Flag = key(False, "for sgd with momentum")
+    no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
+        "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"
+    )
+    groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
+        {}, "glob over dotted names of parameters: {lr, betas, eps, weight_decay} of these, in place of the above"
+    )
+    zero: Annotated[Literal[0, 1], Word] = key(
+        1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
+    )
+    clip_grad_norm: Positive | None = key(1.0, "maximum global gradient norm; null: no clipping")
+    alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(
+        "nccl", "nccl: buckets padded for the network; none: no padding"
+    )
+    bucket_size: Size | None = key(None, "elements per gradient bucket; null: max(40 million, 1 million · dp)")
+    ema: Fraction | None = key(
+        None, "decay of an exponential moving average of the weights, saved with them; null: none"
+    )
+    schedule: LearningRateSpec = key(LearningRateSpec(), "learning-rate schedule")
+
+    def problems(self) -> Iterator[PlanError]:
+        yield from self._keys_of_others()
+        if self.schedule.min_lr > self.lr:
+            at = "optimizer.schedule.min_lr"
+            what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
+            yield SpecError(what, where=at, fix="choose a smaller min_lr")
+
+    def _keys_of_others(self) -> Iterator[PlanError]:
+        """A key that the update rule does not read, with another value than its default."""
+        read = UPDATE_RULES[self.name].keys
+        for name in dict.fromkeys(name for rule in UPDATE_RULES.values() for name in rule.keys):
+            if name not in read and getattr(self, name) != type(self).model_fields[name].default:
+                at = f"optimizer.{name}"
+                yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")
+            for pattern, group in self.groups.items():
+                if name not in read and getattr(group, name, None) is not None:
+                    at = f"optimizer.groups.{pattern}.{name}"
+                    yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")
+        if self.nesterov and not self.momentum:
+            at = "optimizer.nesterov"
+            yield SpecError(f"{at} needs momentum", where=at, fix="set optimizer.momentum: 0.9")
