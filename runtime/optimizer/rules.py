@@ -72,13 +72,17 @@ def _rows(columns: Columns, grad_scale: Tensor | None, moment: str) -> Iterator[
         yield value, grad if grad_scale is None else grad / grad_scale, kept
 
 
-def _decoupled_not(*args: Any, **options: Any) -> None:
+def _decoupled(*args: Any, **options: Any) -> None:
+    torch_adamw(*args, **options)
+
+
+def _added(*args: Any, **options: Any) -> None:
     torch_adam(*args, decoupled_weight_decay=False, **options)
 
 
 KERNELS: dict[str, Kernel] = {
-    "adamw": _adam(torch_adamw),
-    "adam": _adam(_decoupled_not),
+    "adamw": _adam(_decoupled),
+    "adam": _adam(_added),
     "sgd": _sgd,
     "lion": _lion,
     "adagrad": _adagrad,

@@ -157,7 +157,7 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     device = torch.device("gpu", 0)
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
-        patch.setattr("runtime.engine.Intake", PretendedIntake)
+        patch.setattr("runtime.variants.Intake", PretendedIntake)
         patch.setattr("runtime.build.differing", lambda *_: [])  # nor to compare weights with
         patch.setattr("runtime.build.require_same_code", lambda *_, **__: None)  # nor code
         patch.setattr(zero1, "_whole_indices", with_values(zero1._whole_indices))

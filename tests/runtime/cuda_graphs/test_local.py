@@ -30,6 +30,7 @@ def test_its_calls_of_torch_cuda_give_what_eager_steps_give(scope):
         else:
             engine.graphs = GraphsBySlot(program, engine.executor.order, buffers, maker, device)
             engine.executor.before_forward = engine.graphs.before_forward
+        engine._now.graphs = engine.graphs
         engine.capture_graphs()
         assert differences(eager, train(engine, entry)) == []
         assert engine.graphs.num_replays > 0

@@ -13,7 +13,7 @@ from passes.partition import writer
 from passes.partition.loss.shares import _Rewriter
 from passes.partition.options.forms import Form
 from runtime import intake
-from runtime.optimizer import adamw
+from runtime.optimizer import rules
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -173,11 +173,11 @@ FAULTS = {
     "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=147),
     "clip: left out": Fault(DistributedOptimizer, "_divisor", _without_clip, seed=177),
     "clip: of the scaled norm": Fault(DistributedOptimizer, "_divisor", _clip_of_scaled_norm, seed=177),
-    "adamw: weight decay left out": Fault(adamw, "adamw", _given(weight_decay=0.0), seed=0),
-    "adamw: learning rate halved": Fault(adamw, "adamw", _half_of("lr"), seed=0),
-    "adamw: first beta halved": Fault(adamw, "adamw", _half_of("beta1"), seed=0),
-    "adamw: second beta halved": Fault(adamw, "adamw", _half_of("beta2"), seed=0),
-    "adamw: bias correction left out": Fault(adamw, "adamw", _steps_from_zero, seed=0),
+    "adamw: weight decay left out": Fault(rules, "torch_adamw", _given(weight_decay=0.0), seed=0),
+    "adamw: learning rate halved": Fault(rules, "torch_adamw", _half_of("lr"), seed=0),
+    "adamw: first beta halved": Fault(rules, "torch_adamw", _half_of("beta1"), seed=0),
+    "adamw: second beta halved": Fault(rules, "torch_adamw", _half_of("beta2"), seed=0),
+    "adamw: bias correction left out": Fault(rules, "torch_adamw", _steps_from_zero, seed=0),
     "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=62),
     "learning rate: of the step before": Fault(Update, "_learning_rate", _step_of(-1), seed=62),
     "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),
