@@ -92,7 +92,7 @@ class FlatOptimizer:
         """
         owned = zip(self.shards, self.parts, strict=True)
         all_of_them = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
-        steps = [self._state(shard)["step"].clone() for shard, _ in all_of_them]
+        steps = [self._state(shard)["step"] for shard, _ in all_of_them]
         self._run(all_of_them, steps, lr, grad_scale, found_inf)
         for shard in self.shards:
             self._state(shard)["step"].add_(1 - found_inf)
@@ -101,7 +101,7 @@ class FlatOptimizer:
             is_unasked = asked.index_select(0, self._figures[figures]).sum() == 0
             rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
-            self._run(runs, [self._counts[figures].clone() for _ in runs], lr, grad_scale, rests)
+            self._run(runs, [self._counts[figures]] * len(runs), lr, grad_scale, rests)
             self._counts[figures].add_(1 - rests)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class FlatOptimizer:
         grad_scale: Tensor | None,
         found_inf: Tensor,
     ) -> None:
-        """One call of the kernel for all elements of equal settings; ``steps`` are used up."""
+        """One call of the kernel for all elements of equal settings; ``steps``: updates of each run before this one."""
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
         for (shard, within), step in zip(runs, steps, strict=True):
             assert shard.grad is not None, "a shard has a gradient"
