@@ -104,7 +104,7 @@ def plan(
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
         longest = checked.longest
         found = (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, longest, example_inputs)
-        if len(checked.lengths) < 2:
+        if not checked.lengths:
             return found
         alone = model.model if isinstance(model, Captured) else model
         return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held))

@@ -70,7 +70,7 @@ class Variants:
 
     def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
         self._groups, self._hooks, self._first = groups, hooks, FirstBatch(store)
-        self._plans = plan.of_all_lengths
+        self._plans, self._compares = plan.of_all_lengths, bool(plan.lengths)
         self._layouts = [batch_layout(each, groups) for each in self._plans]
         self.longest = self._made(plan, built, None)
         self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
@@ -102,18 +102,25 @@ class Variants:
     # ---- which of them
 
     def _number(self, batch: Mapping[str, Tensor], planned: int, *, local: bool) -> int:
-        """Of sequences in the global batch; as planned if these cannot be it, and the check says what is wrong.
+        """Of sequences in the global batch; as planned if another cannot run, and the check says what is wrong.
 
-        One rank's own rows may be fewer by mistake, and the others would wait for it: only ranks that compare their
-        batches in each step take another number of them.
+        A batch may have another number on one rank by mistake, and the others would wait for it: only ranks that
+        compare their batches in each step take any.
         """
-        ranks = self._groups.mesh.dp if local else 1
-        number, step = number_of(batch) * ranks, self.longest.layout.micro * self._groups.mesh.dp
-        is_known = not local or ranks == 1 or len(self._plans) > 1
-        return number if number and not number % step and is_known else planned
+        number = number_of(batch) * (self._groups.mesh.dp if local else 1)
+        step = self.longest.layout.micro * self._groups.mesh.dp
+        is_agreed = self._compares or self._groups.host is None
+        return number if number and not number % step and is_agreed and self._takes_any else planned
+
+    @property
+    def _takes_any(self) -> bool:
+        """Whether another number of sequences can run: their losses add up, and no graph is captured for the planned
+        one."""
+        terms = self._plans[-1].to_run()[0].terms
+        return terms is not None and terms.adds_up and self.longest.graphs is None
 
     def _require_agreed(self, place: int, number: int) -> None:
-        if self._groups.host is None or len(self._plans) == 1:
+        if self._groups.host is None or not self._compares:
             return
         own = [place, -place, number, -number]
         least = torch.tensor(own)
@@ -142,13 +149,6 @@ class Variants:
     def _resized(self, planned: Variant, number: int) -> Variant:
         """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
         plan, layout, mesh = planned.plan, planned.layout, planned.plan.mesh
-        what = f"the batch has {number} sequences, and the plan {layout.global_size}"
-        fix = f"give {layout.global_size} sequences, or plan with another batch.global"
-        if not plan.to_run()[0].terms.adds_up:
-            what += ": the loss of this model is no sum over sequences, which would add up for any number of them"
-            raise PlanError(what, where="batch", fix=fix)
-        if planned.graphs is not None:
-            raise PlanError(f"{what}: CUDA graphs are captured for that number", where="batch", fix=fix)
         group = plan.spec["pipeline"]["group_size"]
         times = number // (layout.micro * mesh.dp)
         schedule = planned_schedule(build_schedule(plan.schedule.kind, mesh.pp, times, mesh.vpp, group))

@@ -43,6 +43,7 @@ stage 1 of rank 3
             + stream_dropout = dropout.stream_dropout(linear_11, 0.1, random, 238821743569626, False)
        2 ×  + f = collectives.f(stream_dropout, tp)
             + stream_dropout_1 = dropout.stream_dropout(linear_15, 0.1, random, 118427780859226, False)
+  attend_by_documents  39 → 39 nodes: nothing changed
   fuse_bias            39 → 37 nodes: − 2 aten.add.Tensor; 2 changed
             - linear_8 = aten.linear(add_2, p_blocks_2_up_weight)
        2 ×  - linear_9 = aten.add.Tensor(linear_8, p_blocks_2_up_bias)

@@ -26,6 +26,7 @@ exchange_sequence no_cp_placeholder_is_left
 localize values_have_their_local_shape
 keep_own_tokens
 name_streams no_op_draws_from_the_default_generator
+attend_by_documents
 fuse_bias
 sum_in_place
 overwrite_logits

@@ -97,9 +97,10 @@ def rows(number: int) -> dict[str, Tensor]:
 def test_a_mean_over_sequences_takes_the_planned_number_alone() -> None:
     with Engine(plan(Squares(), spec())) as engine:
         engine.evaluate(rows(4))
-        for call in (engine.evaluate, engine.train_step):
-            with pytest.raises(PlanError, match=r"the batch has 6 sequences, and the plan 4: .* no sum over sequences"):
-                call(rows(6))
+        with pytest.raises(PlanError, match=r"the batch has 6 sequences, and the plan 4: .* no sum over sequences"):
+            engine.evaluate(rows(6))
+        with pytest.raises(PlanError, match=r"has shape \[6, 4\], the plan expects \[4, 4\]"):
+            engine.train_step(rows(6))
 
 
 def test_a_plain_sum_takes_multiples() -> None:

@@ -110,6 +110,7 @@ def test_one_pool_for_all_slots_is_wrong_where_they_interleave(one_pool):
         program, device = engine.program, engine.groups.device
         maker, buffers = Emulation(program.random, device), engine.optimizer.buffers
         engine.graphs = GraphsBySlot(program, tuple(order), buffers, maker, device, one_pool=one_pool)
+        engine._now.graphs = engine.graphs
         engine.executor.order, engine.executor.before_forward = tuple(order), engine.graphs.before_forward
         engine.capture_graphs()
         assert bool(differences(eager, train(engine, entry, 1))) == one_pool
