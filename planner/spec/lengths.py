@@ -63,8 +63,9 @@ def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
         if list(lengths) != sorted(set(lengths)):
             fix = f"write {sorted(set(lengths))}"
             yield SpecError(f"{path} has the lengths {list(lengths)}, which do not ascend", where=path, fix=fix)
-    for path in [f"inputs.{n}.shape" for n, i in inputs.items() if sum(isinstance(x, tuple) for x in i.shape) > 1]:
-        if len({len(x) for x in inputs[path.split(".")[1]].shape if isinstance(x, tuple)}) > 1:
+    for name, given in inputs.items():
+        path = f"inputs.{name}.shape"
+        if len({len(n) for n in given.shape if isinstance(n, tuple)}) > 1:
             yield SpecError(f"{path} has lists of different sizes", where=path, fix="give each dim as many lengths")
     sizes = {len(lengths) for lengths in lists.values()}
     if len(sizes) > 1:
