@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.ops import documents as ops
-from passes.ops.documents import attention_by_documents, blocks_of
+from passes.ops.document_blocks import blocks_of
+from passes.ops.documents import attention_by_documents
 
 HEADS, GROUPS, LENGTH, WIDTH = 4, 2, 24, 8
 
