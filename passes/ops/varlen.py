@@ -81,7 +81,7 @@ def attention_of_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, s
 
 
 @cache
-def kernel(is_causal: bool) -> Callable[..., Tensor]:
+def kernel(is_causal: bool) -> Callable[..., Any]:
     """Newer versions of torch ask whether key heads may be fewer than query heads; older ones take it."""
     from torch.nn.attention.varlen import varlen_attn  # it takes a second, which a rank without a GPU need not wait
 

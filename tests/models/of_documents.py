@@ -67,14 +67,35 @@ class OfMask(Gpt):
         return self.loss(self.tokens(tokens) + self.positions(position_ids), document_mask, targets)
 
 
+class OfWindows(nn.Module):
+    """ModernBERT with the masks of its layers made from documents: in every third layer all tokens of a document, in
+    the others those in the window around a token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        entry = families.hugging_face("ModernBert:ForMaskedLM", VOCABULARY, **families.BERT, local_attention=4)
+        self.inner = entry.model
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        whole = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]
+        near = (places[:, None] - places[None, :]).abs() <= self.inner.config.sliding_window
+        masks = {"full_attention": whole, "sliding_attention": whole & near}
+        return self.inner(input_ids, attention_mask=masks, position_ids=position_ids, labels=labels).loss
+
+
 OWN = {"own": Gpt, "own, of ends": OfEnds, "own, of a mask": OfMask}  # in float64
 
 
 def build(name: str) -> nn.Module:
-    """One of ``FOUND_IN_POSITIONS``, or of ``OWN``."""
+    """One of ``FOUND_IN_POSITIONS``, or of ``OWN``, or modernbert."""
     if name in OWN:
         torch.manual_seed(5)
         return OWN[name]().double()
+    if name == "modernbert":
+        torch.manual_seed(5)
+        return OfWindows().double().eval()
     model = families.build(name).model
     model.config.use_cache = False
     return model

@@ -48,7 +48,8 @@ def check(mask: Tensor, found: list[Tensor], wanted: list[Tensor], limit: float)
     (truth * weight.to(ours.dtype).double()).sum().backward()
     pairs = [(ours, truth), *((a.grad, b.grad) for a, b in zip(found, wanted, strict=True))]
     for a, b in pairs:
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         assert (a.double() - b).norm() <= limit * b.norm()
 
 
@@ -75,8 +76,10 @@ def test_keys_in_their_order_are_not_copied() -> None:
     cpu = torch.device("cpu")
     whole = varlen.segments_of(blocks_of(same(ids)), 2, LENGTH, cpu)
     some = varlen.segments_of(blocks_of(same(ids)[:, :, LENGTH // 2 :]), 2, LENGTH, cpu)
-    assert whole is not None and whole.places is None
-    assert some is not None and some.places is not None
+    assert whole is not None
+    assert whole.places is None
+    assert some is not None
+    assert some.places is not None
 
 
 @pytest.mark.gpu
