@@ -236,7 +236,7 @@ def _decide(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents,
-        own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
+        rules=prepared.rules, own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)

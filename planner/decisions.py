@@ -29,6 +29,7 @@ from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.mesh import Mesh
+from planner.sharding.update_rules import UpdateRules
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Decisions:
     regather: bool = False  # as passes.base.Staged has them
     own_tokens: bool = False
     documents: Documents = NO_DOCUMENTS
+    rules: UpdateRules = field(default_factory=UpdateRules, repr=False)
     imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
 
     def __post_init__(self) -> None:

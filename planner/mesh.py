@@ -155,6 +155,12 @@ class Mesh:
         """All groups over the expert axes that ``token`` names; there ``tp`` is etp and ``dp`` is edp."""
         return self.expert.groups(token)
 
+    def groups_over(self, axis: str) -> list[list[int]]:
+        """All groups over one or several axes by their names in a plan, such as ``tp-dp`` or ``etp-edp``."""
+        if "e" not in axis:
+            return self.groups(axis)
+        return self.expert_groups(axis.replace("etp", "tp").replace("edp", "dp"))
+
     def group_of(self, token: str, rank: int) -> list[int]:
         """The dense group of ``token`` that holds ``rank``."""
         return self.dense.group_of(token, rank)

@@ -18,6 +18,7 @@ from planner.frozen_plan import Plan
 from planner.lower import lower
 from planner.pipeline.actions import without_weights
 from planner.sharding.groups import settings_of
+from planner.sharding.homes import combined_axes, homes_of
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler
@@ -32,6 +33,7 @@ from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
+from runtime.optimizer.matrices import BucketExchange, Member
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
@@ -48,7 +50,8 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
     """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
     store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
-    groups = open_groups(plan.mesh, identity(plan), tied, device=device, timeout_seconds=timeout_seconds)
+    options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined_axes(plan.optimizer)}
+    groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
     store, number = default_store(), next(_engine_numbers)
     return groups, PrefixStore(f"meshwright/engine/{number}", store) if store is not None else None
@@ -178,4 +181,17 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         device=groups.device,
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
+        exchanges=_exchanges(plan, groups),
     )
+
+
+def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchange]:
+    """Of this rank's buckets that are updated matrix by matrix."""
+    decisions, shards = plan.to_run()
+    ep_rank, found = groups.place["ep"], {}
+    for number, buffer in enumerate(shards.buffers_of_rank(groups.pp_rank, ep_rank)):
+        homes = homes_of(buffer, plan.mesh, decisions.rules, ep_rank)
+        if homes is not None:
+            member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))
+            found |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
+    return found

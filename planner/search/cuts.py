@@ -110,7 +110,7 @@ class Cuts:
             program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
             experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
             regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
-            documents=self.prepared.documents,
+            documents=self.prepared.documents, rules=self.prepared.rules,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant, asked_kinds)
 

@@ -21,20 +21,25 @@ from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
+from planner.sharding.update_rules import UpdateRules
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
-from planner.spec.update_rules import moments_of
+from planner.spec.update_rules import MATRIX_RULES, moments_of, momentum_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Elements [start, end) of a buffer that are reduced together, and the parameters in them, in buffer order."""
+    """Elements [start, end) of a buffer that are reduced together, and the parameters in them, in buffer order.
+
+    ``homes``: of each of their matrices, in that order, the rank of the buffer's ``matrix_axis`` that updates it.
+    """
 
     start: int
     end: int
     parameters: tuple[str, ...]
+    homes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class BufferPlan:
     """One contiguous gradient buffer of a pp rank: its parameters of one dtype. Sizes in elements, with padding.
 
     ``reduced_over``: "dp", or "dp-cp" if cp > 1; "edp" for experts with axes of their own, and the names are
-    then those of ep rank 0.
+    then those of ep rank 0. ``rule`` updates it; one of matrices gathers them over ``matrix_axis``.
     """
 
     pp_rank: int
@@ -52,6 +57,8 @@ class BufferPlan:
     shard_elements: int
     buckets: tuple[BucketPlan, ...]
     reduced_over: str = "dp"
+    rule: str = "adamw"
+    matrix_axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class OptimizerPlan:
 @dataclass(frozen=True)
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
-    ``averaged``: a running mean of its parameters is kept; ``num_moments``: values that the update rule keeps.
+    ``averaged``: a running mean of its parameters is kept. ``rule`` updates all of them, and keeps ``moments``.
 
     ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
@@ -77,7 +84,8 @@ class Buffer:
     parameters: tuple[LocalParameter, ...]
     layout: BufferLayout
     averaged: bool = False
-    num_moments: int = 2
+    rule: str = "adamw"
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +130,7 @@ class Buffer:
         """
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
-        return self.layout.shard_elements() * main * (self.num_moments + self.averaged + copies)
+        return self.layout.shard_elements() * main * (len(self.moments) + self.averaged + copies)
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
@@ -136,7 +144,7 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
     sizes = {axis: mesh.size(axis) for axis in (mesh.data_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
-    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients)
+    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules)
 
 
 def buffers_of_rank(
@@ -145,20 +153,23 @@ def buffers_of_rank(
     optimizer: OptimizerSpec,
     sizes: Mapping[str, int],
     gradients: str | None = None,
+    rules: UpdateRules | None = None,
 ) -> tuple[Buffer, ...]:
     """The buffers of one rank's parameters, in the model's order. ``sizes``: of the axes that gradients are reduced
     over.
 
     ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 on a rank with a parameter of half
-    precision, else of the parameter's dtype.
+    precision, else of the parameter's dtype. ``rules``: left out, that of the section for all.
     """
-    held = list(held)
+    held, rules = list(held), rules or UpdateRules(optimizer.name)
     if gradients is None and any(p.dtype in LOW_PRECISION for p in held):
         gradients = "float32"
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
     for p in held:
         if p.requires_grad:
-            key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment)
+            rule = rules.of(p.fqn)
+            key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment, rule)
+            key += (p.placement.is_sharded,) if rule in MATRIX_RULES else ()  # other ranks hold parts of a matrix
             groups.setdefault(key, {}).setdefault(p.fqn, p)
     made = []
     for group in groups.values():
@@ -167,8 +178,9 @@ def buffers_of_rank(
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
         layout = _layout(optimizer, sizes[members[0].reduced_over], members)
-        kept = len(moments_of(optimizer))
-        made.append(Buffer(pp_rank, dtype, members, layout, optimizer.ema is not None, kept))
+        rule = rules.of(members[0].fqn)
+        moments = moments_of(rule, momentum_of(optimizer)[0])
+        made.append(Buffer(pp_rank, dtype, members, layout, optimizer.ema is not None, rule, moments))
     return tuple(made)
 
 

@@ -14,9 +14,11 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from passes.errors import PlanError
+from passes.program.matrices import Matrices
 from planner.spec.optimizer import OptimizerSpec
+from planner.spec.update_rules import MATRIX_RULES, UPDATE_RULES, momentum_of
 
-KEYS = ("lr", "betas", "eps", "weight_decay")
+KEYS = ("rule", "lr", "betas", "eps", "weight_decay")
 
 
 class Named(Protocol):
@@ -31,10 +33,13 @@ class Named(Protocol):
     @property
     def aliases(self) -> tuple[str, ...]: ...
 
+    @property
+    def matrices(self) -> Matrices | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one parameter. ``lr``: after the warm-up."""
+    """Of one parameter. ``lr``: after the warm-up. ``adjust_lr``: for muon, as the spec has it."""
 
     lr: float
     betas: tuple[float, float]
@@ -42,6 +47,8 @@ class Settings:
     weight_decay: float
     momentum: float = 0.0
     nesterov: bool = False
+    adjust_lr: str = "match_rms_adamw"
+    rule: str = "adamw"
 
     def factor(self, base: Settings) -> float:
         """Of the learning rate that the schedule gives."""
@@ -56,7 +63,7 @@ class Settings:
 def base_of(optimizer: OptimizerSpec) -> Settings:
     """Those of the section."""
     o = optimizer
-    return Settings(o.lr, o.betas, o.eps, o.weight_decay, o.momentum, o.nesterov)
+    return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name)
 
 
 def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:
@@ -65,7 +72,7 @@ def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[s
     Raises PlanError for a glob that names no parameter, and for two that give one parameter different values.
     """
     base, unused, found = base_of(optimizer), dict.fromkeys(optimizer.groups), dict[str, Settings]()
-    if not unused and optimizer.no_decay == "none":
+    if not unused and optimizer.no_decay == "none" and optimizer.name not in MATRIX_RULES:
         return {}
     names: list[str] = []
     for row in parameters:
@@ -73,7 +80,7 @@ def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[s
         changed = _changed(row, optimizer, unused)
         if optimizer.no_decay == "vectors" and len(row.shape) < 2:
             changed = {"weight_decay": 0.0, **changed}
-        made = replace(base, **changed)
+        made = _of_its_shape(row, replace(base, **changed), is_asked="rule" in changed)
         if made != base:
             found[row.name] = made
     for pattern in unused:
@@ -89,7 +96,7 @@ def _changed(row: Named, optimizer: OptimizerSpec, unused: dict[str, None]) -> M
         if not any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases)):
             continue
         unused.pop(pattern, None)
-        for key, value in group:
+        for key, value in ((_OF_KEY.get(key, key), value) for key, value in group):
             if value is not None and found.setdefault(key, value) != value:
                 raise PlanError(
                     f"optimizer.groups: '{by[key]}' and '{pattern}' give {row.name} different values of {key}",
@@ -99,6 +106,23 @@ def _changed(row: Named, optimizer: OptimizerSpec, unused: dict[str, None]) -> M
             if value is not None:
                 by.setdefault(key, pattern)
     return found
+
+
+_OF_KEY = {"name": "rule"}
+
+
+def _of_its_shape(row: Named, settings: Settings, *, is_asked: bool) -> Settings:
+    """A rule of matrices leaves other parameters to another one; a group that asks for it there is refused."""
+    if settings.rule not in MATRIX_RULES or row.matrices is not None:
+        return settings
+    if is_asked:
+        raise PlanError(
+            f"optimizer.groups: {settings.rule} is for hidden matrices, and {row.name} {list(row.shape)} is not the "
+            "weight of a product between hidden activations",
+            where="optimizer.groups",
+            fix="make the glob narrower, or choose another rule",
+        )
+    return replace(settings, rule=UPDATE_RULES[settings.rule].for_others)
 
 
 def _no_parameter(pattern: str, names: list[str]) -> PlanError:
@@ -111,4 +135,6 @@ def _no_parameter(pattern: str, names: list[str]) -> PlanError:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:g}" if isinstance(value, float) else " ".join(f"{part:g}" for part in value)

@@ -21,6 +21,7 @@ from torch import fx
 from passes.errors import require
 from passes.moe.parts import ExpertPart
 from passes.parameters import LocalParameter, axis_of
+from passes.program.matrices import Matrices
 from passes.types.types import I, Placement, Segment
 from planner.decisions import Decisions
 from planner.sharding.parts import Part
@@ -37,7 +38,7 @@ class ParameterPlan:
     ``aliases``: other names of the same tied parameter. ``origin``: "solver", "default" or the spec's line.
     ``stages``: every stage that holds it. Of ``num_experts`` experts with axes of their own it is a stack on
     ``expert_dim``, sharded over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none. ``group``: settings
-    of the optimizer that are its own, in words.
+    of the optimizer that are its own, in words. ``matrices``: of a hidden weight, if an update rule asks for them.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ParameterPlan:
     expert_number: int = -1
     num_experts: int = 0
     group: str = ""
+    matrices: Matrices | None = None
 
     @classmethod
     def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:

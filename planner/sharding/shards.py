@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from passes.partition.type_changes import TypeChange, check_experts_alike, type_changes
 from passes.program.stages import BoundaryPlan
 from passes.types.collectives import CollectivePlan
@@ -43,12 +41,12 @@ class Shards:
             return self.elsewhere(pp_rank, ep_rank)
         return tuple(buffer for buffer in self.buffers if buffer.pp_rank == pp_rank)
 
-    def main_dtypes(self, ep: int) -> dict[str, torch.dtype]:
-        """In which gradients are summed over ranks: of every trainable parameter, on whichever rank it lies."""
+    def buffer_of(self, ep: int) -> dict[str, Buffer]:
+        """Of every trainable parameter, on whichever rank it lies."""
         ep_ranks = range(1 if self.elsewhere is None else ep)
         pp_ranks = sorted({buffer.pp_rank for buffer in self.buffers})
         found = [buffer for pp in pp_ranks for rank in ep_ranks for buffer in self.buffers_of_rank(pp, rank)]
-        return {name: buffer.main_dtype for buffer in found for name in buffer.by_name}
+        return {name: buffer for buffer in found for name in buffer.by_name}
 
 
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:

@@ -22,7 +22,9 @@ from planner.spec.fields import (
     Word,
     key,
 )
-from planner.spec.update_rules import UPDATE_RULES
+from planner.spec.update_rules import UPDATE_RULES, keys_read, momentum_of
+
+Rule = Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"]
 
 
 class LearningRateSpec(Section):
@@ -44,25 +46,33 @@ class LearningRateSpec(Section):
 class GroupSpec(Section):
     """Settings of some parameters, in place of the optimizer's own."""
 
+    name: Rule | None = key(None, "update rule; null: the optimizer's")
     lr: NotNegative | None = key(None, "learning rate after the warm-up, scaled by the schedule; null: the optimizer's")
     betas: tuple[Fraction, Fraction] | None = key(None, "decay rates of the moments; null: the optimizer's")
     eps: Positive | None = key(None, "added to the denominator of the update; null: the optimizer's")
-    weight_decay: NotNegative | None = key(None, "decoupled, as in AdamW; null: the optimizer's")
+    weight_decay: NotNegative | None = key(None, "as the optimizer's; null: the same")
 
 
 class OptimizerSpec(Section):
-    name: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = key("adamw", "adamw | adam | sgd | lion | adagrad")
+    name: Rule = key(
+        "adamw", "adamw | adam | sgd | lion | adagrad | muon (of hidden matrices; adamw of all other parameters)"
+    )
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
     eps: Positive = key(1.0e-8, "added to the denominator of the update")
-    weight_decay: NotNegative = key(0.01, "decoupled for adamw and lion; for others added to the gradient")
-    momentum: Fraction = key(0.0, "for sgd")
-    nesterov: Flag = key(False, "for sgd with momentum")
+    weight_decay: NotNegative = key(0.01, "decoupled for adamw, lion and muon; for others added to the gradient")
+    momentum: Fraction | None = key(None, "null: 0 for sgd, 0.95 for muon")
+    nesterov: Flag | None = key(None, "for sgd with momentum, and muon; null: false for sgd, true for muon")
+    adjust_lr: Literal["match_rms_adamw", "original"] = key(
+        "match_rms_adamw",
+        "for muon, of a matrix [a, b]: match_rms_adamw: lr · 0.2 · √max(a, b), for an lr that suits adamw too; "
+        "original: lr · √max(1, a / b)",
+    )
     no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
         "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"
     )
     groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
-        {}, "glob over dotted names of parameters: {lr, betas, eps, weight_decay} of these, in place of the above"
+        {}, "glob over dotted names of parameters: {name, lr, betas, eps, weight_decay} of these, in place of the above"
     )
     zero: Annotated[Literal[0, 1], Word] = key(
         1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
@@ -85,16 +95,18 @@ class OptimizerSpec(Section):
             yield SpecError(what, where=at, fix="choose a smaller min_lr")
 
     def _keys_of_others(self) -> Iterator[PlanError]:
-        """A key that the update rule does not read, with another value than its default."""
-        read = UPDATE_RULES[self.name].keys
+        """A key that no update rule of the run reads, with another value than its default."""
+        read = keys_read(self.name).union(*(keys_read(group.name) for group in self.groups.values() if group.name))
         for name in dict.fromkeys(name for rule in UPDATE_RULES.values() for name in rule.keys):
             if name not in read and getattr(self, name) != type(self).model_fields[name].default:
                 at = f"optimizer.{name}"
                 yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")
             for pattern, group in self.groups.items():
-                if name not in read and getattr(group, name, None) is not None:
+                rule = group.name or self.name
+                if name not in keys_read(rule) and getattr(group, name, None) is not None:
                     at = f"optimizer.groups.{pattern}.{name}"
-                    yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")
-        if self.nesterov and not self.momentum:
+                    yield SpecError(f"{at} is not for {rule}, which does not read it", where=at, fix="remove it")
+        momentum, nesterov = momentum_of(self)
+        if nesterov and not momentum:
             at = "optimizer.nesterov"
             yield SpecError(f"{at} needs momentum", where=at, fix="set optimizer.momentum: 0.9")

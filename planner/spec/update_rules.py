@@ -1,7 +1,8 @@
-"""The element-wise update rules: what each keeps of an element between updates, and the keys of the spec that it reads.
+"""The update rules: the values that each keeps of an element between updates, and the keys of the spec that it reads.
 
 adamw     decoupled weight decay            adam, adagrad, sgd   weight decay is added to the gradient
 lion      the sign of a mean of gradients   sgd                  keeps nothing without momentum
+muon      the orthogonal factor of a mean of gradients, for each matrix; adamw for all that is no hidden matrix
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """``moments``: kinds of values of an element. ``keys``: of the spec's section, beside lr and weight_decay."""
+    """``moments``: kinds of values of an element. ``keys``: of the spec's section, beside lr and weight_decay.
+
+    ``for_others``: the rule of parameters that are no hidden matrices, if this one is for matrices alone.
+    """
 
     moments: tuple[str, ...]
     keys: tuple[str, ...] = ()
+    for_others: str = ""
 
 
 UPDATE_RULES = {
@@ -24,9 +29,25 @@ UPDATE_RULES = {
     "sgd": UpdateRule(("momentum_buffer",), ("momentum", "nesterov")),
     "lion": UpdateRule(("exp_avg",), ("betas",)),
     "adagrad": UpdateRule(("sum",), ("eps",)),
+    "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr"), for_others="adamw"),
 }
+MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
+MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 
 
-def moments_of(optimizer: Any) -> tuple[str, ...]:
-    """Of the spec's section."""
-    return () if optimizer.name == "sgd" and not optimizer.momentum else UPDATE_RULES[optimizer.name].moments
+def moments_of(rule: str, momentum: float) -> tuple[str, ...]:
+    """The moments of a rule; ``momentum``: that of the spec's section."""
+    return () if rule == "sgd" and not momentum else UPDATE_RULES[rule].moments
+
+
+def momentum_of(optimizer: Any) -> tuple[float, bool]:
+    """Momentum and nesterov of the spec's section."""
+    momentum, nesterov = MOMENTUM.get(optimizer.name, (0.0, False))
+    given = optimizer.momentum, optimizer.nesterov
+    return momentum if given[0] is None else given[0], nesterov if given[1] is None else given[1]
+
+
+def keys_read(rule: str) -> frozenset[str]:
+    """The keys that a run with this rule reads: those of the rule for other parameters too."""
+    found = UPDATE_RULES[rule]
+    return frozenset(found.keys) | (keys_read(found.for_others) if found.for_others else frozenset())

@@ -38,7 +38,7 @@ SUFFIX = ".pt"
 VERSION = 2
 DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
-    "own_tokens", "documents",
+    "own_tokens", "documents", "rules",
 )  # fmt: skip
 PARTS = ("regions", "recomputed", "pieces", "flops")
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted"))

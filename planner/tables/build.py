@@ -63,7 +63,7 @@ def tables_of(
         collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step),
         stages=stage_rows(decisions, shards),
         schedule=schedule,
-        optimizer=optimizer_plan(spec.optimizer, shards.buffers),
+        optimizer=optimizer_plan(spec.optimizer, shards.buffers, decisions.mesh, decisions.rules),
         experts=experts_rows(decisions, places),
         graph_regions=rows_of(regions),
         graph_slots=slots,

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import torch
 
+from planner.mesh import Mesh
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
+from planner.sharding.homes import Homed, Homes, homes_of
+from planner.sharding.update_rules import UpdateRules
 from planner.spec.optimizer import OptimizerSpec
 
 
-def optimizer_plan(optimizer: OptimizerSpec, buffers: tuple[Buffer, ...]) -> OptimizerPlan:
+def optimizer_plan(
+    optimizer: OptimizerSpec, buffers: tuple[Buffer, ...], mesh: Mesh, rules: UpdateRules
+) -> OptimizerPlan:
     """One row a buffer, by pp rank."""
-    return OptimizerPlan(tuple(map(_buffer_row, buffers)), optimizer.name, optimizer.zero, optimizer.alignment)
+    rows = tuple(_buffer_row(buffer, homes_of(buffer, mesh, rules)) for buffer in buffers)
+    return OptimizerPlan(rows, optimizer.name, optimizer.zero, optimizer.alignment)
 
 
-def _buffer_row(buffer: Buffer) -> BufferPlan:
+def _buffer_row(buffer: Buffer, homes: Homes | None) -> BufferPlan:
+    of_buckets = [()] * len(buffer.layout.buckets) if homes is None else homes.buckets
     return BufferPlan(
         buffer.pp_rank,
         _name(buffer.dtype),
         _name(buffer.gradient_dtype),
         buffer.layout.num_elements,
         buffer.layout.shard_elements(),
-        tuple(map(_bucket_row, buffer.layout.buckets)),
+        tuple(map(_bucket_row, buffer.layout.buckets, of_buckets)),
         buffer.reduced_over,
+        buffer.rule,
+        "" if homes is None else homes.axis,
     )
 
 
-def _bucket_row(bucket: Bucket) -> BucketPlan:
-    return BucketPlan(bucket.world.start, bucket.world.stop, tuple(slot.name for slot in bucket.slots))
+def _bucket_row(bucket: Bucket, homed: tuple[Homed, ...]) -> BucketPlan:
+    names = tuple(slot.name for slot in bucket.slots)
+    return BucketPlan(bucket.world.start, bucket.world.stop, names, tuple(h.home for h in homed))
 
 
 def _name(dtype: torch.dtype) -> str:

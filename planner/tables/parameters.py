@@ -43,6 +43,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
                 aliases=tuple(aliases.get(fqn, ())),
                 origin=origin_of(spec, decisions, node),
                 where=places.text(node) if node.users else "",
+                matrices=decisions.rules.matrices.get(fqn),
             )
         )
     base, found = base_of(spec.optimizer), settings_of(spec.optimizer, rows)

@@ -8,7 +8,7 @@ Padding is not written, and is zero after reading.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box, Piece, pieces_of_run
 from planner.sharding.buckets import Range
+from planner.sharding.buffers import Buffer
 from planner.sharding.parts import part_of
 from runtime.checkpoint.manifest import LossScaleEntry, Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece
@@ -187,11 +188,10 @@ class TrainingState:
         reverse.
         """
         rows = {row.name: row for row in self.plan.parameters}
-        main = self.plan.to_run()[1].main_dtypes(self.plan.mesh.ep)
-        found, moments = [], self.optimizer.moments if manifest.optimizer.updates > 0 else ()
+        buffers, found = self.plan.to_run()[1].buffer_of(self.plan.mesh.ep), []
         for name in names:
             entry, row = manifest.tensors[name], rows[name]
-            wanted = _kinds(row.dtype, main.get(name), moments, manifest.has_average)
+            wanted = _kinds(row.dtype, buffers.get(name), manifest)
             if entry.shape != tuple(row.shape):
                 found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
             elif entry.values.get("parameter") != row.dtype:
@@ -204,14 +204,14 @@ class TrainingState:
         return found
 
 
-def _kinds(dtype: str, main: torch.dtype | None, moments: Collection[str], has_average: bool) -> dict[str, str]:
-    """The dtype of each kind of values that is saved of a parameter; ``main`` None for one that is not trained."""
+def _kinds(dtype: str, buffer: Buffer | None, manifest: Manifest) -> dict[str, str]:
+    """The dtype of each kind of values that is saved of a parameter; ``buffer`` None for one that is not trained."""
     found = {"parameter": dtype}
-    if main is not None:
-        of_main = str(main).removeprefix("torch.")
+    if buffer is not None:
+        of_main = str(buffer.main_dtype).removeprefix("torch.")
         found |= {"main": of_main} if of_main != dtype else {}
-        found |= {AVERAGE: of_main} if has_average else {}
-        found |= dict.fromkeys(moments, of_main)
+        found |= {AVERAGE: of_main} if manifest.has_average else {}
+        found |= dict.fromkeys(buffer.moments if manifest.optimizer.updates > 0 else (), of_main)
     return found
 
 

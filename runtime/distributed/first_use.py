@@ -30,12 +30,13 @@ class Communicator(NamedTuple):
     members: tuple[int, ...]
 
 
-def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]]) -> list[Communicator]:
+def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> list[Communicator]:
     """Every communicator of the mesh, in the one order of their first use: the same list on every rank."""
     lines = mesh.groups("pp")
     found = [Communicator("world", tuple(range(mesh.world_size)))]
     found += [Communicator(axis, tuple(ranks)) for axis in dense_axes(mesh) for ranks in mesh.groups(axis)]
     found += [Communicator(axis, tuple(ranks)) for axis, groups in expert_axes(mesh).items() for ranks in groups]
+    found += [Communicator(axis, tuple(ranks)) for axis in combined for ranks in mesh.groups_over(axis)]
     for stages in tied_sets:
         pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
         found += [Communicator(stages, tuple(line[pp_rank] for pp_rank in pp_ranks)) for line in lines]
@@ -46,14 +47,14 @@ def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]]) -> list[Comm
 
 def use_each_once(groups: Groups) -> None:
     """Exchange one element over every communicator of this rank, and wait for it. The same call on every rank."""
-    use_in_turn(groups, communicators(groups.mesh, groups.embedding))
+    use_in_turn(groups, communicators(groups.mesh, groups.embedding, groups.combined))
 
 
 def use_in_turn(groups: Groups, ordered: Iterable[Communicator]) -> None:
     """The same, in a given order."""
     axes = ("world", *dense_axes(groups.mesh), "etp", "ep", "edp")
     own: dict[Name, Any] = {axis: groups.over(axis) for axis in axes}
-    own |= {**groups.embedding, **groups.links}
+    own |= {**groups.combined, **groups.embedding, **groups.links}
     for name, members in ordered:
         group = own.get(name)
         if group is None or groups.rank not in members:

@@ -57,6 +57,7 @@ class Groups:
     ``world`` if that does. ``ep``, ``etp`` and ``edp`` exist if experts have axes of their own; ``etp`` with the ranks
     of ``tp`` is that group, and so is ``edp`` with those that share dense parameters. With cp > 1, ``dp_cp`` has those:
     a group of its own even if cp has the same ranks, so that attention's keys do not queue behind gradients.
+    ``combined`` has those over several axes that share the matrices of an update, as ``tp-dp``.
     ``embedding`` maps the stages that hold a tied parameter to the group of this rank's place on the other axes over
     them. ``place``: this rank's on each axis.
     ``faults``: this rank's activity, and its failure for others.
@@ -80,6 +81,7 @@ class Groups:
     ep: ProcessGroup | None = None
     etp: ProcessGroup | None = None
     edp: ProcessGroup | None = None
+    combined: dict[str, ProcessGroup | None] = field(default_factory=dict)
     embedding: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
     links: dict[tuple[int, int, str], ProcessGroup] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
@@ -111,7 +113,7 @@ class Groups:
 
     def over(self, axis: str) -> Any:
         """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
-        return getattr(self, axis.replace("-", "_"), None)
+        return self.combined.get(axis) or getattr(self, axis.replace("-", "_"), None)
 
     def barrier(self) -> None:
         """A barrier of the hosts: does not wait for devices."""

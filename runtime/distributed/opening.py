@@ -38,11 +38,13 @@ def open_groups(
     *,
     device: torch.device | str | None = None,
     timeout_seconds: float = 600.0,
+    combined: Iterable[str] = (),
 ) -> Groups:
     """Every process group of ``mesh``; the same call on every rank.
 
     ``identity``: texts that must be equal on all ranks, by name. ``tied``: the stage sets of parameters on several
-    stages. Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the ranks'
+    stages. ``combined``: axes of several names that need a group, as ``tp-dp``.
+    Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the ranks'
     devices do not go together.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -67,7 +69,7 @@ def open_groups(
     given = (world.owns_default, world.device, world.host, verdict.backend)
     groups = Groups(mesh, rank, own, timeout, *given, made=world.made, faults=faults)
     try:
-        _fill(groups, verdict.tied)
+        _fill(groups, verdict.tied, combined)
     except BaseException as error:
         groups.faults.publish(error)
         groups.abort()
@@ -75,13 +77,15 @@ def open_groups(
     return groups
 
 
-def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
+def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str]) -> None:
     """The groups of a part of the ranks, each used once if a first use would block."""
     on_nccl = groups.backend == "nccl"
     no_groups = ("pp",) if on_nccl else ()  # there links take its place
     _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
     _make_expert_groups(groups)
     _make_embedding_groups(groups, tied_sets)
+    for axis in combined:
+        groups.combined[axis] = _make(groups, groups.mesh.groups_over(axis), axis)
     if on_nccl:
         make_links(groups)
         use_each_once(groups)

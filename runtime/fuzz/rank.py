@@ -8,7 +8,7 @@ mean        of the weights after each update, against a mean of the parameters t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from passes.ops import documents
 from planner.frozen_plan import Plan
+from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from runtime.audit.tolerance import Tolerance
 from runtime.engine import Engine
@@ -113,15 +114,15 @@ def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None,
     batches = _batches(spec, decided)
     memory = held(decided, model, batches, spec)
     look = Look(spec, directory)
-    make = partial(_kept, model, spec)
+    make = partial(_kept, model, spec, decided.parameters)
     beside = verify.run_beside(decided, batches, make, look=look, is_local=is_local)
     if not isinstance(beside, Kept):
         return OfRank([], memory, None)
     return OfRank([*beside.rows, *look.rows], memory, Made(beside.last, beside.parameters, look.mean, beside.precision))
 
 
-def _kept(model: nn.Module, spec: Spec) -> Kept:
-    return Kept(verify.one_process(model, spec))
+def _kept(model: nn.Module, spec: Spec, parameters: Sequence[ParameterPlan]) -> Kept:
+    return Kept(verify.one_process(model, spec, parameters))
 
 
 def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:

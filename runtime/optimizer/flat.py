@@ -1,22 +1,25 @@
-"""An element-wise update rule on flat shards, parts of which may be skipped: expert weights without tokens in a step
-keep their value, moments and count of updates, like a parameter with gradient None in torch.
+"""Update rules on flat shards, parts of which may be skipped: expert weights without tokens in a step keep their
+value, moments and count of updates, like a parameter with gradient None in torch.
 
     main       |     of all     | expert 3 | of all | expert 4 |
     count      |     the shard's        own            own     |
 
 A kernel (runtime.optimizer.rules) does the arithmetic. Whether a part rests is known on the device, where it is read.
+A rule of whole matrices has two kernels: between them the updates, which take the place of the gradients, are exchanged
+for their orthogonal factors (runtime.optimizer.matrices).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from planner.sharding.groups import Settings
-from runtime.optimizer.rules import Kernel
+from runtime.optimizer.matrices import BucketExchange, orthogonalise
+from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,24 @@ class Run:
     settings: Settings
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Elements of shards that are updated together: ``counts`` of each run's updates before this one; ``rests``: 1 if
+    nothing changes.
+    """
+
+    runs: Sequence[tuple[Tensor, tuple[int, int]]]
+    counts: list[Tensor]
+    rests: Tensor
+
+
 class FlatOptimizer:
     """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
 
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
-    ``settings``: of all elements but those of ``runs``, of each shard in order, disjoint. ``kernel`` updates elements
-    with ``moments``, kinds of values that it keeps of them.
+    ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but those
+    of ``runs``, of each shard in order, disjoint. ``exchanges``: of the shards with a rule of
+    matrices.
     """
 
     def __init__(
@@ -53,12 +68,15 @@ class FlatOptimizer:
         shards: Sequence[Tensor],
         parts: Sequence[Sequence[Part]],
         settings: Settings,
-        kernel: Kernel,
-        moments: tuple[str, ...],
+        rules: Sequence[str],
+        moments: Sequence[tuple[str, ...]],
         runs: Sequence[Sequence[Run]] = (),
+        exchanges: Mapping[Tensor, BucketExchange] | None = None,
     ) -> None:
-        self._kernel, self.moments = kernel, moments
         self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
+        self.moments = dict(zip(self.shards, moments, strict=True))
+        self._bases = {s: replace(settings, rule=rule) for s, rule in zip(self.shards, rules, strict=True)}
+        self._exchanges = dict(exchanges or {})
         self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
@@ -74,7 +92,7 @@ class FlatOptimizer:
         """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
         for shard in self.shards:
             self._state(shard)["step"].fill_(updates)
-            for kind in self.moments:
+            for kind in self.moments[shard]:
                 self.state[shard][kind].zero_()
         for asked, own in self._groups.items():
             self._counts[asked].fill_((updates_of or {}).get(own[0][1].fqn, updates))
@@ -90,60 +108,71 @@ class FlatOptimizer:
 
         ``asked`` [figures]: the step's row counts, to which parts refer.
         """
-        owned = zip(self.shards, self.parts, strict=True)
-        all_of_them = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
-        steps = [self._state(shard)["step"] for shard, _ in all_of_them]
-        self._run(all_of_them, steps, lr, grad_scale, found_inf)
+        batches = list(self._batches(found_inf, asked))
+        for batch in batches:
+            self._run(batch, KERNELS, lr, grad_scale)
         for shard in self.shards:
             self._state(shard)["step"].add_(1 - found_inf)
+        for batch in batches[1:]:
+            batch.counts[0].add_(1 - batch.rests)
+        if self._exchanges:
+            orthogonalise(
+                list(self._exchanges.values()),
+                [shard.grad for shard in self._exchanges if shard.grad is not None],
+                self.settings.adjust_lr,
+            )
+            for batch in batches:
+                self._run(batch, AFTER_EXCHANGE, lr, None)
+
+    def _batches(self, found_inf: Tensor, asked: Tensor | None) -> Iterator[_Batch]:
+        """First all that never rests, then each group of parts that rest together."""
+        owned = zip(self.shards, self.parts, strict=True)
+        runs = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
+        yield _Batch(runs, [self._state(shard)["step"] for shard, _ in runs], found_inf)
         for figures, own in self._groups.items():
             assert asked is not None, "experts that may get no tokens need the counts of the step"
             is_unasked = asked.index_select(0, self._figures[figures]).sum() == 0
             rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
-            self._run(runs, [self._counts[figures]] * len(runs), lr, grad_scale, rests)
-            self._counts[figures].add_(1 - rests)
+            yield _Batch(runs, [self._counts[figures]] * len(runs), rests)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         if shard not in self.state:
-            moments = {kind: torch.zeros_like(shard) for kind in self.moments}
+            moments = {kind: torch.zeros_like(shard) for kind in self.moments[shard]}
             self.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
         return self.state[shard]
 
-    def _run(
-        self,
-        runs: Sequence[tuple[Tensor, tuple[int, int]]],
-        steps: list[Tensor],
-        lr: float,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        """One call of the kernel for all elements of equal settings; ``steps``: updates of each run before this one."""
+    def _run(self, batch: _Batch, kernels: Mapping[str, Kernel], lr: float, grad_scale: Tensor | None) -> None:
+        """One call of a kernel for all elements of equal settings, if there is one for their rule."""
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
-        for (shard, within), step in zip(runs, steps, strict=True):
+        for (shard, within), step in zip(batch.runs, batch.counts, strict=True):
             assert shard.grad is not None, "a shard has a gradient"
-            tensors = {"value": shard, "grad": shard.grad, **{kind: self._state(shard)[kind] for kind in self.moments}}
+            moments = {kind: self._state(shard)[kind] for kind in self.moments[shard]}
+            tensors = {"value": shard, "grad": shard.grad, **moments}
             for start, stop, settings in self._with_settings(shard, *within):
+                if settings.rule not in kernels:
+                    continue
                 columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
                 counts.append(step.clone())
                 for name, tensor in tensors.items():
                     columns[name].append(tensor[start:stop])
         for settings, (columns, counts) in by_settings.items():
-            self._kernel(settings, columns, counts, lr * settings.factor(self.settings), grad_scale, found_inf)
+            factor = settings.factor(self.settings)
+            kernels[settings.rule](settings, columns, counts, lr * factor, grad_scale, batch.rests)
 
     def _with_settings(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
         """The elements start to stop, by their settings."""
-        at = start
+        at, base = start, self._bases[shard]
         for run in self._runs.get(shard, ()):
             first, last = max(run.start, at), min(run.stop, stop)
             if first >= last:
                 continue
             if at < first:
-                yield at, first, self.settings
+                yield at, first, base
             yield first, last, run.settings
             at = last
         if at < stop:
-            yield at, stop, self.settings
+            yield at, stop, base
 
 
 def _between(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:

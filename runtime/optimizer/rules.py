@@ -1,4 +1,4 @@
-"""The kernels of the element-wise update rules: PyTorch's fused ones, and those that it lacks, written out.
+"""The kernels of the update rules, element by element: PyTorch's fused ones, and those that it lacks, written out.
 
 A kernel changes nothing if ``found_inf`` is 1, and divides gradients by ``grad_scale``: only the device knows these.
 """
@@ -67,6 +67,25 @@ def _adagrad(
         total.copy_(torch.where(skips, total, more))
 
 
+def _muon_update(
+    s: Settings, columns: Columns, steps: list[Tensor], lr: float, grad_scale: Tensor | None, found_inf: Tensor
+) -> None:
+    """Before the exchange: the gradient becomes the update, a mean of gradients (Jordan et al. 2024)."""
+    skips = found_inf.bool()
+    for target, (_, grad, mean) in zip(columns["grad"], _rows(columns, grad_scale, "momentum_buffer"), strict=True):
+        mean.copy_(torch.where(skips, mean, mean.lerp(grad, 1 - s.momentum)))
+        target.copy_(torch.where(skips, 0.0, grad.lerp(mean, s.momentum) if s.nesterov else mean))
+
+
+def _muon_step(
+    s: Settings, columns: Columns, steps: list[Tensor], lr: float, grad_scale: Tensor | None, found_inf: Tensor
+) -> None:
+    """After it: by the orthogonal factors, with the matrices' factors of the learning rate in them."""
+    skips = found_inf.bool()
+    for value, update in zip(columns["value"], columns["grad"], strict=True):
+        value.copy_(torch.where(skips, value, value * (1 - lr * s.weight_decay) - lr * update))
+
+
 def _rows(columns: Columns, grad_scale: Tensor | None, moment: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for value, grad, kept in zip(columns["value"], columns["grad"], columns[moment], strict=True):
         yield value, grad if grad_scale is None else grad / grad_scale, kept
@@ -86,4 +105,6 @@ KERNELS: dict[str, Kernel] = {
     "sgd": _sgd,
     "lion": _lion,
     "adagrad": _adagrad,
+    "muon": _muon_update,
 }
+AFTER_EXCHANGE: dict[str, Kernel] = {"muon": _muon_step}

@@ -72,4 +72,4 @@ def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
     state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
     if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
         return found
-    return found | {kind: state[kind] for kind in optimizer.moments}
+    return found | {kind: state[kind] for kind in shard.buffer.planned.moments}

@@ -25,13 +25,12 @@ from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
 from planner.sharding.groups import Settings, base_of
-from planner.spec.update_rules import moments_of
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.flat import FlatOptimizer, Part, Run
 from runtime.optimizer.in_place import all_gather
+from runtime.optimizer.matrices import BucketExchange
 from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
-from runtime.optimizer.rules import KERNELS
 from runtime.optimizer.slots import BucketTensors, DataParallel
 
 
@@ -101,10 +100,12 @@ class DistributedOptimizer:
         device: torch.device | str = "cpu",
         asked: Mapping[str, tuple[int, ...]] | None = None,
         own: Mapping[str, Settings] | None = None,
+        exchanges: Mapping[tuple[int, int], BucketExchange] | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
         each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
-        parameters that have others than the section's.
+        parameters that have others than the section's. ``exchanges``: by buffer and bucket, of those that are updated
+        matrix by matrix.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
         (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; "embedding" as {stages: group}.
@@ -118,9 +119,15 @@ class DistributedOptimizer:
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
         runs = [self._own_runs(shard, own) for shard in self.shards] if own else ()
         mains, base = [shard.main for shard in self.shards], base_of(settings)
-        self.moments = moments_of(settings)
-        of_rule = KERNELS[settings.name], self.moments
-        self.optimizer = FlatOptimizer(mains, parts, base, *of_rule, runs) if self.shards else None
+        rules = [shard.buffer.planned.rule for shard in self.shards]
+        moments = [shard.buffer.planned.moments for shard in self.shards]
+        places = [(i, bucket) for i, b in enumerate(self.buffers.buffers) for bucket in range(len(b.buckets))]
+        found = (
+            {main: exchanges[at] for main, at in zip(mains, places, strict=True) if at in exchanges}
+            if exchanges
+            else {}
+        )
+        self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found) if self.shards else None
         self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False

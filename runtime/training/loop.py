@@ -114,7 +114,8 @@ def run_rank(job: Job) -> Trained:
         elif save is None and job.plan is not None and leads:
             print(FRESH, file=sys.stderr, flush=True)
         # after the engine has taken its weights: the one process trains the model itself
-        beside = None if alone is None else _caught_up(OneProcess(alone, spec), data.training, engine.step_index)
+        one = None if alone is None else OneProcess(alone, spec, None, decided.parameters)
+        beside = None if one is None else _caught_up(one, data.training, engine.step_index)
         if profile is not None:
             profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from passes.program.matrices import Matrices
 from planner.sharding.groups import Settings, base_of, settings_of
 from planner.spec.optimizer import OptimizerSpec
 
@@ -30,20 +32,91 @@ class Lion(torch.optim.Optimizer):
                 mean.mul_(second).add_(p.grad, alpha=1 - second)
 
 
-def optimizer_of(model: nn.Module, o: OptimizerSpec) -> torch.optim.Optimizer:
-    """Over the trained parameters; each group also has the ``factor`` of its learning rate."""
-    groups = _groups(model, o)
-    match o.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=o.lr)
+class WholeMatrices(torch.optim.Optimizer):
+    """torch's Muon over the matrices that a weight is made of (passes.program.matrices), each by itself.
+
+    A group has ``matrices``, of each of its parameters.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p, matrices in zip(group["params"], group["matrices"], strict=True):
+                if p.grad is not None:
+                    self._update(p, matrices, group)
+
+    def _update(self, p: Tensor, matrices: Matrices, group: dict[str, Any]) -> None:
+        places = list(_places(tuple(p.shape), matrices))
+        parts = [torch.cat([p[box] for box in boxes], dim) for dim, boxes in places]
+        if "own" not in self.state[p]:
+            given = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
+            made = torch.optim.Muon([nn.Parameter(x) for x in parts], adjust_lr_fn=group["adjust_lr"], **given)
+            self.state[p]["own"] = made
+        own: torch.optim.Optimizer = self.state[p]["own"]
+        own.param_groups[0]["lr"] = group["lr"]
+        held = own.param_groups[0]["params"]
+        for part, now, (dim, boxes) in zip(held, parts, places, strict=True):
+            part.copy_(now)
+            part.grad = torch.cat([p.grad[box] for box in boxes], dim)  # pyright: ignore[reportOptionalSubscript]
+        own.step()
+        for part, (dim, boxes) in zip(held, places, strict=True):
+            for box, value in zip(boxes, part.chunk(len(boxes), dim), strict=True):
+                p[box] = value
+
+
+def _places(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+    """Of each matrix its boxes of the weight, and the dim along which they lie one after another."""
+    dim = matrices.dim - (len(shape) - 2)
+    for place in product(*(range(n) for n in shape[:-2])):
+        for index in range(len(matrices.sizes)):
+            runs = [slice(a, b) for a, b in matrices.ranges(index)]
+            yield dim, [(*place, run) if dim == 0 else (*place, slice(None), run) for run in runs]
+
+
+class Several:
+    """Optimizers of disjoint parameters that act as one."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices]) -> Several:
+    """Over the trained parameters; each group also has the ``factor`` of its learning rate.
+
+    ``matrices``: of the weights that a rule of matrices updates, by name.
+    """
+    by_rule: dict[str, list[dict[str, Any]]] = {}
+    for settings, group in _groups(model, o, matrices):
+        by_rule.setdefault(settings.rule, []).append(group)
+    return Several([_of_rule(rule, groups, o.lr) for rule, groups in by_rule.items()])
+
+
+def _of_rule(rule: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    match rule:
         case "adam":
-            return torch.optim.Adam(groups, lr=o.lr)
+            return torch.optim.Adam(groups, lr=lr)
         case "sgd":
-            return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=o.nesterov)
+            return torch.optim.SGD(groups, lr=lr)
         case "adagrad":
-            return torch.optim.Adagrad(groups, lr=o.lr)
+            return torch.optim.Adagrad(groups, lr=lr)
         case "lion":
-            return Lion(groups, lr=o.lr)
+            return Lion(groups, lr=lr)
+        case "muon":
+            return WholeMatrices(groups, lr=lr)
+        case _:
+            return torch.optim.AdamW(groups, lr=lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +124,25 @@ class _Parameter:
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
+    matrices: Matrices | None
 
 
-def _groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
+def _groups(
+    model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices]
+) -> Iterator[tuple[Settings, dict[str, Any]]]:
     """The trained parameters, by their settings, as torch takes them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     named = {names[id(p)][0]: p for p in model.parameters()}
-    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:])) for name, p in named.items()]
+    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:]), matrices.get(name)) for name, p in named.items()]
     own, base = settings_of(optimizer, rows), base_of(optimizer)
-    found: dict[Settings, list[nn.Parameter]] = {}
+    found: dict[Settings, list[str]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            found.setdefault(own.get(name, base), []).append(parameter)
-    keys = ("betas", "eps", "weight_decay")
-    return [
-        {"params": held, "factor": settings.factor(base), **{key: getattr(settings, key) for key in keys}}
-        for settings, held in found.items()
-    ]
+            found.setdefault(own.get(name, base), []).append(name)
+    keys = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust_lr")
+    for settings, held in found.items():
+        made = {"params": [named[name] for name in held], "factor": settings.factor(base)}
+        made |= {key: getattr(settings, key) for key in keys}
+        yield settings, made | {"matrices": [matrices.get(name) for name in held]}

@@ -11,7 +11,7 @@ The object itself needs no such assumption, and ``Untouched`` checks that nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
+from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
@@ -52,15 +53,24 @@ class OneProcess:
     """Trains ``model`` itself. Owns torch's optimizer over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
-    ``draws``: the names of its draws, if dropout is on.
+    ``draws``: the names of its draws, if dropout is on. ``parameters``: the plan's rows, if its optimizer has a rule of
+    matrices.
     """
 
-    def __init__(self, model: nn.Module, spec: Spec, draws: NamedDraws | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: Spec,
+        draws: NamedDraws | None = None,
+        parameters: Iterable[ParameterPlan] = (),
+    ) -> None:
         self.model, self.draws = model, draws
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
-        self.optimizer = optimizer_of(self.model, spec.optimizer)
+        self.optimizer = optimizer_of(
+            self.model, spec.optimizer, {p.name: p.matrices for p in parameters if p.matrices}
+        )
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:

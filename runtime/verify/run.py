@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
+from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.compiled.compiler import check_compiler_here
@@ -144,7 +145,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
         truth = model
         if has_weights:  # the plan read its slices, the one process reads all, by transformers
             truth = in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
-        one = one_process(truth, spec)
+        one = one_process(truth, spec, decided.parameters)
         draws.extend([one.draws] if one.draws else [])
         return Beside(one, job.tolerance)
 
@@ -163,11 +164,10 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
     return VerifyReport(tuple(beside.rows), tuple(notes))
 
 
-def one_process(model: nn.Module, spec: Spec) -> OneProcess:
-    """``model`` itself, which draws by name if the plan does."""
-    return OneProcess(
-        model, spec, NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if _draws_by_name(spec) else None
-    )
+def one_process(model: nn.Module, spec: Spec, parameters: Iterable[ParameterPlan] = ()) -> OneProcess:
+    """``model`` itself, which draws by name if the plan does. ``parameters``: the plan's rows."""
+    draws = NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if _draws_by_name(spec) else None
+    return OneProcess(model, spec, draws, parameters)
 
 
 def _draws_by_name(spec: Spec) -> bool:

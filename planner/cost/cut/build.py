@@ -198,8 +198,8 @@ class Builder:
         starts = padded(elements, start_multiple(alignment))
         partial = tuple(axis for axis in local.partial_over if axis != "embedding")
         dtype = str(local.dtype).removeprefix("torch.")
-        axis = local.reduced_over
-        return HeldParameter(elements, starts, dtype, local.dtype.itemsize, local.requires_grad, axis, partial)
+        axis, rule = local.reduced_over, self.decisions.rules.of(local.fqn)
+        return HeldParameter(elements, starts, dtype, local.dtype.itemsize, local.requires_grad, axis, partial, rule)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
         """For each unit, the values that are sent if a stage ends with it."""

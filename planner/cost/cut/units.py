@@ -64,7 +64,9 @@ class KindWork:
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
     """One rank's part of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
-    ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot."""
+    ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot.
+    ``rule``: its update rule.
+    """
 
     elements: int
     starts: int
@@ -73,6 +75,7 @@ class HeldParameter:
     is_trainable: bool
     reduced_over: str
     partial_over: tuple[str, ...] = ()
+    rule: str = "adamw"
 
 
 @dataclass(frozen=True, slots=True)

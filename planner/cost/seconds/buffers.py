@@ -13,7 +13,7 @@ from planner.cost.cut.units import CutWork, HeldParameter
 from planner.mesh import Mesh
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
-from planner.spec.update_rules import moments_of
+from planner.spec.update_rules import moments_of, momentum_of
 
 LOW = ("bfloat16", "float16")
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -88,7 +88,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
                spec: Spec) -> RankHolds:  # fmt: skip
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
-    groups: dict[tuple[str, str, tuple[str, ...], bool], list[int]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], bool, str], list[int]] = {}
     frozen, low = 0, False
     held: list[tuple[HeldParameter, int, bool]] = []
     for first, end in chunks:
@@ -107,20 +107,20 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
         if not p.is_trainable:
             frozen += p.elements * p.itemsize * count
             continue
-        sums = groups.setdefault((p.dtype, p.reduced_over, p.partial_over, tied), [0, 0])
+        sums = groups.setdefault((p.dtype, p.reduced_over, p.partial_over, tied, p.rule), [0, 0])
         sums[0] += p.starts * count
         sums[1] = p.itemsize
     asked = spec.precision.gradients or ("float32" if low else None)
     buffers = tuple(
-        _buffer(total, itemsize, dtype, asked, over, partial, tied, mesh, spec)
-        for (dtype, over, partial, tied), (total, itemsize) in groups.items()
+        _buffer(total, itemsize, dtype, asked, over, partial, tied, rule, mesh, spec)
+        for (dtype, over, partial, tied, rule), (total, itemsize) in groups.items()
     )
     return RankHolds(buffers, frozen)
 
 
 def _buffer(
     total: int, itemsize: int, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool,
-    mesh: Mesh, spec: Spec,
+    rule: str, mesh: Mesh, spec: Spec,
 ) -> HeldBuffer:  # fmt: skip
     optimizer, ranks = spec.optimizer, mesh.size(over)
     sharded = optimizer.zero == 1
@@ -130,6 +130,6 @@ def _buffer(
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
     gradient = SIZES[asked] if asked else itemsize
-    kept = optimizer.ema is not None, len(moments_of(optimizer))
+    kept = optimizer.ema is not None, len(moments_of(rule, momentum_of(optimizer)[0]))
     shard = elements // num_ranks
     return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)

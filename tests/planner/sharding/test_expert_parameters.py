@@ -194,7 +194,7 @@ def test_buffers_of_another_ep_rank_have_its_names_in_the_same_places():
 
 def test_every_trainable_parameter_has_a_dtype_for_its_sums():
     decisions, shards = looped(2, 4)
-    assert set(shards.main_dtypes(2)) == set(decisions.program.parameters.values())
+    assert set(shards.buffer_of(2)) == set(decisions.program.parameters.values())
 
 
 def test_without_axes_of_their_own_experts_are_as_all_else():

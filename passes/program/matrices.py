@@ -1,0 +1,230 @@
+"""The hidden matrices of a model, and how each weight is made of them, for update rules that see whole matrices.
+
+hidden      a weight of products alone, with another such weight after it: no embedding, no table that is added, and no
+            output projection, which has none between it and the loss
+q, k, v     a fused weight is one matrix for each part into which its result is cut: [q | k | v], or head by head. Parts
+            that are put together again (halves of a rotation) are one
+experts     a stack is one matrix for each expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.program.ops.aten import aten
+from passes.program.ops.groups import (
+    ATTENTION,
+    CASTS,
+    COPIES,
+    CUTS,
+    JOINS,
+    LAID_OUT,
+    LOOKUPS,
+    PERMUTES,
+    RESHAPES,
+    SPLITS,
+)
+from passes.program.ops.products import PRODUCTS, holds_weight, is_grouped
+from passes.program.walks import readers, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The last two dims of a weight [.., a, b] hold these matrices: ``dim`` (of the weight) is ``repeats`` times the
+    rows of ``sizes``, one after another.
+
+        [q | k | v]     repeats 1, sizes (h·d, h·d, h·d)          head by head     repeats h, sizes (d, d, d)
+    """
+
+    dim: int
+    repeats: int
+    sizes: tuple[int, ...]
+
+    @property
+    def period(self) -> int:
+        return sum(self.sizes)
+
+    def ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        """Of matrix ``index`` its runs of elements along ``dim``."""
+        first = sum(self.sizes[:index])
+        for start in range(first, self.repeats * self.period, self.period):
+            yield start, start + self.sizes[index]
+
+
+def find_matrices(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, Matrices]:
+    """Of each hidden weight, by fqn. ``parameters``: placeholder → fqn."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in parameters or node.meta["val"].dim() < 2:
+            continue
+        reads = list(_reads(node, -2))
+        if reads and all(read is not None for read in reads) and any(_has_weights_after(r.product) for r in reads if r):
+            found[parameters[node.name]] = _matrices(node, [read for read in reads if read is not None])
+    return found
+
+
+class Read(NamedTuple):
+    """A product that reads a weight as ``operand``, whose dim ``rows`` (from the end) is the weight's second to last;
+    None: it is not known which.
+    """
+
+    product: fx.Node
+    operand: fx.Node
+    rows: int | None
+
+
+def _reads(node: fx.Node, rows: int | None) -> Iterator[Read | None]:
+    """Of a weight, or a value with its elements: the products that read it; None for a reader of another kind."""
+    for user in node.users:
+        if user.target in PRODUCTS or is_grouped(user.target):
+            yield Read(user, node, rows)
+        elif user.target in PERMUTES:
+            yield from _reads(user, None if rows is None else _moved(user, node, rows))
+        elif user.target in RESHAPES:
+            yield from _reads(user, None)
+        elif user.target is getitem or user.target in _ELEMENTS:
+            yield from _reads(user, rows)
+        else:
+            yield None
+
+
+_ELEMENTS = CASTS | COPIES | CUTS | SPLITS | LOOKUPS
+
+
+def _moved(permute: fx.Node, given: fx.Node, dim: int) -> int:
+    """Where a dim goes, counted from the end."""
+    source = torch.empty(tuple(range(2, 2 + given.meta["val"].dim())), device="meta")  # sizes that tell dims apart
+    shape = permute.target(source, *permute.args[1:], **permute.kwargs).shape  # pyright: ignore[reportCallIssue]
+    return list(shape).index(source.shape[dim]) - len(shape)
+
+
+def _has_weights_after(product: fx.Node) -> bool:
+    """Whether its result reaches another product with a weight."""
+    return any(node is not product and _is_of_weight(node) for node in walk([product], readers, stop=_is_end(product)))
+
+
+def _is_end(first: fx.Node) -> Callable[[fx.Node], bool]:
+    return lambda node: node is not first and _is_of_weight(node)
+
+
+def _is_of_weight(node: fx.Node) -> bool:
+    if node.target not in PRODUCTS and not is_grouped(node.target):
+        return False
+    return any(holds_weight(operand) and operand.meta["val"].dim() > 1 for operand in node.all_input_nodes)
+
+
+# ---- the parts of a fused weight
+
+
+def _matrices(weight: fx.Node, reads: list[Read]) -> Matrices:
+    shape = weight.meta["val"].shape
+    whole = Matrices(len(shape) - 2, 1, (shape[-2],))
+    found = {_by_cuts(read, shape) for read in reads}
+    made = found.pop() if len(found) == 1 else None
+    return whole if made is None else made
+
+
+def _by_cuts(read: Read, shape: Sequence[int]) -> Matrices | None:
+    """As the result of a product is cut."""
+    product, of_result = read.product, -2 if read.product.target is aten.linear.default else -1
+    if read.rows is None or product.target is aten.einsum.default or read.operand is not product.args[1]:
+        return None
+    dim = of_result if read.rows == -2 else -3 - of_result  # of the weight itself
+    size = shape[dim]
+    if product.meta["val"].shape[-1] != size:
+        return None
+    rows = torch.arange(size).expand(product.meta["val"].shape)
+    return _pattern(len(shape) + dim, size, list(_parts(product, rows)))
+
+
+def _parts(node: fx.Node, rows: Tensor) -> Iterator[Tensor]:
+    """The rows of each part into which the value is cut. ``rows``: that of each element; along other dims it does not
+    change, and has no strides."""
+    users = [user for user in node.users if user.op == "call_function"]
+    if len(users) == 1 and (seen := _seen(users[0], rows)) is not None:
+        yield from _parts(users[0], seen)
+        return
+    cuts = list(_cuts(users, rows))
+    parts = [] if None in cuts else [cut for cut in cuts if cut is not None]
+    held = [_distinct(x) for _, x in parts]
+    is_tiled = sum(map(len, held)) == len(_distinct(rows)) == len(torch.cat(held).unique()) if held else False
+    if len(parts) < 2 or not is_tiled or _meet_again([user for user, _ in parts]):
+        yield _distinct(rows)
+        return
+    for user, x in parts:
+        yield from _parts(user, x)
+
+
+def _seen(user: fx.Node, rows: Tensor) -> Tensor | None:
+    """``rows`` behind a reader that only lays the elements out, or adds a bias."""
+    if user.target in RESHAPES:
+        try:
+            return rows.view(user.meta["val"].shape)
+        except RuntimeError:
+            return None
+    if user.target in PERMUTES:
+        return user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
+    if user.target in LAID_OUT and user.meta["val"].shape == rows.shape:
+        return rows
+    is_bias = user.target is aten.add.Tensor and any(holds_weight(n) for n in user.all_input_nodes)
+    return rows if is_bias and user.meta["val"].shape == rows.shape else None
+
+
+def _cuts(users: list[fx.Node], rows: Tensor) -> Iterator[tuple[fx.Node, Tensor] | None]:
+    for user in users:
+        if user.target in CUTS:
+            yield user, user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
+        elif user.target in SPLITS:
+            parts = user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
+            for part in user.users:
+                yield (part, parts[part.args[1]]) if part.target is getitem else None
+        else:
+            yield None
+
+
+def _distinct(rows: Tensor) -> Tensor:
+    """The rows, each once, in their order."""
+    return rows[tuple(0 if stride == 0 else slice(None) for stride in rows.stride())].flatten()
+
+
+def _meet_again(parts: list[fx.Node]) -> bool:
+    """Whether several of them lead to one concatenation, with no product or attention between."""
+    joins: set[fx.Node] = set()
+    for part in parts:
+        reached = {node for node in walk([part], readers, stop=_is_beyond, most=200) if _is_join(node)}
+        if joins & reached:
+            return True
+        joins |= reached
+    return False
+
+
+def _is_join(node: fx.Node) -> bool:
+    return node.target in JOINS or node.target is aten.stack.default
+
+
+def _is_beyond(node: fx.Node) -> bool:
+    return _is_join(node) or node.target in PRODUCTS or node.target in ATTENTION or is_grouped(node.target)
+
+
+def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:
+    """The parts as repeated rows; None if they are no such."""
+    parts = sorted((part.sort().values for part in parts), key=lambda part: int(part[0]))
+    repeats = int((parts[0].diff() != 1).sum()) + 1
+    if any(len(part) % repeats for part in parts):
+        return None
+    made = Matrices(dim, repeats, tuple(len(part) // repeats for part in parts))
+    wanted = [torch.cat([torch.arange(a, b) for a, b in made.ranges(i)]) for i in range(len(parts))]
+    is_so = repeats * made.period == size and all(map(torch.equal, wanted, parts))
+    return made if is_so else None
+
+
+def num_matrices(shape: tuple[int, ...], matrices: Matrices) -> int:
+    """Of a weight of ``shape``."""
+    return prod(shape[:-2]) * len(matrices.sizes)

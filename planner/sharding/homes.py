@@ -1,0 +1,184 @@
+"""The home rank of each matrix that an update rule updates whole: its parts are gathered there, updated, and sent back.
+
+    parts of the update on the ranks that share it (shards of ZeRO-1, over tp or etp)
+        -- all-to-all -->   home: the matrix, its update   -- all-to-all -->   the same parts
+
+Homes are chosen for even work: matrices go, the largest first, to the rank with the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from passes.parameters import LocalParameter
+from passes.program.matrices import Matrices
+from planner.mesh import Mesh
+from planner.sharding.boxes import Box, Piece, pieces_of_run
+from planner.sharding.buckets import Bucket
+from planner.sharding.buffers import Buffer, OptimizerPlan
+from planner.sharding.parts import part_of
+from planner.sharding.update_rules import UpdateRules
+
+SENT_BYTES = 2  # an update rule computes in bfloat16
+_GROUPS = {("tp", "dp"): "tp-dp", ("tp", "dp-cp"): "tp-dp-cp", ("etp", "edp"): "etp-edp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of ``shape`` (a, b): ``boxes`` of the full weight ``fqn``, one after another along ``dim`` (0 or 1)."""
+
+    fqn: str
+    shape: tuple[int, int]
+    dim: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def work(self) -> int:
+        """Multiplications of one iteration of Newton-Schulz on [a, b], a ≤ b: a²b + a³ + a²b."""
+        a, b = sorted(self.shape)
+        return a * a * (2 * b + a)
+
+    def place_of(self, index: int, within: Box) -> tuple[slice, slice]:
+        """The elements of ``within``, a part of box ``index``, in the matrix."""
+        box = self.boxes[index]
+        offset = sum(b.shape[-2 + self.dim] for b in self.boxes[:index])
+        slices = list(within.slices_in(box)[-2:])
+        along = slices[self.dim]
+        slices[self.dim] = slice(along.start + offset, along.stop + offset)
+        return slices[0], slices[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Homed:
+    """``home``: the index of a rank in the group that shares the matrix."""
+
+    matrix: Matrix
+    home: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Elements of a rank's shard of a bucket, ``start`` to ``stop`` with a ``shape`` and ``inner`` slices in it, which
+    are ``place`` in matrix ``index`` of the bucket.
+    """
+
+    index: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    inner: tuple[slice, ...]
+    place: tuple[slice, slice]
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Of one buffer: ``axis`` of the ranks that share its matrices ("" for one alone), and the matrices by bucket."""
+
+    buffer: Buffer
+    axis: str
+    num_ranks: int
+    buckets: tuple[tuple[Homed, ...], ...]
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """The work of each rank."""
+        found = [0] * self.num_ranks
+        for homed in (homed for bucket in self.buckets for homed in bucket):
+            found[homed.home] += homed.matrix.work
+        return tuple(found)
+
+    def sent(
+        self, bucket: int, mesh: Mesh, place: Mapping[str, int], homes: Sequence[int] | None = None
+    ) -> Iterator[Sent]:
+        """The parts of matrices that the rank at ``place`` holds in its shard of a bucket, in a fixed order.
+
+        ``homes``: of the matrices with these alone.
+        """
+        layout = self.buffer.layout
+        of_bucket = layout.buckets[bucket]
+        rank = place[self.buffer.reduced_over] if layout.num_ranks > 1 else 0
+        owned = of_bucket.owned_ranges(rank, layout.num_ranks)
+        for index, homed in enumerate(self.buckets[bucket]):
+            matrix = homed.matrix
+            if matrix.fqn not in owned or (homes is not None and homed.home not in homes):
+                continue
+            run, local = owned[matrix.fqn], self.buffer.by_name[matrix.fqn]
+            part = part_of(local, mesh, place)
+            for piece in pieces_of_run(part, local.global_shape, local.shape, run.param.start, run.param.stop):
+                yield from _of_piece(index, matrix, piece, run.local.start)
+
+
+def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[Sent]:
+    for number, box in enumerate(matrix.boxes):
+        within = box.intersection(piece.box)
+        if within is None:
+            continue
+        outer = piece.inner.slices_in(piece.outer)
+        inner = tuple(
+            slice(o.start + i.start, o.start + i.stop) for o, i in zip(outer, within.slices_in(piece.box), strict=True)
+        )
+        first = start + piece.first
+        stop = first + piece.outer.num_elements
+        yield Sent(index, first, stop, piece.outer.shape, inner, matrix.place_of(number, within))
+
+
+def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:
+    """Those of several axes, which need process groups of their own."""
+    found = {buffer.matrix_axis for buffer in optimizer.buffers} & set(_GROUPS.values())
+    return tuple(sorted(found))
+
+
+def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -> Homes | None:
+    """None for a buffer that is updated element by element."""
+    if rules.matrices_of(buffer.parameters[0].fqn) is None:
+        return None
+    axis = _axis(buffer, mesh)
+    num_ranks = mesh.size(axis) if axis else 1
+    found = [list(_of_bucket(bucket, buffer, mesh, rules, ep_rank)) for bucket in buffer.layout.buckets]
+    flat = [(at, matrix) for at, matrices in enumerate(found) for matrix in matrices]
+    homes, loads = [0] * len(flat), [0] * num_ranks
+    for number in sorted(range(len(flat)), key=lambda i: (-flat[i][1].work, i)):
+        home = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        homes[number] = home
+        loads[home] += flat[number][1].work
+    chosen = iter(homes)
+    return Homes(
+        buffer, axis, num_ranks, tuple(tuple(Homed(matrix, next(chosen)) for matrix in bucket) for bucket in found)
+    )
+
+
+def _axis(buffer: Buffer, mesh: Mesh) -> str:
+    """The axes of more than one rank over which the matrices lie."""
+    cut = buffer.axis if buffer.parameters[0].placement.is_sharded and mesh.size(buffer.axis) > 1 else ""
+    shared = buffer.reduced_over if buffer.layout.num_ranks > 1 else ""
+    return _GROUPS[cut, shared] if cut and shared else cut or shared
+
+
+def _of_bucket(bucket: Bucket, buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int) -> Iterator[Matrix]:
+    for slot in bucket.slots:
+        matrices = rules.matrices_of(slot.name)
+        assert matrices is not None
+        yield from _of_parameter(buffer.by_name[slot.name], matrices, mesh, ep_rank)
+
+
+def _of_parameter(local: LocalParameter, matrices: Matrices, mesh: Mesh, ep_rank: int) -> Iterator[Matrix]:
+    """Those that the ranks of one ep rank hold."""
+    shape, dim = local.global_shape, matrices.dim
+    leading = [range(n) for n in shape[:-2]]
+    if local.expert is not None and local.expert.dim >= 0:
+        first = local.expert.first(mesh.ep, ep_rank)
+        leading[local.expert.dim] = range(first, first + local.expert.num_experts // mesh.ep)
+    for place in product(*leading):
+        for index, size in enumerate(matrices.sizes):
+            boxes = []
+            for a, b in matrices.ranges(index):
+                start, stop = [*place, 0, 0], [*(i + 1 for i in place), *shape[-2:]]
+                start[dim], stop[dim] = a, b
+                boxes.append(Box(tuple(start), tuple(stop)))
+            of_dim = dim - (len(shape) - 2)
+            sides = list(shape[-2:])
+            sides[of_dim] = size * matrices.repeats
+            yield Matrix(local.fqn, (sides[0], sides[1]), of_dim, tuple(boxes))

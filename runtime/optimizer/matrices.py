@@ -1,0 +1,119 @@
+"""Updates of whole matrices: each is gathered on its home rank (planner.sharding.homes), orthogonalised, and sent back.
+
+    shard of the update   -- all-to-all, bfloat16 -->   matrices of this home   -- orthogonal -->   -- all-to-all -->
+
+The gather of the next bucket runs beside the arithmetic of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.mesh import Mesh
+from planner.sharding.homes import Homes, Sent
+from runtime.optimizer.newton_schulz import lr_factor, orthogonal
+
+
+@dataclass(frozen=True)
+class Member:
+    """``mesh``, and the ranks of the group that shares a buffer's matrices, in its order: their places on the mesh."""
+
+    mesh: Mesh
+    places: tuple[Mapping[str, int], ...]
+    index: int
+    group: Any
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, axis: str, group: Any) -> Member:
+        """The rank's place in the group over ``axis``."""
+        if not axis:
+            return cls(mesh, (mesh.place(rank),), 0, None)
+        ranks = next(ranks for ranks in mesh.groups_over(axis) if rank in ranks)
+        return cls(mesh, tuple(mesh.place(r) for r in ranks), ranks.index(rank), group)
+
+
+class BucketExchange:
+    """Owns no tensor: where this rank's parts of a bucket's matrices lie, and those of all ranks that it is home to."""
+
+    def __init__(self, homes: Homes, bucket: int, member: Member) -> None:
+        self._group, self._size = member.group, len(member.places)
+        of_bucket, here = homes.buckets[bucket], member.index
+        self._shapes = {i: homed.matrix.shape for i, homed in enumerate(of_bucket) if homed.home == here}
+        self._all_shapes = [homed.matrix.shape for homed in of_bucket]
+        own = list(homes.sent(bucket, member.mesh, member.places[here]))
+        to = [of_bucket[sent.index].home for sent in own]
+        self._sent = [[s for s, home in zip(own, to, strict=True) if home == rank] for rank in range(self._size)]
+        self._received = [list(homes.sent(bucket, member.mesh, place, (here,))) for place in member.places]
+
+    def gather(self, update: Tensor) -> tuple[Tensor, Any]:
+        """Start to bring the parts in ``update``, this rank's flat shard, to their homes."""
+        parts = [_view(update, sent).reshape(-1) for of_rank in self._sent for sent in of_rank]
+        packed = torch.cat(parts).bfloat16() if parts else update.new_empty(0, dtype=torch.bfloat16)
+        return self._exchange(packed, self._sent, self._received)
+
+    def orthogonalised(self, gathered: Tensor) -> Tensor:
+        """The parts of all ranks, in the same order, of the matrices' orthogonal factors."""
+        whole = {index: gathered.new_empty(shape) for index, shape in self._shapes.items()}
+        for sent, part in self._parts(gathered, self._received):
+            target = whole[sent.index][sent.place]
+            target.copy_(part.view(target.shape))
+        factors = {index: orthogonal(matrix) for index, matrix in whole.items()}
+        parts = [factors[sent.index][sent.place].reshape(-1) for of_rank in self._received for sent in of_rank]
+        return torch.cat(parts) if parts else gathered
+
+    def scatter(self, parts: Tensor) -> tuple[Tensor, Any]:
+        """Start to send them back."""
+        return self._exchange(parts, self._received, self._sent)
+
+    def put(self, scattered: Tensor, update: Tensor, adjust_lr: str) -> None:
+        """Write them in the places of ``update`` that they came from, times the factor of the learning rate."""
+        for sent, part in self._parts(scattered, self._sent):
+            target = _view(update, sent)
+            target.copy_(part.view(target.shape)).mul_(lr_factor(self._all_shapes[sent.index], adjust_lr))
+
+    def _exchange(self, packed: Tensor, out: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]]) -> Any:
+        if self._size == 1:
+            return packed, None
+        sizes = [[sum(map(_num_elements, of_rank)) for of_rank in way] for way in (back, out)]
+        came = packed.new_empty(sum(sizes[0]))
+        return came, dist.all_to_all_single(came, packed, *sizes, group=self._group, async_op=True)
+
+    def _parts(self, flat: Tensor, ordered: Sequence[Sequence[Sent]]) -> Iterator[tuple[Sent, Tensor]]:
+        at = 0
+        for sent in (sent for of_rank in ordered for sent in of_rank):
+            stop = at + _num_elements(sent)
+            yield sent, flat[at:stop]
+            at = stop
+
+
+def orthogonalise(exchanges: Sequence[BucketExchange], updates: Sequence[Tensor], adjust_lr: str) -> None:
+    """In place: of the matrices in ``updates``, flat shards of buckets, their orthogonal factors."""
+    going = [exchanges[0].gather(updates[0])] if exchanges else []
+    coming: list[tuple[Tensor, Any]] = []
+    for number, exchange in enumerate(exchanges):
+        if number + 1 < len(exchanges):
+            going.append(exchanges[number + 1].gather(updates[number + 1]))
+        gathered, work = going[number]
+        if work is not None:
+            work.wait()
+        coming.append(exchange.scatter(exchange.orthogonalised(gathered)))
+        going[number] = (gathered.new_empty(0), None)
+    for exchange, update, (scattered, work) in zip(exchanges, updates, coming, strict=True):
+        if work is not None:
+            work.wait()
+        exchange.put(scattered, update, adjust_lr)
+
+
+def _view(flat: Tensor, sent: Sent) -> Tensor:
+    return flat[sent.start : sent.stop].view(sent.shape)[sent.inner]
+
+
+def _num_elements(sent: Sent) -> int:
+    rows, columns = sent.place
+    return (rows.stop - rows.start) * (columns.stop - columns.start)
