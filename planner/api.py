@@ -54,6 +54,7 @@ from planner.spec.spec import Spec
 from planner.tables.build import tables_of
 from planner.tables.rows import Diagnostic
 from planner.undisturbed import undisturbed
+from planner.updates.rules import decide_rules
 
 _MOST_PLANNED = 8  # layouts that are planned before the error that none fits
 
@@ -222,6 +223,7 @@ def _decide(
     captured = _captured(model, spec, example_inputs)
     prepared = prepare(captured, spec)
     program, terms = prepared.program, prepared.terms
+    rules = decide_rules(spec.optimizer, program)
     found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = cut_sequence(program, mesh.cp, found)
@@ -236,7 +238,7 @@ def _decide(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents,
-        rules=prepared.rules, own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
+        rules=rules, own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)

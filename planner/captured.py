@@ -32,7 +32,6 @@ from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
 from planner.capture.real_forward import refuse_another_forward
-from planner.sharding.update_rules import UpdateRules, decide_rules
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.sections import GLOBAL
@@ -137,13 +136,12 @@ class Captured:
 class Prepared:
     """A program for one plan to rewrite. Its loss is the share of one microbatch; ``terms`` has the denominators.
 
-    ``documents``: the attentions that run within documents. ``rules``: the update rules of the parameters.
+    ``documents``: the attentions that run within documents.
     """
 
     program: Program
     terms: LossTerms
     documents: Documents = NO_DOCUMENTS
-    rules: UpdateRules = field(default_factory=UpdateRules)
 
 
 def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) -> Captured:
@@ -169,8 +167,7 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuse_norms:
         fuse_norms(program)
-    documents = find_documents(program, spec.telling_inputs, spec.data.mean_document)
-    return Prepared(program, terms, documents, decide_rules(spec.optimizer, program))
+    return Prepared(program, terms, find_documents(program, spec.telling_inputs, spec.data.mean_document))
 
 
 def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.mesh import Mesh
-from planner.sharding.update_rules import UpdateRules
+from planner.updates.rules import UpdateRules
 
 
 @dataclass

@@ -17,10 +17,10 @@ from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from planner.pipeline.actions import without_weights
-from planner.sharding.groups import settings_of
 from planner.sharding.homes import combined_axes, homes_of
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
+from planner.updates.groups import settings_of
 from runtime.compiled.compiler import check_compiler
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.by_slot import GraphsBySlot

@@ -72,7 +72,7 @@ class EngineWeights:
                 fix="call it between forward_backward(batch) and optimizer_step()",
             )
         gradients = self.optimizer.gather_gradients(grad_scale=self.loss_scale.value)
-        dtypes = self._shards.buffer_of(self.groups.mesh.ep)
+        dtypes = {n: b.main_dtype for n, b in self._shards.buffer_of(self.groups.mesh.ep).items()}
         found = collect(self.plan.parameters, gradients, dtypes, self.groups)
         return by_all_names(self.plan.parameters, found)
 

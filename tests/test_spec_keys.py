@@ -109,7 +109,8 @@ OF_BATCHES = [
 ]
 # tests/runtime/audit/
 OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
-OF_UPDATE_RULES = ["optimizer.name", "optimizer.momentum", "optimizer.nesterov"]  # tests/numeric/test_update_rules.py
+OF_UPDATE_RULES = ["optimizer.name", "optimizer.momentum", "optimizer.nesterov", "optimizer.adjust_lr"]
+# tests/numeric/test_update_rules.py, tests/numeric/test_muon.py
 OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/memory/test_imbalance.py
     "data.mean_document",  # tests/planner/tables/test_documents.py

@@ -80,11 +80,13 @@ def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
 
 
 def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
-    """The group of ``axis`` that uses the slowest links: of dp, tp, cp, pp, edp, ep, etp, dp-cp or world."""
+    """The group of ``axis`` that uses the slowest links: of world, one axis, or several such as dp-cp or etp-edp."""
     devices = tuple(link.devices for link in cluster.links)
     if axis == "world":
         return _world(mesh.world_size, devices)
-    return _group(mesh.expert if axis in EXPERT_AXES else mesh.dense, EXPERT_AXES.get(axis, axis), devices)
+    names = axis.split("-")
+    token = "-".join(EXPERT_AXES.get(name, name) for name in names)
+    return _group(mesh.expert if names[0] in EXPERT_AXES else mesh.dense, token, devices)
 
 
 @lru_cache(maxsize=1 << 10)

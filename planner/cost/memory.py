@@ -44,6 +44,7 @@ from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
 from planner.saved.trace import StageTrace
+from planner.sharding.homes import homes_of
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
 
@@ -132,6 +133,9 @@ def _row(
     held = parameters_of_rank(decisions, rank)
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
     own = sum(b.layout.num_elements * b.dtype.itemsize for b in buffers)
+    homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
+    updating = max((h.update_bytes for h in homes if h is not None), default=0)
+    more = max(0, updating - peak.total)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
         parameters=frozen + _registered_bytes(decisions, rank) + own,
@@ -140,10 +144,10 @@ def _row(
         activations=peak.kept - peak.logits,
         graph_buffers=static,
         logits=peak.logits,
-        working=peak.working,
+        working=peak.working + more,
         communication=peak.messages,
-        slack=ceil(SLACK * peak.total),
-        peak=peak.action,
+        slack=ceil(SLACK * (peak.total + more)),
+        peak="update" if more else peak.action,
         of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
     )
 

@@ -39,6 +39,7 @@ from planner.search.fold import Folded, fold
 from planner.search.space import Facts
 from planner.sharding.shards import decide_shards
 from planner.spec.spec import Spec
+from planner.updates.rules import decide_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Cuts:
         program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
+        self.rules = decide_rules(spec.optimizer, program)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
         self._variants: dict[tuple[int, ...], _Variant] = {}
         self._sizes: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -110,7 +112,7 @@ class Cuts:
             program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
             experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
             regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
-            documents=self.prepared.documents, rules=self.prepared.rules,
+            documents=self.prepared.documents, rules=self.rules,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant, asked_kinds)
 

@@ -21,10 +21,10 @@ from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
-from planner.sharding.update_rules import UpdateRules
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.spec.update_rules import MATRIX_RULES, moments_of, momentum_of
+from planner.updates.rules import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

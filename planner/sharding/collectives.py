@@ -2,6 +2,8 @@
 
 dp, dp-cp, edp       reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
 tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
+tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
+                     ranks, and back (planner.sharding.homes)
 dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
 world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
 
@@ -21,6 +23,8 @@ from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.sharding import buckets
 from planner.sharding.buffers import Buffer
+from planner.sharding.homes import SENT_BYTES, Homes, exchanged_elements, homes_of
+from planner.updates.rules import UpdateRules
 
 SUMS = ("tp", "etp", "embedding")  # in this order, which all ranks share though they hold different buffers
 # Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
@@ -37,13 +41,16 @@ def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:
 
 
 def step_collectives(
-    mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int, num_experts: int = 0
+    mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int, num_experts: int = 0, rules: UpdateRules | None = None
 ) -> tuple[CollectivePlan, ...]:
     """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
 
     ``num_experts``: of all layers together, if a step counts their rows, and layers that count dropped rows.
     """
     rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
+    for i, buffer in enumerate(all_buffers):
+        homes = homes_of(buffer, mesh, rules or UpdateRules())
+        rows += [] if homes is None or not homes.axis else _of_matrices(mesh, i, homes)
     if mesh.world_size > 1:
         where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
         notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # asked to stop, then those of each rank
@@ -84,6 +91,19 @@ def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterato
             yield row("all_reduce", axis, _summed_elements(mesh, buffer, bucket, axis) * buffer.main_dtype.itemsize)
         if num_ranks > 1 and sharded:
             yield row("all_gather", over, len(bucket.world) * buffer.dtype.itemsize)
+
+
+def _of_matrices(mesh: Mesh, index: int, homes: Homes) -> Iterator[CollectivePlan]:
+    """``bytes``: of the rank that sends most."""
+    buffer = homes.buffer
+    for bucket in buffer.layout.buckets:
+        for what, elements in zip(
+            ("to their homes", "back"), exchanged_elements(homes, bucket.index, mesh, buffer.pp_rank), strict=True
+        ):
+            count = len(homes.buckets[bucket.index])
+            place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({count} matrices {what})"
+            size = elements * SENT_BYTES
+            yield CollectivePlan("all_to_all", homes.axis, "step", place, size, 1, "step", buffer.pp_rank)
 
 
 def _contents(bucket: buckets.Bucket) -> str:

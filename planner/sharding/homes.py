@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 
 from passes.parameters import LocalParameter
-from passes.program.matrices import Matrices
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box, Piece, pieces_of_run
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import Buffer, OptimizerPlan
 from planner.sharding.parts import part_of
-from planner.sharding.update_rules import UpdateRules
+from planner.updates.rules import UpdateRules
 
 SENT_BYTES = 2  # an update rule computes in bfloat16
 _GROUPS = {("tp", "dp"): "tp-dp", ("tp", "dp-cp"): "tp-dp-cp", ("etp", "edp"): "etp-edp"}
@@ -72,6 +72,11 @@ class Sent:
     inner: tuple[slice, ...]
     place: tuple[slice, slice]
 
+    @property
+    def num_elements(self) -> int:
+        rows, columns = self.place
+        return (rows.stop - rows.start) * (columns.stop - columns.start)
+
 
 @dataclass(frozen=True)
 class Homes:
@@ -89,6 +94,20 @@ class Homes:
         for homed in (homed for bucket in self.buckets for homed in bucket):
             found[homed.home] += homed.matrix.work
         return tuple(found)
+
+    @property
+    def update_bytes(self) -> int:
+        """The most that an update holds beside the buffers: of a home the matrices of one bucket, as they come and go
+        four times over, those of the next, and the products of one iteration.
+        """
+        found = 0
+        for bucket in self.buckets:
+            held = [0] * self.num_ranks
+            for homed in bucket:
+                held[homed.home] += prod(homed.matrix.shape)
+            least = max((min(h.matrix.shape) for h in bucket), default=0)
+            found = max(found, 5 * SENT_BYTES * max(held) + 3 * SENT_BYTES * least**2)
+        return found
 
     def sent(
         self, bucket: int, mesh: Mesh, place: Mapping[str, int], homes: Sequence[int] | None = None
@@ -125,6 +144,19 @@ def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[
         yield Sent(index, first, stop, piece.outer.shape, inner, matrix.place_of(number, within))
 
 
+def exchanged_elements(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int = 0) -> tuple[int, int]:
+    """Elements that the fullest rank sends to homes, and that the fullest home sends back."""
+    first = mesh.rank_of(pp=pp_rank)
+    ranks = next(r for r in mesh.groups_over(homes.axis) if first in r)
+    places = [{**mesh.place(rank), "ep": ep_rank} for rank in ranks]
+    sent = [sum(s.num_elements for s in homes.sent(bucket, mesh, place)) for place in places]
+    held = [0] * len(ranks)
+    for place in places:
+        for s in homes.sent(bucket, mesh, place):
+            held[homes.buckets[bucket][s.index].home] += s.num_elements
+    return max(sent), max(held)
+
+
 def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:
     """Those of several axes, which need process groups of their own."""
     found = {buffer.matrix_axis for buffer in optimizer.buffers} & set(_GROUPS.values())
@@ -135,7 +167,7 @@ def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -
     """None for a buffer that is updated element by element."""
     if rules.matrices_of(buffer.parameters[0].fqn) is None:
         return None
-    axis = _axis(buffer, mesh)
+    axis = shared_over(buffer.parameters[0], mesh, sharded=buffer.layout.num_ranks > 1)
     num_ranks = mesh.size(axis) if axis else 1
     found = [list(_of_bucket(bucket, buffer, mesh, rules, ep_rank)) for bucket in buffer.layout.buckets]
     flat = [(at, matrix) for at, matrices in enumerate(found) for matrix in matrices]
@@ -150,22 +182,23 @@ def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -
     )
 
 
-def _axis(buffer: Buffer, mesh: Mesh) -> str:
-    """The axes of more than one rank over which the matrices lie."""
-    cut = buffer.axis if buffer.parameters[0].placement.is_sharded and mesh.size(buffer.axis) > 1 else ""
-    shared = buffer.reduced_over if buffer.layout.num_ranks > 1 else ""
+def shared_over(local: LocalParameter, mesh: Mesh, *, sharded: bool) -> str:
+    """The axes of more than one rank over which the matrices of a parameter lie; ``sharded``: over dp too (ZeRO-1)."""
+    cut = local.axis if local.placement.is_sharded and mesh.size(local.axis) > 1 else ""
+    shared = local.reduced_over if sharded and mesh.size(local.reduced_over) > 1 else ""
     return _GROUPS[cut, shared] if cut and shared else cut or shared
 
 
 def _of_bucket(bucket: Bucket, buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int) -> Iterator[Matrix]:
     for slot in bucket.slots:
-        matrices = rules.matrices_of(slot.name)
-        assert matrices is not None
-        yield from _of_parameter(buffer.by_name[slot.name], matrices, mesh, ep_rank)
+        yield from matrices_of(buffer.by_name[slot.name], rules, mesh, ep_rank)
 
 
-def _of_parameter(local: LocalParameter, matrices: Matrices, mesh: Mesh, ep_rank: int) -> Iterator[Matrix]:
-    """Those that the ranks of one ep rank hold."""
+def matrices_of(local: LocalParameter, rules: UpdateRules, mesh: Mesh, ep_rank: int = 0) -> Iterator[Matrix]:
+    """Those of a parameter that the ranks of one ep rank hold; none if it is updated element by element."""
+    matrices = rules.matrices_of(local.fqn)
+    if matrices is None:
+        return
     shape, dim = local.global_shape, matrices.dim
     leading = [range(n) for n in shape[:-2]]
     if local.expert is not None and local.expert.dim >= 0:

@@ -32,6 +32,7 @@ UPDATE_RULES = {
     "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr"), for_others="adamw"),
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
+NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 
 

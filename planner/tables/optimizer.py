@@ -8,8 +8,8 @@ from planner.mesh import Mesh
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
 from planner.sharding.homes import Homed, Homes, homes_of
-from planner.sharding.update_rules import UpdateRules
 from planner.spec.optimizer import OptimizerSpec
+from planner.updates.rules import UpdateRules
 
 
 def optimizer_plan(

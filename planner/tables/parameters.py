@@ -9,10 +9,10 @@ from torch import fx
 from passes.blocks.places import Places
 from passes.parameters import axis_of
 from planner.decisions import Decisions
-from planner.sharding.groups import base_of, settings_of
 from planner.sharding.parameters import ParameterPlan, part_of_node
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
+from planner.updates.groups import base_of, settings_of
 
 
 def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:

@@ -62,7 +62,7 @@ def _fit_optimizer(found: Choices) -> None:
         if key not in read:
             found[name] = FIELDS[name][0]
     if not found["optimizer.momentum"]:
-        found["optimizer.nesterov"] = False
+        found["optimizer.nesterov"] = None
 
 
 def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from planner.sharding.groups import Settings
+from planner.updates.groups import Settings
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
 from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel
 
@@ -58,8 +58,8 @@ class FlatOptimizer:
     """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
 
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
-    ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but those
-    of ``runs``, of each shard in order, disjoint. ``exchanges``: of the shards with a rule of
+    ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but
+    those of ``runs``, of each shard in order, disjoint. ``exchanges``: of the shards with a rule of
     matrices.
     """
 

@@ -63,8 +63,9 @@ class BucketExchange:
         for sent, part in self._parts(gathered, self._received):
             target = whole[sent.index][sent.place]
             target.copy_(part.view(target.shape))
-        factors = {index: orthogonal(matrix) for index, matrix in whole.items()}
-        parts = [factors[sent.index][sent.place].reshape(-1) for of_rank in self._received for sent in of_rank]
+        for index, matrix in whole.items():
+            whole[index] = orthogonal(matrix)
+        parts = [whole[sent.index][sent.place].reshape(-1) for of_rank in self._received for sent in of_rank]
         return torch.cat(parts) if parts else gathered
 
     def scatter(self, parts: Tensor) -> tuple[Tensor, Any]:
@@ -80,40 +81,44 @@ class BucketExchange:
     def _exchange(self, packed: Tensor, out: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]]) -> Any:
         if self._size == 1:
             return packed, None
-        sizes = [[sum(map(_num_elements, of_rank)) for of_rank in way] for way in (back, out)]
+        sizes = [[sum(s.num_elements for s in of_rank) for of_rank in way] for way in (back, out)]
         came = packed.new_empty(sum(sizes[0]))
         return came, dist.all_to_all_single(came, packed, *sizes, group=self._group, async_op=True)
 
     def _parts(self, flat: Tensor, ordered: Sequence[Sequence[Sent]]) -> Iterator[tuple[Sent, Tensor]]:
         at = 0
         for sent in (sent for of_rank in ordered for sent in of_rank):
-            stop = at + _num_elements(sent)
+            stop = at + sent.num_elements
             yield sent, flat[at:stop]
             at = stop
 
 
 def orthogonalise(exchanges: Sequence[BucketExchange], updates: Sequence[Tensor], adjust_lr: str) -> None:
     """In place: of the matrices in ``updates``, flat shards of buckets, their orthogonal factors."""
-    going = [exchanges[0].gather(updates[0])] if exchanges else []
-    coming: list[tuple[Tensor, Any]] = []
-    for number, exchange in enumerate(exchanges):
-        if number + 1 < len(exchanges):
-            going.append(exchanges[number + 1].gather(updates[number + 1]))
-        gathered, work = going[number]
-        if work is not None:
-            work.wait()
-        coming.append(exchange.scatter(exchange.orthogonalised(gathered)))
-        going[number] = (gathered.new_empty(0), None)
-    for exchange, update, (scattered, work) in zip(exchanges, updates, coming, strict=True):
-        if work is not None:
-            work.wait()
-        exchange.put(scattered, update, adjust_lr)
+    pairs = list(zip(exchanges, updates, strict=True))
+    going = [pairs[0][0].gather(pairs[0][1])] if pairs else []
+    back: tuple[BucketExchange, Tensor, Tensor, Any] | None = None
+    for number, (exchange, update) in enumerate(pairs):
+        going += [nxt.gather(shard) for nxt, shard in pairs[number + 1 : number + 2]]
+        gathered, work = going.pop(0)
+        _finish(work)
+        parts, work = exchange.scatter(exchange.orthogonalised(gathered))
+        _put(back, adjust_lr)
+        back = exchange, parts, update, work
+    _put(back, adjust_lr)
+
+
+def _put(back: tuple[BucketExchange, Tensor, Tensor, Any] | None, adjust_lr: str) -> None:
+    if back is not None:
+        exchange, parts, update, work = back
+        _finish(work)
+        exchange.put(parts, update, adjust_lr)
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _view(flat: Tensor, sent: Sent) -> Tensor:
     return flat[sent.start : sent.stop].view(sent.shape)[sent.inner]
-
-
-def _num_elements(sent: Sent) -> int:
-    rows, columns = sent.place
-    return (rows.stop - rows.start) * (columns.stop - columns.start)

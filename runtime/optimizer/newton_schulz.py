@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
 _LEAST_NORM = 1e-7
 
 
@@ -24,7 +25,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=_LEAST_NORM)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

@@ -14,7 +14,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from planner.sharding.groups import Settings
+from planner.updates.groups import Settings
 
 Columns = Mapping[str, list[Tensor]]  # "value", "grad" and the rule's moments: tensors of equal sizes
 # of settings, columns, counts of updates before this one (used up), learning rate, grad_scale, found_inf

@@ -24,7 +24,7 @@ from passes.parameters import LocalParameter
 from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
 from planner.sharding.collectives import SUMS
-from planner.sharding.groups import Settings, base_of
+from planner.updates.groups import Settings, base_of
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.flat import FlatOptimizer, Part, Run

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.program.matrices import Matrices
-from planner.sharding.groups import Settings, base_of, settings_of
 from planner.spec.optimizer import OptimizerSpec
+from planner.updates.groups import Settings, base_of, settings_of
 
 
 class Lion(torch.optim.Optimizer):

@@ -124,7 +124,7 @@ def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw",
     Hugging Face are float32, so that this happens more often; a matrix cut otherwise is wrong by 0.01.
     """
     (losses, found, measured), (wanted, truth), planned = session_lab().call(both, name, layout, adjust_lr, dtype)
-    limit = 1e-6 if name == "gpt" else 1e-3
+    limit = {"gpt": 1e-6, "mixtral": 4e-3}.get(name, 1e-3)
     assert losses == pytest.approx(wanted, rel=limit)
     for fqn, value in found.items():
         assert (value - truth[fqn]).norm() <= limit * truth[fqn].norm(), fqn

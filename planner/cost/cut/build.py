@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -38,6 +39,7 @@ from planner.saved.lowered import Lowered
 from planner.saved.trace import Call, StageTrace
 from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
+from planner.sharding.homes import matrices_of, shared_over
 from planner.sharding.parameters import local_parameter
 from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
@@ -198,8 +200,14 @@ class Builder:
         starts = padded(elements, start_multiple(alignment))
         partial = tuple(axis for axis in local.partial_over if axis != "embedding")
         dtype = str(local.dtype).removeprefix("torch.")
-        axis, rule = local.reduced_over, self.decisions.rules.of(local.fqn)
-        return HeldParameter(elements, starts, dtype, local.dtype.itemsize, local.requires_grad, axis, partial, rule)
+        axis, rules, mesh = local.reduced_over, self.decisions.rules, self.decisions.mesh
+        kept = HeldParameter(elements, starts, dtype, local.dtype.itemsize, local.requires_grad, axis, partial)
+        if not rules.others and rules.section == kept.rule:
+            return kept
+        sizes = Counter(matrix.shape for matrix in matrices_of(local, rules, mesh))
+        matrices = tuple((count, *shape) for shape, count in sizes.items())
+        shared = shared_over(local, mesh, sharded=self.spec.optimizer.zero == 1) if matrices else ""
+        return replace(kept, rule=rules.of(local.fqn), matrices=matrices, shared_by=shared)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
         """For each unit, the values that are sent if a stage ends with it."""

@@ -65,7 +65,7 @@ class KindWork:
 class HeldParameter:
     """One rank's part of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
     ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot.
-    ``rule``: its update rule.
+    ``rule``: its update rule; ``matrices``: (how many, rows, columns) of those updated whole, over ``shared_by``.
     """
 
     elements: int
@@ -76,6 +76,8 @@ class HeldParameter:
     reduced_over: str
     partial_over: tuple[str, ...] = ()
     rule: str = "adamw"
+    matrices: tuple[tuple[int, int, int], ...] = ()
+    shared_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

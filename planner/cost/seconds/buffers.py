@@ -6,8 +6,9 @@ here the buckets are counted as total / bucket size, so a length is off by less 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.cost.cut.units import CutWork, HeldParameter
 from planner.mesh import Mesh
@@ -25,6 +26,7 @@ class HeldBuffer:
 
     ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, if they are tied.
     ``averaged``: a running mean of the weights is kept; ``num_moments``: values that the update rule keeps.
+    ``matrices``: (how many, rows, columns) of those that it updates whole, over ``shared_by``.
     """
 
     elements: int
@@ -38,6 +40,8 @@ class HeldBuffer:
     tied: bool = False
     averaged: bool = False
     num_moments: int = 2
+    matrices: tuple[tuple[int, int, int], ...] = ()
+    shared_by: str = ""
 
     @property
     def optimizer_bytes(self) -> int:
@@ -88,7 +92,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
                spec: Spec) -> RankHolds:  # fmt: skip
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
-    groups: dict[tuple[str, str, tuple[str, ...], bool, str], list[int]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], bool, str, str], _Sums] = {}
     frozen, low = 0, False
     held: list[tuple[HeldParameter, int, bool]] = []
     for first, end in chunks:
@@ -107,21 +111,33 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
         if not p.is_trainable:
             frozen += p.elements * p.itemsize * count
             continue
-        sums = groups.setdefault((p.dtype, p.reduced_over, p.partial_over, tied, p.rule), [0, 0])
-        sums[0] += p.starts * count
-        sums[1] = p.itemsize
+        key = p.dtype, p.reduced_over, p.partial_over, tied, p.rule, p.shared_by
+        sums = groups.setdefault(key, _Sums(p.itemsize))
+        sums.elements += p.starts * count
+        for number, *shape in p.matrices:
+            sums.matrices[tuple(shape)] += number * count
     asked = spec.precision.gradients or ("float32" if low else None)
     buffers = tuple(
-        _buffer(total, itemsize, dtype, asked, over, partial, tied, rule, mesh, spec)
-        for (dtype, over, partial, tied, rule), (total, itemsize) in groups.items()
+        _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, mesh, spec)
+        for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
     )
     return RankHolds(buffers, frozen)
 
 
+@dataclass
+class _Sums:
+    """Of parameters that share a buffer."""
+
+    itemsize: int
+    elements: int = 0
+    matrices: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
 def _buffer(
-    total: int, itemsize: int, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool,
-    rule: str, mesh: Mesh, spec: Spec,
+    sums: _Sums, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool, rule: str,
+    shared_by: str, mesh: Mesh, spec: Spec,
 ) -> HeldBuffer:  # fmt: skip
+    total, itemsize = sums.elements, sums.itemsize
     optimizer, ranks = spec.optimizer, mesh.size(over)
     sharded = optimizer.zero == 1
     num_ranks, alignment = (ranks, optimizer.alignment) if sharded else (1, "none")
@@ -132,4 +148,6 @@ def _buffer(
     gradient = SIZES[asked] if asked else itemsize
     kept = optimizer.ema is not None, len(moments_of(rule, momentum_of(optimizer)[0]))
     shard = elements // num_ranks
+    matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())
+    kept = (*kept, matrices, shared_by)
     return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)

@@ -2,7 +2,8 @@
 
 reduce-scatter   bucket by bucket, as the last backward of the rank fills them (runtime.optimizer.buffers): all but
                  the last bucket beside it
-update           bytes of gradient, moments and parameters over the memory's bandwidth
+update           bytes of gradient, moments and parameters over the memory's bandwidth; of whole matrices the products
+                 of Newton-Schulz too, evenly over the ranks that share them, and two all-to-alls
 all-gather       starts after the update; each forward waits for the buckets that it reads: all but the first
                  beside the first forward, or while a later stage waits for its first microbatch
 """
@@ -12,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.cost.cut.kernels import Op, Size
 from planner.cost.seconds.buffers import HeldBuffer, RankHolds
 from planner.cost.seconds.phases import Pricing
 from planner.sharding.collectives import NOTES_OF_A_RANK, SUMS
+from planner.sharding.homes import SENT_BYTES
+from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
 
 NORM_BYTES = 8
 
@@ -47,10 +51,32 @@ def end_of_step(
             gather += buffer.num_buckets * each
             first_bucket = max(first_bucket, each)
         sums += _sums(buffer, pricing)
-        update += pricing.roofline.moving(buffer.update_bytes)
+        update += pricing.roofline.moving(buffer.update_bytes) + _matrices(buffer, pricing)
     hidden = overlap * min(reduce - last_bucket, last_backward)
     waited = gather - overlap * min(gather - first_bucket, until_first_forward_ends)
     return EndOfStep(reduce - hidden + sums, update, waited)
+
+
+def _matrices(buffer: HeldBuffer, pricing: Pricing) -> float:
+    if not buffer.matrices:
+        return 0.0
+    seconds = elements = 0.0
+    for count, *shape in buffer.matrices:
+        a, b = sorted(shape)
+        products = ((1, a, a, b), (1, a, a, a), (1, a, b, a))
+        ops = [(Op("bfloat16", Size(_bytes(sides)), sides), 1) for sides in products]
+        seconds += count * NEWTON_SCHULZ_STEPS * pricing.roofline.all(ops, 1)
+        elements += count * a * b
+    if not buffer.shared_by:
+        return seconds
+    ranks = pricing.mesh.size(buffer.shared_by)
+    exchange = pricing.collective("all_to_all", buffer.shared_by, elements * SENT_BYTES / ranks / buffer.num_buckets)
+    return seconds / ranks + 2 * buffer.num_buckets * exchange
+
+
+def _bytes(sides: tuple[int, int, int, int]) -> float:
+    _, m, n, k = sides
+    return 2.0 * (m * n + m * k + k * n)
 
 
 def _bucket(buffer: HeldBuffer) -> float:

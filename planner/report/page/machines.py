@@ -37,7 +37,7 @@ def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
         firsts = [mesh.rank_of(pp=stage.pp_rank) for stage in plan.stages]
         pairs = pairwise(firsts) if axis == "pp" else [(firsts[0], firsts[-1])]
         level = max((level_between(a, b, cluster) for a, b in pairs), default=0)
-    elif axis in (*EXPERT_AXES, "world", "tp", "cp", "dp", "dp-cp"):
+    elif set(axis.split("-")) <= {*EXPERT_AXES, "world", "tp", "cp", "dp"}:
         sizes = group(mesh, axis, cluster).sizes
         level = max((level for level, n in enumerate(sizes) if n > 1), default=0)
     else:

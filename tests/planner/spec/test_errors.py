@@ -157,7 +157,7 @@ def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     assert dict_error(optimizer={"name": name}).splitlines() == [
         f"optimizer.name cannot be the string '{name}'",
         "  at:  optimizer.name",
-        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad",
+        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, muon",
     ]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
-from planner.sharding.groups import Settings, base_of, settings_of
 from planner.spec.spec import Spec
+from planner.updates.groups import Settings, base_of, settings_of
 
 
 @dataclass(frozen=True)

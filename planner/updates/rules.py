@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from passes.program.matrices import Matrices, find_matrices
 from passes.program.program import Program
-from planner.sharding.groups import settings_of
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.update_rules import MATRIX_RULES
+from planner.updates.groups import settings_of
 
 
 @dataclass(frozen=True)

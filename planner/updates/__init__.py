@@ -1,0 +1,1 @@
+"""The update rule and settings of each parameter."""
