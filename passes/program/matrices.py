@@ -100,7 +100,7 @@ _ELEMENTS = CASTS | COPIES | CUTS | SPLITS | LOOKUPS
 
 def _moved(permute: fx.Node, given: fx.Node, dim: int) -> int:
     """Where a dim goes, counted from the end."""
-    source = torch.empty(tuple(range(2, 2 + given.meta["val"].dim())), device="meta")  # sizes that tell dims apart
+    source = torch.empty(tuple(range(2, 2 + given.meta["val"].dim())), device="meta")  # no two sizes are equal
     shape = permute.target(source, *permute.args[1:], **permute.kwargs).shape  # pyright: ignore[reportCallIssue]
     return list(shape).index(source.shape[dim]) - len(shape)
 

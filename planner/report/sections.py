@@ -17,6 +17,7 @@ from planner.report.fold import Fold, fold, ranges, unfolded
 from planner.report.lengths import lengths_section
 from planner.report.recompute import recompute_section
 from planner.report.section import TIMES, Section
+from planner.sharding.buffers import BufferPlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
@@ -252,10 +253,20 @@ def _optimizer(plan: Tables) -> Section:
         dtypes = f"{b.dtype} / {b.gradient_dtype}"
         shared = f"{b.shard_elements:,}{'' if b.reduced_over == 'dp' else f' ({b.reduced_over})'}"
         rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", shared, str(len(b.buckets))))
-    columns = ("pp rank", "parameters / gradients", "elements", "per dp rank", "buckets")
+    columns = ["pp rank", "parameters / gradients", "elements", "per dp rank", "buckets"]
+    if any(b.rule != plan.optimizer.name for b in plan.optimizer.buffers):
+        columns.append("update rule")
+        rows = [(*row, _rule(b)) for row, b in zip(rows, plan.optimizer.buffers, strict=True)]
     note = f"{plan.optimizer.name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
     right = frozenset({"pp rank", "elements", "per dp rank", "buckets"})
-    return Section("Optimizer buffers", columns, tuple(rows), note, right)
+    return Section("Optimizer buffers", tuple(columns), tuple(rows), note, right)
+
+
+def _rule(buffer: BufferPlan) -> str:
+    """With the number of matrices that it updates whole, and the ranks that are their homes."""
+    homes = [home for bucket in buffer.buckets for home in bucket.homes]
+    over = f" on {len(set(homes))} home ranks of {buffer.matrix_axis}" if buffer.matrix_axis else ""
+    return f"{buffer.rule}, {len(homes)} matrices{over}" if homes else buffer.rule
 
 
 def _memory(plan: Tables) -> Section:
