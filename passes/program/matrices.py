@@ -71,8 +71,8 @@ def find_matrices(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, M
 
 
 class Read(NamedTuple):
-    """A product that reads a weight as ``operand``, whose dim ``rows`` (from the end) is the weight's second to last;
-    None: it is not known which.
+    """A product that reads a weight as ``operand``. ``rows``: its dim, from the end, that is the weight's second to
+    last; None if that is not known.
     """
 
     product: fx.Node

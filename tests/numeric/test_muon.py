@@ -58,10 +58,10 @@ def parts(name: str, fqn: str, shape: tuple[int, ...]) -> list[tuple[Any, ...]] 
     return rows
 
 
-def alone(name: str, adjust_lr: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+def alone(name: str, adjust_lr: str, dtype: torch.dtype, device: str = "cpu") -> tuple[list[float], dict[str, Tensor]]:
     """torch's Muon over copies of the matrices, torch's AdamW over all else."""
     entry = families.build(name)
-    model, losses = entry.model.to(dtype), []
+    model, losses = entry.model.to(device, dtype), []
     given = {n: p for n, p in model.named_parameters() if p.requires_grad}
     boxes = {n: parts(name, n, tuple(p.shape)) for n, p in given.items()}
     copies = {
@@ -72,7 +72,7 @@ def alone(name: str, adjust_lr: str, dtype: torch.dtype) -> tuple[list[float], d
     adamw = torch.optim.AdamW([p for n, p in given.items() if boxes[n] is None], **keys, betas=(0.9, 0.95), eps=1e-8)
     for step in range(STEPS):
         model.zero_grad()
-        loss = entry.loss(model(**entry.batch(8, step)))
+        loss = entry.loss(model(**{k: x.to(device) for k, x in entry.batch(8, step).items()}))
         loss.backward()
         losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -32,8 +32,10 @@ from tests.models import (
     uneven,
     untrained,
 )
+from tests.numeric import test_muon, test_update_rules
 from tests.numeric.test_expert_layouts import OPENED, STACKED, built, check, layer_of
 from tests.numeric.test_expert_layouts import batch_of as tokens_of
+from tests.tools import length_ranks
 from tests.tools.comparison import LIMITS
 from tests.tools.graphed_runs import spec_of
 from tests.tools.simulated_mesh import run_mesh
@@ -161,3 +163,39 @@ def test_a_save_of_a_gpu_goes_on_there_to_the_bit_and_on_a_cpu_within_rounding(t
             engine.train_step(entry.batch(8, 1))
             found = engine.gather_parameters()
         assert all((found[name].cpu() - truth[name].cpu()).abs().max() <= limit for name in truth)
+
+
+@pytest.mark.parametrize("name", [name for name in test_update_rules.RULES if name != "lion"])
+def test_an_update_rule_is_that_of_torch(name: str) -> None:
+    rule, entry = test_update_rules.RULES[name], families.build("gpt")
+    batches = [entry.batch(8, step) for step in range(test_update_rules.STEPS)]
+    with Engine(plan(entry.model, test_update_rules.spec_of(entry, rule, {"mesh": {}})), device=GPU) as engine:
+        losses = [engine.train_step(batch).loss for batch in batches]
+    assert losses == pytest.approx(test_update_rules.alone("gpt", rule, "cuda")[0], rel=1e-10)
+
+
+def test_muon_is_that_of_torch() -> None:
+    entry = families.build("gpt")
+    batches = [entry.batch(8, step) for step in range(test_muon.STEPS)]
+    with Engine(plan(entry.model, test_muon.spec_of(entry, {"mesh": {}})), device=GPU) as engine:
+        losses, found = [engine.train_step(batch).loss for batch in batches], engine.gather_parameters()
+    wanted, truth = test_muon.alone("gpt", "match_rms_adamw", torch.float64, "cuda")
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    for fqn, value in found.items():
+        assert (value.cpu() - truth[fqn].cpu()).norm() <= 1e-6 * truth[fqn].norm(), fqn
+
+
+@pytest.mark.parametrize("scope", [None, ["attn", "mlp"], ["full_iteration"]], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_several_lengths(name: str, scope: list[str] | None) -> None:
+    entry = families.build(name)
+    _, lengths = length_ranks.shape_of(entry, (1, 1 / 3, 2 / 3, 1, 1 / 3, 1, 2 / 3, 1 / 3))
+    batches = length_ranks.batches_of(entry, lengths, (8,) * len(lengths))
+    graphs = {} if scope is None else {"cuda_graphs": {"impl": "local", "scope": scope, "warmup_steps": 1}}
+    spec = length_ranks.spec_of(entry, sorted(set(lengths)), {"global": 8, "micro": 2}, mesh={}, **graphs)
+    with Engine(plan(entry.model, spec), device=GPU) as engine:
+        losses = [engine.train_step(batch).loss for batch in batches]
+    entry = families.build(name)
+    entry.model.to(GPU)
+    placed = [{key: x.to(GPU) for key, x in batch.items()} for batch in batches]
+    assert losses == pytest.approx(length_ranks.alone(entry, placed, torch.float64)[0], rel=1e-10)

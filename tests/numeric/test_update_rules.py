@@ -54,13 +54,13 @@ def of_torch(parameters: list[nn.Parameter], rule: dict[str, Any]) -> torch.opti
     return made[rule["name"]](parameters, keys) if rule["name"] == "lion" else made[rule["name"]](parameters, **keys)
 
 
-def alone(name: str, rule: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def alone(name: str, rule: dict[str, Any], device: str = "cpu") -> tuple[list[float], dict[str, Tensor]]:
     entry = families.build(name)
-    model, losses = entry.model.double(), []
+    model, losses = entry.model.to(device, torch.float64), []
     update = of_torch(list(model.parameters()), rule)
     for step in range(STEPS):
         update.zero_grad()
-        loss = entry.loss(model(**entry.batch(8, step)))
+        loss = entry.loss(model(**{k: x.to(device) for k, x in entry.batch(8, step).items()}))
         loss.backward()
         losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> Non
 
 
 def test_every_rule_is_tested() -> None:
-    assert {rule["name"] for rule in RULES.values()} | {"adamw"} == UPDATE_RULES.keys()
+    assert {rule["name"] for rule in RULES.values()} | {"adamw", "muon"} == UPDATE_RULES.keys()  # test_muon.py
 
 
 def test_memory_is_that_of_the_moments() -> None:
