@@ -7,7 +7,7 @@
     python benchmarks/gpu.py graphs     CUDA graphs: the numbers of eager steps, and how much faster short kernels are
     python benchmarks/gpu.py profile    a 1.1-billion Llama in bfloat16: speed, gaps, attention's kernels, memory
     python benchmarks/gpu.py plain      the same models in plain PyTorch beside ours, eager and compiled
-    python benchmarks/gpu.py documents  packed documents: padded, one mask, block by block, one kernel
+    python benchmarks/gpu.py documents  packed documents: padded, one mask, one kernel
     python benchmarks/gpu.py updates    ms of an update by each rule
     python benchmarks/gpu.py all --write                    all of them, appended to RESULTS.md as each one ends
 

@@ -1,15 +1,13 @@
-"""A Llama of 1.1 billion parameters in bfloat16 on packed documents: tokens/s of labels that count, four ways.
+"""A Llama of 1.1 billion parameters in bfloat16 on packed documents: tokens/s of labels that count, three ways.
 
 padded          a sequence for each document
 one mask        packed, attention of whole sequences with their mask
-block by block  packed, within documents, a call of attention for each
 one kernel      packed, within documents, one call of the variable-length kernel
 """
 
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import numpy as np
@@ -27,11 +25,10 @@ from runtime import Engine
 from runtime.data.token_batches import token_batches
 from runtime.data.tokens import Tokenization, Tokens
 
-WAYS: dict[str, tuple[Any, float, bool]] = {
-    "padded": (False, 0.0, False),
-    "one mask": ("documents", math.inf, False),
-    "block by block": ("documents", 0.0, False),
-    "one kernel": ("documents", 0.0, True),
+WAYS: dict[str, tuple[Any, bool]] = {
+    "padded": (False, False),
+    "one mask": ("documents", False),
+    "one kernel": ("documents", True),
 }
 
 
@@ -47,7 +44,7 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
 
 def figures(device: torch.device, way: str, *, tiny: bool) -> tuple[float, float, int | None]:
     """Tokens that count a second, seconds a step, bytes at the peak."""
-    packing, call, has_kernel = WAYS[way]
+    packing, has_kernel = WAYS[way]
     model, sizes = llama(tiny=tiny, attention_dropout=0.0)
     model.config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     length, vocabulary = sizes["max_position_embeddings"], sizes["vocab_size"]
@@ -55,7 +52,6 @@ def figures(device: torch.device, way: str, *, tiny: bool) -> tuple[float, float
     batches = token_batches(text_of(length, vocabulary), Spec.load(spec))
     rows = [batches.batch(step) for step in range(2 if tiny else WARM + TIMED)]
     with pytest.MonkeyPatch.context() as patch, Engine(plan(model, spec), device=device) as engine:
-        patch.setattr(documents, "CALL", call)
         if not has_kernel:
             patch.setattr(documents, "has_kernel", lambda *_: False)
         found = timed(engine, rows, 1 if tiny else WARM, device)

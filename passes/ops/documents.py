@@ -2,7 +2,8 @@
 
 The blocks are read off the values of the mask, once for all attentions of a microbatch that share it, so the result is
 that of the whole mask, whatever it is: a mask of another form, or of so many small blocks that calls would cost more
-than they save, is applied in one call. A GPU computes all blocks in one call, where it can (passes.ops.varlen).
+than they save, is applied in one call. A GPU computes all blocks in one call (passes.ops.varlen), or applies the mask:
+calls of many sizes took seven times as long there as the mask of all (benchmarks/RESULTS.md, "On a GPU").
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def _known(mask: Tensor) -> Known:
 
 
 def _are_worth_calls(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
+    if q.is_cuda:
+        return False
     sequences = q.shape[0] if blocks and blocks[0].sequence < 0 else 1
     spent = sum(sequences * q.shape[1] * b.rows * (b.end - b.keys) + CALL for b in blocks)
     return bool(blocks) and spent < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

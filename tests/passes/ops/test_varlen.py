@@ -82,10 +82,11 @@ def test_keys_in_their_order_are_not_copied() -> None:
     assert some.places is not None
 
 
+# of rows without keys PyTorch's own kernels differ: cuDNN's are zero, others the mean of all values
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", [HEADS, GROUPS])
-@pytest.mark.parametrize("name", [*MASKS, *OTHERS])
+@pytest.mark.parametrize("name", [*MASKS, "a bias", "of heads", "noise"])
 def test_on_a_gpu(name: str, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     in_one = documents.attention_of_segments
