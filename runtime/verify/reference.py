@@ -23,7 +23,7 @@ from planner.capture.model.caches import caches_off
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
-from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.lr import LearningRate
 from runtime.verify.optimizers import optimizer_of
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class OneProcess:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
         self.optimizer = optimizer_of(self.model, spec.optimizer)
+        self.rate = LearningRate(spec.optimizer)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -80,8 +81,7 @@ class OneProcess:
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
-        s = o.schedule
-        rate = learning_rate(self.num_updates, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+        rate = self.rate.at(self.num_updates)
         for group in groups:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()
