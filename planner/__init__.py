@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from passes.rules.own import rule
     from planner.api import capture, plan
     from planner.capture.model.meta_init import meta_parameters
+    from planner.capture.model.with_loss import with_loss
     from planner.captured import Captured
     from planner.frozen_plan import Plan
 
-__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule"]
+__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule", "with_loss"]
 
 _HOMES = {
     "Captured": "planner.captured",
@@ -25,6 +26,7 @@ _HOMES = {
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
     "rule": "passes.rules.own",
+    "with_loss": "planner.capture.model.with_loss",
 }
 
 
