@@ -13,16 +13,18 @@ from passes.errors import PlanError  # noqa: E402
 if TYPE_CHECKING:
     from passes.rules.own import rule
     from planner.api import capture, plan
+    from planner.capture.model.combined import combine
     from planner.capture.model.meta_init import meta_parameters
     from planner.capture.model.with_loss import with_loss
     from planner.captured import Captured
     from planner.frozen_plan import Plan
 
-__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule", "with_loss"]
+__all__ = ["Captured", "Plan", "PlanError", "capture", "combine", "meta_parameters", "plan", "rule", "with_loss"]
 
 _HOMES = {
     "Captured": "planner.captured",
     "Plan": "planner.frozen_plan",
+    "combine": "planner.capture.model.combined",
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
     "rule": "passes.rules.own",

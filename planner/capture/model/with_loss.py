@@ -3,7 +3,7 @@
     loss(model(**inputs), batch)       inputs: those of the batch that the model's forward accepts; batch: all of them
 
 The module is an object of a subclass that has the ``__dict__`` of the model: parameters, buffers, submodules and
-attributes are the model's, under their own names. Its forward, without hooks of its own, stands around the model's call.
+attributes are the model's, under their own names. Its forward stands around the model's call, which runs the hooks.
 """
 
 from __future__ import annotations
