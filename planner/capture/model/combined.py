@@ -1,7 +1,7 @@
 """Several models and one loss over them, as one module: DPO with its reference, distillation with its teacher.
 
-    combine(loss=function, frozen=["reference"], policy=…, reference=…)       parameters: policy.…, reference.…
-    function(policy=…, reference=…, batch={…})                                calls each model as often as it likes
+combine(loss=function, frozen=["reference"], policy=…, reference=…)       parameters: policy.…, reference.…
+function(policy=…, reference=…, batch={…})                                calls each model as often as it likes
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Combined(nn.Module):
 
     def __init__(self, models: Mapping[str, nn.Module], loss: Callable[..., Any], frozen: frozenset[str]) -> None:
         super().__init__()
-        self._loss, self._frozen = loss, frozen
+        self.loss_function, self._frozen = loss, frozen
         for name, model in models.items():
             self.add_module(name, model)
         for name in sorted(frozen):
@@ -53,7 +53,8 @@ class Combined(nn.Module):
 
     def forward(self, **batch: Tensor) -> Any:
         models = {name: _Frozen(m) if name in self._frozen else m for name, m in self.named_children()}
-        return checked(self._loss(**models, batch=Batch(batch)), self._loss, name_of(self._loss))
+        result = self.loss_function(**models, batch=Batch(batch))
+        return checked(result, self.loss_function, name_of(self.loss_function))
 
 
 class _Frozen:
@@ -75,7 +76,7 @@ def _check(models: Mapping[str, nn.Module], frozen: Collection[str]) -> None:
         if not isinstance(model, nn.Module):
             what = f"the model {name} is a {type(model).__name__}, not a torch.nn.Module"
             raise PlanError(what, where=_AT, fix="pass models by name: policy=…, reference=…")
-        if name == "batch" or hasattr(nn.Module, name):
+        if name in ("batch", "loss_function") or hasattr(nn.Module, name):
             raise PlanError(f"no model can have the name {name}", where=_AT, fix="choose another name")
     unknown = [name for name in frozen if name not in models]
     if unknown or not models or isinstance(frozen, str):
