@@ -360,7 +360,7 @@ def _program(
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
     program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=has_rule)
-    # an input whose name Python has for a function (`input`, `next`) stands under another name in a graph
+    # an input that is named like a function of Python (`input`, `next`) has another name in a graph
     holders = program.graph.graph.find_nodes(op="placeholder")
     program.inputs = {node.name: str(node.target) for node in holders if node.target in program.inputs}
     order_side_calls(program.graph.graph, program.parameters)
