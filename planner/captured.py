@@ -31,8 +31,8 @@ from passes.rng.places import name_draws
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
-from planner.capture.model.loss_functions import loss_function
-from planner.capture.model.with_loss import trained
+from planner.capture.own_loss.functions import loss_function
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.capture.real_forward import refuse_another_forward
 from planner.named_code import is_named
 from planner.slow_steps import shown_if_slow
@@ -91,7 +91,7 @@ class Captured:
         if times not in self._programs:
             with shown_if_slow("capturing the model at another batch size"):
                 larger = wider(self._example, times)
-                module, loss = trained(self.model, self.loss)
+                module, loss = apply_loss(self.model, self.loss)
                 self._programs[times] = capture(
                     module, larger, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True
                 )
@@ -111,7 +111,7 @@ class Captured:
             what = f"the loss function {self.loss} has changed since the model was captured"
             raise PlanError(what, where="loss", fix="capture the model again")
         if self.dtype is None:  # weights may be others: the check that reads their values is made again
-            refuse_another_forward(trained(self.model, self.loss)[0], self._example, self._programs[1])
+            refuse_another_forward(apply_loss(self.model, self.loss)[0], self._example, self._programs[1])
 
     def check_spec(self, spec: Spec, inputs: Mapping[str, Tensor]) -> None:
         """Raise PlanError if ``spec``, with microbatches like ``inputs``, needs another capture."""
@@ -156,7 +156,7 @@ def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) ->
     """``model``, captured for ``inputs``: one microbatch, on any device. Raises PlanError."""
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
-        module, loss = trained(model, spec.loss)
+        module, loss = apply_loss(model, spec.loss)
         program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec))
     return Captured(model, spec.loss, dtype_of(spec), time.perf_counter() - start, dict(inputs), {1: program})
 

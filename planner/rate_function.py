@@ -26,7 +26,9 @@ class RateFunction:
         """The factor of step number ``step``, from 0."""
         try:
             value = self._function(step)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's code: it may derive from any class
             what = f"the learning-rate function {self._reference} failed at step {step}: {first_line(error)}"
             fix = "it gets one argument, the number of the step (an int, from 0), and returns the factor of lr"
             raise PlanError(what, where=line_of(error) or self._place(), fix=fix) from error

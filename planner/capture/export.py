@@ -53,11 +53,11 @@ from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import refuse_parameter_writes
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.gradients.reached import keep_what_is_reached
-from planner.capture.loss_lines import loss_lines
 from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
+from planner.capture.own_loss.lines import loss_lines
 from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.real_forward import refuse_another_forward

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
-from planner.capture.model.with_loss import trained
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
@@ -70,7 +70,7 @@ class OneProcess:
         self.optimizer.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
-        module, wanted = trained(self.model, self.spec.loss)
+        module, wanted = apply_loss(self.model, self.spec.loss)
         with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates, batch):
             loss = loss_of(module(**batch), wanted)
         with nullcontext() if draws is None else draws.backward():

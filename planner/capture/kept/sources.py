@@ -26,7 +26,7 @@ from torch import nn
 
 from planner.capture.kept.certain_code import check_code
 from planner.capture.kept.uncertain import Uncertain
-from planner.capture.model.with_loss import model_of
+from planner.capture.own_loss.with_loss import model_of
 from planner.capture.python.modules import users_modules
 
 # Of a rank, a launcher or a terminal: other in processes that share a capture. All other variables stand in the key.

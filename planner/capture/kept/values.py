@@ -22,7 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.model.exchange import storage_of
-from planner.capture.model.with_loss import parts_of
+from planner.capture.own_loss.with_loss import parts_of
 
 _MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
 OF_MODULES = ("_parameters", "_buffers", "_modules")

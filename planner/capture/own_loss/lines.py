@@ -16,8 +16,8 @@ from torch import nn
 from torch.fx.proxy import TracerBase
 
 from passes.program.source_lines import is_foreign_frame
-from planner.capture.model.combined import Combined
-from planner.capture.model.with_loss import parts_of
+from planner.capture.own_loss.combined import Combined
+from planner.capture.own_loss.with_loss import parts_of
 
 _FILTER = "_filter_traceback_frames"
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.capture.model.loss_functions import FIX, Batch, check_arguments, checked, loss_function, name_of
+from planner.capture.own_loss.functions import FIX, Batch, check_arguments, checked, loss_function, name_of
 
 Loss = Callable[[Any, dict[str, Tensor]], Any]
 _MODEL, _PARTS = "_meshwright_model", "_meshwright_parts"
@@ -32,17 +32,13 @@ def with_loss(model: nn.Module, loss: Loss, name: str = "") -> nn.Module:
     """
     name = name or name_of(loss)
     check_arguments(loss, "outputs", "batch", name=name, fix=FIX)
-    try:
-        kind = _kind(type(model), loss, name)
-    except TypeError:  # it has no hash
-        kind = _kind.__wrapped__(type(model), loss, name)
-    made = object.__new__(kind)
+    made = object.__new__(_kind_of(type(model), loss, name))
     object.__setattr__(made, "__dict__", model.__dict__)
     object.__setattr__(made, _MODEL, model)
     return made
 
 
-def trained(model: nn.Module, loss: str) -> tuple[nn.Module, str]:
+def apply_loss(model: nn.Module, loss: str) -> tuple[nn.Module, str]:
     """The module that a step runs, and the name of its output that is the loss, by ``loss`` of the spec.
 
     Raises PlanError if that names a function which cannot be loaded, or takes other arguments.
@@ -96,6 +92,16 @@ def _run(module: nn.Module, loss: Loss, name: str, /, **batch: Tensor) -> Any:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(module, *args, **kwargs)
+
+
+def _kind_of(base: type, loss: Loss, name: str) -> type:
+    make = _kind if type(loss).__hash__ is not None else _kind.__wrapped__
+    try:
+        return make(base, loss, name)
+    except TypeError as error:
+        what = f"{base.__name__} cannot get a loss of its own: {error}"
+        fix = "hold the model in an nn.Module whose forward returns the loss"
+        raise PlanError(what, where="loss", fix=fix) from error
 
 
 @functools.lru_cache(32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner import capture, plan, with_loss
-from planner.capture.model.with_loss import model_of
+from planner.capture.own_loss.with_loss import model_of
 from tests.models.families import build
 from tests.models.preferences import VOCABULARY, gpt, weighted_loss
 from tests.tools.captures import plan_again

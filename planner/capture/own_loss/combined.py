@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.capture.model.loss_functions import Batch, check_arguments, checked, name_of
+from planner.capture.own_loss.functions import Batch, check_arguments, checked, name_of
 
 _AT = "combine(…)"
 
