@@ -71,7 +71,7 @@ _LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["outp
 def _loss(value: Any) -> str:
     """auto, the name (or index) of the output that ``{output: NAME}`` gives, or the name of a function."""
     name = value["output"] if isinstance(value, Mapping) and set(value) == {"output"} else None
-    if value == AUTO or is_named(value):
+    if isinstance(value, str) and (value == AUTO or is_named(value)):
         return value
     if isinstance(name, (str, int)) and not isinstance(name, bool) and name != "" and not is_named(name):
         return str(name)
