@@ -61,6 +61,7 @@ class OneProcess:
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
+        self._module, self._wanted = apply_loss(model, spec.loss)
         self.optimizer = optimizer_of(self.model, spec.optimizer)
         self.rate = LearningRate(spec.optimizer)
         self.num_updates = 0
@@ -70,9 +71,8 @@ class OneProcess:
         self.optimizer.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
-        module, wanted = apply_loss(self.model, self.spec.loss)
         with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates, batch):
-            loss = loss_of(module(**batch), wanted)
+            loss = loss_of(self._module(**batch), self._wanted)
         with nullcontext() if draws is None else draws.backward():
             loss.backward()
         return loss.item()

@@ -100,7 +100,7 @@ def _kind_of(base: type, loss: Loss, name: str) -> type:
         return make(base, loss, name)
     except TypeError as error:
         what = f"{base.__name__} cannot get a loss of its own: {error}"
-        fix = "hold the model in an nn.Module whose forward returns the loss"
+        fix = "hold the model in an nn.Module with a forward that returns the loss"
         raise PlanError(what, where="loss", fix=fix) from error
 
 
