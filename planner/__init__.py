@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from passes.rules.own import rule
     from planner.api import capture, plan
     from planner.capture.model.meta_init import meta_parameters
+    from planner.capture.own_loss.combined import combine
+    from planner.capture.own_loss.with_loss import with_loss
     from planner.captured import Captured
     from planner.frozen_plan import Plan
 
-__all__ = ["Captured", "Plan", "PlanError", "capture", "meta_parameters", "plan", "rule"]
+__all__ = ["Captured", "Plan", "PlanError", "capture", "combine", "meta_parameters", "plan", "rule", "with_loss"]
 
 _HOMES = {
     "Captured": "planner.captured",
     "Plan": "planner.frozen_plan",
+    "combine": "planner.capture.own_loss.combined",
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
     "rule": "passes.rules.own",
+    "with_loss": "planner.capture.own_loss.with_loss",
 }
 
 

@@ -41,6 +41,7 @@ from planner.placement.attention.sites import AttentionSite, attention_sites, ch
 from planner.placement.decide import decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
 from planner.placement.uncut import check_something_is_cut
+from planner.rate_function import check_rate_function
 from planner.recompute.decide import decide_recompute
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
@@ -103,6 +104,7 @@ def plan(
         if checked.lengths and example_inputs is not None:
             what = "example_inputs have one length, and the spec's inputs several"
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
+        check_rate_function(checked.optimizer.schedule.kind)
         longest = checked.longest
         found = (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, longest, example_inputs)
         if not checked.lengths:

@@ -9,7 +9,7 @@ A capture depends on the inputs of one microbatch, on ``loss`` and ``precision.p
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,10 @@ from passes.rng.places import name_draws
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
+from planner.capture.own_loss.functions import loss_function
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.capture.real_forward import refuse_another_forward
+from planner.named_code import is_named
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.sections import GLOBAL
@@ -56,6 +59,7 @@ class Captured:
     _example: dict[str, Tensor]
     _programs: dict[int, Program]  # size of the batch in microbatches → its program, which is never rewritten
     _state: ModelState | None = field(default=None)
+    _function: Callable[..., Any] | None = field(default=None)
 
     @cached_property
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -87,14 +91,15 @@ class Captured:
         if times not in self._programs:
             with shown_if_slow("capturing the model at another batch size"):
                 larger = wider(self._example, times)
+                module, loss = apply_loss(self.model, self.loss)
                 self._programs[times] = capture(
-                    self.model, larger, has_rule=has_rule, loss=self.loss, dtype=self.dtype, is_known=True
+                    module, larger, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True
                 )
         return copied(self._programs[times])
 
     def remember_model(self) -> None:
         """Note how the model is now, for ``check_model``."""
-        self._state = ModelState(self.model)
+        self._state, self._function = ModelState(self.model), loss_function(self.loss)
 
     def check_model(self) -> None:
         """Raise PlanError if the model has changed since the capture."""
@@ -102,8 +107,11 @@ class Captured:
             return
         if (changed := ModelState(self.model).difference(self._state)) is not None:
             raise PlanError(f"the model has changed since it was captured: {changed}", fix="capture the model again")
+        if loss_function(self.loss) is not self._function:
+            what = f"the loss function {self.loss} has changed since the model was captured"
+            raise PlanError(what, where="loss", fix="capture the model again")
         if self.dtype is None:  # weights may be others: the check that reads their values is made again
-            refuse_another_forward(self.model, self._example, self._programs[1])
+            refuse_another_forward(apply_loss(self.model, self.loss)[0], self._example, self._programs[1])
 
     def check_spec(self, spec: Spec, inputs: Mapping[str, Tensor]) -> None:
         """Raise PlanError if ``spec``, with microbatches like ``inputs``, needs another capture."""
@@ -148,7 +156,8 @@ def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) ->
     """``model``, captured for ``inputs``: one microbatch, on any device. Raises PlanError."""
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
-        program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=dtype_of(spec))
+        module, loss = apply_loss(model, spec.loss)
+        program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec))
     return Captured(model, spec.loss, dtype_of(spec), time.perf_counter() - start, dict(inputs), {1: program})
 
 
@@ -207,7 +216,7 @@ def dtype_of(spec: Spec) -> torch.dtype | None:
 
 def _loss(name: str) -> str:
     """As a spec says it."""
-    return name if name == AUTO else f"{{output: {name}}}"
+    return name if name == AUTO or is_named(name) else f"{{output: {name}}}"
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -20,7 +20,7 @@ from runtime.distributed.memory import peak_bytes
 from runtime.distributed.notes import Notes, Own
 from runtime.distributed.stopping import stop_requested
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.lr import LearningRate
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.waits import Waits
 from runtime.report.step_report import StepClock, StepReport
@@ -40,7 +40,7 @@ class Update:
         waits: Waits,
     ) -> None:
         self._waits = waits
-        self._spec, self._groups, self._optimizer = spec.optimizer, groups, optimizer
+        self._rate, self._groups, self._optimizer = LearningRate(spec.optimizer), groups, optimizer
         self._experts = plan.experts
         self.turn_to(program, decisions)
         self.loss_scale = LossScale(spec.precision, groups.device)
@@ -57,7 +57,7 @@ class Update:
     def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
         """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
         not waited for, reading the report raises it. Nothing is updated then."""
-        rate, scale = self._learning_rate(step), self.loss_scale.tensor
+        rate, scale = self._rate.at(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
         notes = self._notes.here(stop_requested() is not None, self._own())
         kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
@@ -82,10 +82,6 @@ class Update:
 
     def _own(self) -> Own:
         return Own(self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
-
-    def _learning_rate(self, step: int) -> float:
-        o, s = self._spec, self._spec.schedule
-        return learning_rate(step, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
 
     def _load_here(self) -> list[Tensor]:
         """This rank's addend to the rows of each expert: all tp ranks route the same, one adds them."""

@@ -86,6 +86,12 @@ def error_of(directory: Path, model: nn.Module, text: str) -> PlanError:
             "list 4 numbers",
         ),
         ("optimizer:", "loss: {output: los}\noptimizer:", "spec.yaml:4", "no scalar output `los`", "name one of"),
+        ("optimizer:", "loss: none.py:f\noptimizer:", "spec.yaml:4", "no file none.py", "path/file.py:function"),
+        ("optimizer:", "loss: math:sin\noptimizer:", "spec.yaml:4", "takes (x, /), not (outputs, batch)", "def loss"),
+        ("1.0e-3", "1.0e-3, schedule: {kind: none.py:f}", "spec.yaml:4", "no file none.py", "path/file.py:function"),
+        ("1.0e-3", "1.0e-3, schedule: {kind: 'math:log'}", "spec.yaml:4", "failed at step 0", "returns the factor"),
+        ("1.0e-3", "1.0e-3, schedule: {kind: 'math:pi'}", "spec.yaml:4", "is a float, not a function", "path/file"),
+        ("1.0e-3", "1.0e-3, schedule: {kind: 'sys:exit'}", "spec.yaml:4", "failed at step 0: SystemExit", "an int"),
         (INPUTS, "", "spec.yaml", "inputs is missing", "add `inputs:"),
         (
             "labels: {",

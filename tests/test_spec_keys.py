@@ -81,6 +81,8 @@ CHANGES_THE_TRAINING: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.schedule.warmup": (5, {}),
     "optimizer.schedule.steps": (20, COSINE),
     "optimizer.schedule.min_lr": (1e-5, COSINE),
+    "optimizer.schedule.decay": (4, {**COSINE, "optimizer.schedule.kind": "wsd", "optimizer.schedule.decay": 9}),
+    "optimizer.schedule.power": (2.0, {**COSINE, "optimizer.schedule.kind": "polynomial"}),
     "precision.loss_scale": (3.0, {}),
     "seed": (1, {}),
     "initialization.method": ("model", {}),

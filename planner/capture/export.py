@@ -57,6 +57,7 @@ from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
+from planner.capture.own_loss.lines import loss_lines
 from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.real_forward import refuse_another_forward
@@ -273,7 +274,7 @@ def _export(
         watch.check(args, kwargs)
 
     try:
-        with CertainDraws(check, asked.draw_is_not_zero), asked.answered():
+        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model):
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
         return exported
@@ -359,6 +360,9 @@ def _program(
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
     program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=has_rule)
+    # an input that is named like a function of Python (`input`, `next`) has another name in a graph
+    holders = program.graph.graph.find_nodes(op="placeholder")
+    program.inputs = {node.name: str(node.target) for node in holders if node.target in program.inputs}
     order_side_calls(program.graph.graph, program.parameters)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}

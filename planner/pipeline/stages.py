@@ -2,6 +2,8 @@
 
     minimise over contiguous ranges of blocks   max over stages of  Σ cost(block and what runs after it)
 
+    cost: forward, and twice as much again for what has a backward
+
 Ops outside of blocks run as early as their inputs allow: the embedding with the first block, an encoder's last norm
 with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
 and a large vocabulary gives its last stage fewer layers, and none if the slowest stage is then faster by a twentieth. A
@@ -55,14 +57,14 @@ def assign_stages(
     num_stages, num_blocks = pp * vpp, len(blocks.instances)
     recomputed, needed, block_of = recomputed_nodes(program), needed_nodes(program), blocks.block_of()
     anchor = {n: a for n, a in anchors(program, block_of, recomputed).items() if n in needed}
-    costs = {node: node_cost(node) for node in anchor}
+    costs, work = {node: node_cost(node) for node in anchor}, {node: _work(node) for node in anchor}
     if split == "auto" or not num_blocks:
         _check_enough_blocks(num_blocks, pp, vpp, where)
     before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
         may_stand_alone = vpp == 1 and program.node(program.loss) in after
-        tail = sum(costs[node] for node in after) if may_stand_alone else 0
-        of_blocks = _costs_of_blocks(anchor, costs, num_blocks) if num_blocks else []
+        tail = sum(work[node] for node in after) if may_stand_alone else 0
+        of_blocks = _costs_of_blocks(anchor, work, num_blocks) if num_blocks else []
         layout = layout_of_sizes(sizes) if sizes else _balanced(of_blocks, num_stages, tail)
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
@@ -101,7 +103,12 @@ def block_costs(program: Program, blocks: Blocks) -> list[int]:
     """The cost of each block with the calls anchored to it, which ``assign_stages`` balances."""
     recomputed, needed = recomputed_nodes(program), needed_nodes(program)
     anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
-    return _costs_of_blocks(anchor, {node: node_cost(node) for node in anchor}, len(blocks.instances))
+    return _costs_of_blocks(anchor, {node: _work(node) for node in anchor}, len(blocks.instances))
+
+
+def _work(node: fx.Node) -> int:
+    """The cost of a forward and a backward; that of a model that is not trained is its forward's alone."""
+    return node_cost(node) * (3 if node.meta["grad"] else 1)
 
 
 def _stage_of_calls(

@@ -10,7 +10,6 @@ from pydantic import Field
 from passes.errors import PlanError, SpecError
 from planner.spec.fields import (
     MOST_NAMES,
-    Count,
     Flag,
     Fraction,
     Name,
@@ -22,25 +21,10 @@ from planner.spec.fields import (
     Word,
     key,
 )
+from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.update_rules import UPDATE_RULES, keys_read, momentum_of
 
 Rule = Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"]
-
-
-class LearningRateSpec(Section):
-    kind: Literal["constant", "cosine", "linear"] = key("constant", "constant | cosine | linear, after the warm-up")
-    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
-    steps: Size | None = key(None, "last step of the decay; required for cosine and linear")
-    min_lr: NotNegative = key(0.0, "learning rate after the decay")
-
-    def problems(self) -> Iterator[PlanError]:
-        at = "optimizer.schedule"
-        if self.kind != "constant" and self.steps is None:
-            what = f"{at}.steps is missing: a {self.kind} decay needs its last step"
-            yield SpecError(what, where=at, fix="add `steps: 10000`")
-        if self.steps is not None and self.warmup > self.steps:
-            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
-            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
 
 
 class GroupSpec(Section):

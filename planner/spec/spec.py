@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from passes.errors import PlanError, SpecError, Where
+from planner.named_code import FUNCTION_FORMS, from_directory, is_named
 from planner.spec.audit import AuditSpec
 from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
@@ -68,19 +69,22 @@ _LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["outp
 
 
 def _loss(value: Any) -> str:
-    """auto, or the name (or index) of the output that ``{output: NAME}`` gives."""
+    """auto, the name (or index) of the output that ``{output: NAME}`` gives, or the name of a function."""
     name = value["output"] if isinstance(value, Mapping) and set(value) == {"output"} else None
-    if value == AUTO or (isinstance(name, (str, int)) and not isinstance(name, bool) and name != ""):
-        return AUTO if value == AUTO else str(name)
-    fix = "write auto, or {output: NAME} with the name of the model's output"
+    if isinstance(value, str) and (value == AUTO or is_named(value)):
+        return value
+    if isinstance(name, (str, int)) and not isinstance(name, bool) and name != "" and not is_named(name):
+        return str(name)
+    fix = f"write auto, {{output: NAME}} with the name of the model's output, or a function: {FUNCTION_FORMS}"
     raise SpecError(f"loss cannot be {describe_value(value)}", where="loss", fix=fix)
 
 
+_FUNCTION = {"type": "string", "pattern": ".:.", "description": f"your function of (outputs, batch): {FUNCTION_FORMS}"}
 Loss = Annotated[
     str,
     BeforeValidator(_loss),
-    PlainSerializer(lambda name: name if name == AUTO else {"output": name}),
-    WithJsonSchema({"anyOf": [{"const": AUTO}, _LOSS]}),
+    PlainSerializer(lambda name: name if name == AUTO or is_named(name) else {"output": name}),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, _LOSS, _FUNCTION]}),
 ]
 
 
@@ -104,7 +108,11 @@ class Spec(Section):
     inputs: Annotated[dict[Name, InputSpec], Field(max_length=MOST_INPUTS), AfterValidator(resolve_like)] = key(
         {}, "keyword arguments of the model, without the batch dim", examples=[_INPUTS]
     )
-    loss: Loss = key(AUTO, "auto, or {output: NAME} with the name of the output that is the loss")
+    loss: Loss = key(
+        AUTO,
+        "auto; {output: NAME} with the name of the output that is the loss; or your own function of (outputs, batch): "
+        "path/file.py:function",
+    )
     tensor_parallel: TensorParallelSpec = key(TensorParallelSpec(), "sharding inside a layer")
     experts: ExpertsSpec = key(ExpertsSpec(), "experts behind a router")
     pipeline: PipelineSpec = key(PipelineSpec(), "stages and their schedule")
@@ -154,6 +162,13 @@ class Spec(Section):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and dict(self) == dict(other)
+
+    @field_validator("loss")
+    @classmethod
+    def _beside_the_spec(cls, value: str, info: Any) -> str:
+        """The path of a file is taken from the directory of the spec, or else from the working directory."""
+        file = locate(info.context or {}, "loss").file
+        return from_directory(value, Path(file).parent) if file and is_named(value) else value
 
     @field_validator("cluster")
     @classmethod

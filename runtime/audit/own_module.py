@@ -20,6 +20,7 @@ from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.spec.spec import Spec
 from runtime.audit.no_dropout import NoDropout
 from runtime.audit.tolerance import lowest_precision
@@ -35,7 +36,7 @@ class OwnModule:
     """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
-        self._model, self._wanted = model, spec.loss
+        self._model, self._wanted = apply_loss(model, spec.loss)
         self._modes = [(module, module.training) for module in model.modules()]
         cast = spec.precision.parameters
         self._dtype: torch.dtype | None = None if cast is None else getattr(torch, cast)

@@ -81,6 +81,8 @@ EXCLUDED = {
     "batch.statistics": "its other value is not exact",
     "tensor_parallel.infer_rules": "no drawn model has an op without a rule",
     "experts.imbalance": "it is for the predicted memory and time",
+    "optimizer.schedule.decay": "it is for wsd, which is not drawn: one function gives the rates of both sides",
+    "optimizer.schedule.power": "it is for polynomial, as optimizer.schedule.decay for wsd",
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
     "data.objective": "it prepares batches and does not affect a step",
     "data.overlong": "it prepares batches",

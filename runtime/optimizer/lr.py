@@ -1,9 +1,13 @@
-"""The learning rate as a pure function of the step: linear warm-up, then constant, cosine or linear decay.
+"""The learning rate as a pure function of the step: linear warm-up, then one of these kinds.
 
 step < warmup      lr·(step + 1)/warmup
 constant           lr
 cosine             min_lr + (lr - min_lr)·(1 + cos(pi·x))/2       x = (step - warmup)/(steps - warmup), at most 1
 linear             lr + (min_lr - lr)·x
+polynomial         min_lr + (lr - min_lr)·(1 - x)^power
+wsd                lr, then lr + (min_lr - lr)·z                  z = (step - (steps - decay))/decay, from 0 to 1
+inverse_root       lr·sqrt(warmup/step), at least min_lr
+file.py:function   lr·function(step), without a warm-up
 """
 
 from __future__ import annotations
@@ -11,34 +15,70 @@ from __future__ import annotations
 import math
 
 from passes.errors import PlanError
+from planner.named_code import is_named
+from planner.rate_function import RateFunction
+from planner.spec.learning_rate import SCHEDULES
+from planner.spec.optimizer import OptimizerSpec
 
-KINDS = ("constant", "cosine", "linear")
+
+class LearningRate:
+    """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad."""
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._lr, self._spec = spec.lr, spec.schedule
+        self._own = RateFunction(spec.schedule.kind) if is_named(spec.schedule.kind) else None
+
+    def at(self, step: int) -> float:
+        """The rate of update number ``step``, from 0."""
+        if self._own is not None:
+            return self._lr * self._own(step)
+        return learning_rate(step, self._lr, **dict(self._spec))
 
 
 def learning_rate(
-    step: int, lr: float, *, kind: str = "constant", warmup: int = 0, steps: int | None = None, min_lr: float = 0.0
+    step: int,
+    lr: float,
+    *,
+    kind: str = "constant",
+    warmup: int = 0,
+    steps: int | None = None,
+    min_lr: float = 0.0,
+    decay: int | None = None,
+    power: float = 1.0,
 ) -> float:
     """The rate of update number ``step`` (from 0). After ``steps`` updates a decay has reached ``min_lr`` and stays.
 
-    Raises PlanError for an unknown kind, or a decay without ``steps``.
+    Raises PlanError for an unknown kind, or a decay without ``steps`` (of wsd: without ``decay``).
     """
-    if kind not in KINDS:
+    if kind not in SCHEDULES:
         raise PlanError(
             f"unknown learning-rate schedule {kind!r}",
             where="optimizer.schedule.kind",
-            fix=f"choose one of {', '.join(KINDS)}",
+            fix=f"choose one of {', '.join(SCHEDULES)}",
         )
     if step < warmup:
         return lr * (step + 1) / warmup
     if kind == "constant":
         return lr
-    if steps is None:
-        raise PlanError(
-            f"a {kind} decay needs its last step",
-            where="optimizer.schedule.steps",
-            fix="give optimizer.schedule.steps, the number of updates until min_lr",
-        )
-    done = min(1.0, (step - warmup) / (steps - warmup)) if steps > warmup else 1.0
-    if kind == "linear":
-        return lr + (min_lr - lr) * done
-    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * done)) / 2.0
+    if kind == "inverse_root":
+        return max(min_lr, lr * math.sqrt(warmup / step)) if step else lr
+    start = _given(steps, kind, "steps") - _given(decay, kind, "decay") if kind == "wsd" else warmup
+    end = _given(steps, kind, "steps")
+    done = min(1.0, max(0.0, (step - start) / (end - start))) if end > start else 1.0
+    return min_lr + (lr - min_lr) * _left(done, kind, power)
+
+
+def _left(done: float, kind: str, power: float) -> float:
+    """The part of the decay that is still to come, from 1 to 0; ``done``: of its steps."""
+    if kind == "cosine":
+        return (1.0 + math.cos(math.pi * done)) / 2.0
+    return (1.0 - done) ** (power if kind == "polynomial" else 1.0)
+
+
+def _given(value: int | None, kind: str, name: str) -> int:
+    if value is not None:
+        return value
+    count = {"steps": "its last step", "decay": "the number of its steps"}[name]
+    raise PlanError(
+        f"a {kind} decay needs {count}", where=f"optimizer.schedule.{name}", fix=f"give optimizer.schedule.{name}"
+    )

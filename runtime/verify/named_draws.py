@@ -30,6 +30,7 @@ from passes.rng.places import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
 from passes.types.draw import Draw
 from planner.capture.export import capture
 from planner.capture.gradients.call_sites import CallSites
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.spec.spec import Spec
 
 DROPOUT = "dropout"
@@ -57,7 +58,8 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
         for name, given in spec.require_inputs().items()
     }
     dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
-    program = capture(model, inputs, has_rule=has_rule, loss=spec.loss, dtype=dtype)
+    module, loss = apply_loss(model, spec.loss)
+    program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype)
     simplify_masks(program)
     name_draws(program, size)
     found = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]

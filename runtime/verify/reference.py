@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
+from planner.capture.own_loss.with_loss import apply_loss
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
-from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.lr import LearningRate
 from runtime.verify.optimizers import optimizer_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class OneProcess:
         if spec.precision.parameters is not None:
             self.model.to(getattr(torch, spec.precision.parameters))
         self.spec = spec
+        self._module, self._wanted = apply_loss(model, spec.loss)
+        self.rate = LearningRate(spec.optimizer)
         self.optimizer = optimizer_of(
             self.model, spec.optimizer, {p.name: p.matrices for p in parameters if p.matrices}
         )
@@ -79,7 +82,7 @@ class OneProcess:
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
         with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates, batch):
-            loss = loss_of(self.model(**batch), self.spec.loss)
+            loss = loss_of(self._module(**batch), self._wanted)
         with nullcontext() if draws is None else draws.backward():
             loss.backward()
         return loss.item()
@@ -90,8 +93,7 @@ class OneProcess:
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
-        s = o.schedule
-        rate = learning_rate(self.num_updates, o.lr, kind=s.kind, warmup=s.warmup, steps=s.steps, min_lr=s.min_lr)
+        rate = self.rate.at(self.num_updates)
         for group in groups:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()

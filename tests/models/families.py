@@ -61,7 +61,18 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, signals, uneven, untrained
+    from tests.models import (
+        counted,
+        dropping,
+        fragile,
+        held_weights,
+        own,
+        own_functions,
+        preferences,
+        signals,
+        uneven,
+        untrained,
+    )
 
     torch.manual_seed(11)
     models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS
@@ -71,6 +82,7 @@ def build(name: str) -> Entry:
         | dropping.MODELS
         | untrained.MODELS
         | uneven.MODELS
+        | preferences.MODELS
         | {"fragile": fragile.fragile}
     )
     entry = models[name]()

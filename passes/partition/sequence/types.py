@@ -27,6 +27,7 @@ from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import SortedRows
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
+from passes.program.ops.products import holds_weight
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.types.types import I, P, Placement, R
@@ -61,12 +62,18 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
             _settle(node, types, rows.option(node) or _chosen(node, types))
-        elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
+        elif _is_float_work(node) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types
 
 
+def _is_float_work(node: fx.Node) -> bool:
+    """Whether tokens are sharded here: an op with a gradient, or one of a model that is not trained."""
+    return begins(node) and (node.meta.get("grad") or any(map(holds_weight, node.all_input_nodes)))
+
+
 def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:
+    """Without an option, an op is refused if it has a gradient; if not, every rank computes it."""
     site = Site(node, 2 * types.cp, {n.name: c for n, c in cuts.items()})
     for option in options_over_cp(site):
         pairs = list(zip(site.inputs, option.args, strict=True))
@@ -75,7 +82,8 @@ def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> 
             types.lengths |= {size for _, t in pairs if t.is_sharded for size in t.sizes}
             _settle(node, types, option)
             return
-    raise reads_whole(node, next(n for n, c in cuts.items() if c))
+    if node.meta.get("grad"):
+        raise reads_whole(node, next(n for n, c in cuts.items() if c))
 
 
 def _check_divides(node: fx.Node, option: Option, cp: int) -> None:

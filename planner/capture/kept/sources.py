@@ -26,6 +26,7 @@ from torch import nn
 
 from planner.capture.kept.certain_code import check_code
 from planner.capture.kept.uncertain import Uncertain
+from planner.capture.own_loss.with_loss import model_of
 from planner.capture.python.modules import users_modules
 
 # Of a rank, a launcher or a terminal: other in processes that share a capture. All other variables stand in the key.
@@ -106,12 +107,12 @@ def note_origin(model: nn.Module, reference: str, seed: int, read: set[str]) -> 
 
 def was_named(model: nn.Module) -> bool:
     """Whether MODEL of a command line named it."""
-    return model in _origins
+    return model_of(model) in _origins
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """All of it, as JSON can hold it. Raises Uncertain."""
-    origin = _origins.get(model)
+    origin = _origins.get(model_of(model))
     if origin is None:
         raise Uncertain("the model was not built by load_model")
     if not origin.is_first:

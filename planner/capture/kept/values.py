@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.model.exchange import storage_of
+from planner.capture.own_loss.with_loss import parts_of
 
 _MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
 OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -74,7 +75,10 @@ class Writer(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         """How an object is written that pickle would write otherwise; None for all others."""
         kind = type(obj)
-        if kind in HASHABLE or kind in (list, tuple, dict) or isinstance(obj, type):
+        if isinstance(obj, type):
+            parts = parts_of(obj)
+            return None if parts is None else ("with loss", *parts)
+        if kind in HASHABLE or kind in (list, tuple, dict):
             return None
         if isinstance(obj, nn.Module):
             return "module", self._name_of(obj)

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from planner.capture.model.exchange import fake, plain_tensors, swap
 from planner.capture.model.init_log import EMPTY, Entry, InitLog, Window
 from planner.capture.model.meta_init import HUGE
+from planner.capture.own_loss.with_loss import model_of
 
 _ASKS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _recorded: WeakKeyDictionary[nn.Module, RecordedValues] = WeakKeyDictionary()
@@ -57,7 +58,7 @@ class RecordedValues:
 
 def recorded_values(model: nn.Module) -> RecordedValues | None:
     """Of a model that ``build_recorded`` made."""
-    return _recorded.get(model)
+    return _recorded.get(model_of(model))
 
 
 def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:

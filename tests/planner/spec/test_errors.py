@@ -93,7 +93,8 @@ def test_bad_value_lists_the_allowed_ones(tmp_path):
         """\
 optimizer.schedule.kind cannot be the string 'cosin'
   at:  spec.yaml:5
-  fix: did you mean 'cosine'? choose one of: constant, cosine, linear""",
+  fix: did you mean 'cosine'? choose one of: constant, cosine, linear, polynomial, wsd, inverse_root; or name a \
+function of the step: path/file.py:function or package.module:function""",
     )
     assert_expected_inline(
         dict_error(precision={"parameters": "fp8"}),
@@ -122,6 +123,13 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"optimizer": {"zero": 3}}, "optimizer.zero cannot be 3"),
         ({"optimizer": {"schedule": {"kind": "cosine"}}}, "optimizer.schedule.steps is missing"),
         ({"optimizer": {"schedule": {"warmup": 9, "steps": 5}}}, "warmup = 9 is more than steps = 5"),
+        ({"optimizer": {"schedule": {"kind": ["wsd"]}}}, "schedule.kind cannot be the list"),
+        ({"optimizer": {"schedule": {"kind": "wsd", "steps": 9}}}, "schedule.decay is missing: a wsd decay needs"),
+        ({"optimizer": {"schedule": {"kind": "wsd", "steps": 9, "decay": 8, "warmup": 2}}}, "more than the 7 steps"),
+        ({"optimizer": {"schedule": {"kind": "linear", "steps": 9, "decay": 8}}}, "decay is not for linear"),
+        ({"optimizer": {"schedule": {"power": 2}}}, "power is not for constant, which does not read it"),
+        ({"optimizer": {"schedule": {"kind": "inverse_root"}}}, "warmup = 0: inverse_root decays"),
+        ({"optimizer": {"schedule": {"kind": "a.py:f", "warmup": 1}}}, "warmup is not for a function of your own"),
         ({"optimizer": {"schedule": {"min_lr": 1.0}}}, "min_lr = 1 is more than optimizer.lr"),
         ({"cuda_graphs": {"scope": ["moe_preprocess"]}}, "moe_preprocess needs moe_router"),
         ({"cuda_graphs": {"scope": ["moe", "moe_router"]}}, "moe already contains moe_router"),

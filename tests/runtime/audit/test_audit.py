@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_a_model_that_is_equal_trains_bitwise_as_without_an_audit(reduction):
     assert losses == truth_losses
     assert all(torch.equal(parameters[name], value) for name, value in truth.items())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the user's model"
+
+
+def test_a_loss_that_the_spec_names_is_part_of_the_audited_module(tmp_path):
+    """It differs by the value of a global, which no capture sees."""
+    (tmp_path / "audited_loss.py").write_text(
+        "SCALE = 1.0\n\ndef loss(outputs, batch):\n    return outputs * SCALE + batch['ids'].double().mean()\n"
+    )
+    spec = {"audit": {"every": 1}, "loss": f"{tmp_path}/audited_loss.py:loss"}
+    with Engine(plan(small(), {**SPEC, **spec})) as engine:
+        own = engine.train_step(batch(0)).loss
+        assert own > batch(0)["ids"].double().mean()
+        sys.modules["audited_loss"].SCALE = 2.0  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(AuditError, match="audit of step 2"):
+            engine.train_step(batch(1))
 
 
 def test_another_path_of_each_third_call_stops_the_run_at_its_step_with_both_losses(tmp_path):

@@ -1,0 +1,165 @@
+"""Code of the user's by name: ``package.module:NAME``, or ``path/file.py:NAME``.
+
+The directory of a file comes first on the import path, so that the file may import its neighbours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from passes.errors import PlanError, Where, first_line
+from planner.files.text import is_file, shorten
+from planner.shadow import OUR_PACKAGES
+
+FUNCTION_FORMS = "path/file.py:function or package.module:function"
+
+_executed: dict[Path, tuple[bytes, ModuleType]] = {}  # files → their content then, and their module
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCode:
+    """A name in the user's code. ``label``: MODEL, or the key of the spec that has it. ``forms``: how to write it."""
+
+    text: str
+    label: str
+    forms: str = FUNCTION_FORMS
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """Module or file, and the name in it. Raises PlanError."""
+        name, colon, attribute = self.text.rpartition(":")
+        if not colon or not name or not attribute:
+            what = f"{self.label} {shorten(self.text)!r} has an unknown form"
+            raise PlanError(what, where=self._key, fix=f"write {self.forms}")
+        return name, attribute
+
+    def load(self) -> Any:
+        """The object; a file that this process has run, and that has not changed since, is not run again.
+
+        Raises PlanError, with the user's line, if it cannot be imported or has no such name.
+        """
+        name, attribute = self.parts
+        kept = _kept_module(Path(name)) if name.endswith(".py") else None
+        return self.found(kept or self.module(name, is_alone=True), attribute)
+
+    def module(self, name: str, *, is_alone: bool = False) -> ModuleType:
+        """The module of this name, or of this file, which is run. ``is_alone``: ``sys.modules`` has it by its own name,
+        also if another file of this stem is there. Raises PlanError."""
+        return self._file(Path(name), is_alone) if name.endswith(".py") else self._module(name)
+
+    def found(self, source: ModuleType, attribute: str) -> Any:
+        """The object in its module. Raises PlanError."""
+        value: Any = source
+        for part in attribute.split("."):
+            try:
+                value = getattr(value, part)
+            except AttributeError:
+                known = [name for name in vars(source) if not name.startswith("_") and callable(getattr(source, name))]
+                raise PlanError(
+                    f"{self.label} {shorten(self.text)!r}: no {shorten(attribute)!r} in {source.__name__}",
+                    where=Where(file=source.__file__ or ""),
+                    fix=f"name one of its callables: {', '.join(known[:12]) or 'none is defined'}",
+                ) from None
+        return value
+
+    @property
+    def _key(self) -> str | None:
+        return None if self.label == "MODEL" else self.label
+
+    def _module(self, name: str) -> ModuleType:
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            return importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's code: it may derive from any class
+            raise self._import_error(f"module {shorten(name)!r}", error, Path.cwd()) from error
+
+    def _file(self, path: Path, is_alone: bool) -> ModuleType:
+        if not is_file(path):
+            raise PlanError(f"no file {shorten(path)}", where=self.label, fix=f"write {self.forms}")
+        directory = path.resolve().parent
+        if str(directory) not in sys.path:
+            sys.path.insert(0, str(directory))
+        name = _free_name(path) if is_alone else path.stem
+        spec = importlib.util.spec_from_file_location(name, path.resolve())
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        source = importlib.util.module_from_spec(spec)
+        if is_alone:
+            sys.modules[name] = source
+        sys.modules.setdefault(name, source)
+        content = path.read_bytes()
+        try:
+            spec.loader.exec_module(source)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's code: it may derive from any class
+            sys.modules.pop(name, None)
+            raise self._import_error(f"file {path}", error, directory) from error
+        _executed[path.resolve()] = content, source
+        return source
+
+    def _import_error(self, what: str, error: BaseException, directory: Path) -> PlanError:
+        missing = getattr(error, "name", None) or ""
+        package = missing.partition(".")[0]
+        if isinstance(error, ImportError) and package in OUR_PACKAGES and (directory / package).exists():
+            return PlanError(
+                f"{what} imports its own {package!r}, but meshwright's package of this name is loaded instead",
+                where=Where(file=str(directory / package)),
+                fix=f"rename the directory {package!r}, or import it through a parent package",
+            )
+        return PlanError(
+            f"{what} cannot be imported: {first_line(error)}",
+            where=line_of(error) or self._key,
+            fix=f"check the name and the import path; {self.label} is {self.forms}",
+        )
+
+
+def is_named(text: Any) -> bool:
+    """Whether a value of the spec has one of the forms."""
+    return isinstance(text, str) and all(text.rpartition(":"))
+
+
+def from_directory(text: str, directory: Path | None) -> str:
+    """``text`` with the path of a file relative to ``directory``, if the file is there; otherwise unchanged."""
+    name, _, attribute = text.rpartition(":")
+    if directory is None or not name.endswith(".py") or Path(name).is_absolute():
+        return text
+    return f"{directory / name}:{attribute}" if is_file(directory / name) else text
+
+
+def line_of(error: BaseException) -> Where | None:
+    """The user's own line under ``error``: the deepest one outside of installed packages and of meshwright."""
+    if isinstance(error, SyntaxError):
+        return Where(file=error.filename or "", line=error.lineno or 0, code=(error.text or "").strip())
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = tuple(str(Path(__file__).resolve().parents[1] / package) + "/" for package in OUR_PACKAGES)
+    outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", *ours))]
+    user = [f for f in outside if not f.filename.startswith(sys.base_prefix)]
+    if not user:
+        return None
+    return Where(file=user[-1].filename, line=user[-1].lineno or 0, code=user[-1].line or "")
+
+
+def _kept_module(path: Path) -> ModuleType | None:
+    """The module of a file that has not changed since it was run here."""
+    content, source = _executed.get(path.resolve(), (None, None))
+    return source if source is not None and is_file(path) and path.read_bytes() == content else None
+
+
+def _free_name(path: Path) -> str:
+    """The stem of ``path``, with a number if a module of another file has that name."""
+    name, number = path.stem, 1
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path.resolve()):
+        number += 1
+        name = f"{path.stem}_{number}"
+    return name

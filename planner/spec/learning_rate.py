@@ -1,0 +1,95 @@
+"""The section ``optimizer.schedule``: the kinds of learning-rate schedules, and the keys of each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, WithJsonSchema, field_validator
+
+from passes.errors import PlanError, SpecError
+from planner.named_code import FUNCTION_FORMS, from_directory, is_named
+from planner.spec.fields import Count, NotNegative, Positive, Section, Size, key
+from planner.spec.lines import locate
+from planner.spec.messages import describe_value
+
+# kind of schedule → the keys that may stand beside it
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": ("warmup", "steps", "min_lr"),  # not read, and allowed: the keys of a decay may stay
+    "cosine": ("warmup", "steps", "min_lr"),
+    "linear": ("warmup", "steps", "min_lr"),
+    "polynomial": ("warmup", "steps", "min_lr", "power"),
+    "wsd": ("warmup", "steps", "min_lr", "decay"),
+    "inverse_root": ("warmup", "min_lr"),
+}
+_DECAY = {"steps": ("its last step", 10000), "decay": ("the number of its steps", 1000)}  # why needed, an example
+_OWN_SCHEDULE: tuple[str, ...] = ()  # a function of the user's has the step alone
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str) and (value in SCHEDULES or is_named(value)):
+        return value
+    nearest = difflib.get_close_matches(str(value)[:100], SCHEDULES, n=1)
+    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    fix = f"{hint}choose one of: {', '.join(SCHEDULES)}; or name a function of the step: {FUNCTION_FORMS}"
+    raise SpecError(f"cannot be {describe_value(value)}", fix=fix)
+
+
+_KINDS = {"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": ".:."}]}
+ScheduleKind = Annotated[str, BeforeValidator(_kind), WithJsonSchema(_KINDS)]
+
+
+class LearningRateSpec(Section):
+    kind: ScheduleKind = key(
+        "constant",
+        "after the warm-up: constant | cosine | linear | polynomial | wsd | inverse_root; or your own function of the "
+        "step, from 0, that returns a factor of lr: path/file.py:function",
+    )
+    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
+    steps: Size | None = key(None, "last step of the decay; required for cosine, linear, polynomial and wsd")
+    min_lr: NotNegative = key(0.0, "learning rate after the decay")
+    decay: Size | None = key(
+        None, "for wsd: steps of the linear decay, the last ones of steps; before it, lr is stable"
+    )
+    power: Positive = key(1.0, "for polynomial: exponent of the decay")
+
+    @field_validator("kind")
+    @classmethod
+    def _beside_the_spec(cls, value: str, info: Any) -> str:
+        """The path of a file is taken from the directory of the spec, or else from the working directory."""
+        file = locate(info.context or {}, "optimizer.schedule.kind").file
+        return from_directory(value, Path(file).parent) if file and value not in SCHEDULES else value
+
+    def problems(self) -> Iterator[PlanError]:
+        at = "optimizer.schedule"
+        read = SCHEDULES.get(self.kind, _OWN_SCHEDULE)
+        yield from self._keys_of_others(read)
+        for name, (what, count) in _DECAY.items() if self.kind != "constant" else ():
+            if name in read and getattr(self, name) is None:
+                what = f"{at}.{name} is missing: a {self.kind} decay needs {what}"
+                yield SpecError(what, where=at, fix=f"add `{name}: {count}`")
+        if self.kind == "inverse_root" and not self.warmup:
+            what = f"{at}.warmup = 0: inverse_root decays as sqrt(warmup / step)"
+            yield SpecError(what, where=at, fix="add `warmup: 1000`")
+        yield from self._too_long(at)
+
+    def _keys_of_others(self, read: tuple[str, ...]) -> Iterator[PlanError]:
+        for name, field in type(self).model_fields.items():
+            if name not in ("kind", *read) and getattr(self, name) != field.default:
+                at, kind = (
+                    f"optimizer.schedule.{name}",
+                    self.kind if self.kind in SCHEDULES else "a function of your own",
+                )
+                yield SpecError(f"{at} is not for {kind}, which does not read it", where=at, fix="remove it")
+
+    def _too_long(self, at: str) -> Iterator[PlanError]:
+        if self.steps is None:
+            return
+        if self.warmup > self.steps:
+            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
+            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
+        elif self.warmup + (self.decay or 0) > self.steps:
+            what = f"{at}.decay = {self.decay} is more than the {self.steps - self.warmup} steps after the warm-up"
+            yield SpecError(what, where=f"{at}.decay", fix="choose a shorter decay, or more steps")

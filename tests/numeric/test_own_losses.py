@@ -1,0 +1,87 @@
+"""A loss over the logits of a model, DPO with its reference and distillation equal one process on every axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.frozen_plan import Plan
+from tests.models.families import build
+from tests.models.preferences import MODELS
+from tests.tools.captures import plan_again
+from tests.tools.laboratory import Case, Lab
+from tests.tools.simulated_mesh import run_mesh, spec_of
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp2 sp": ({"tp": 2}, {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}),
+    "cp2": ({"cp": 2}, {}),
+    "dp2 tp2": ({"dp": 2, "tp": 2}, {}),
+}
+FROZEN = {"dpo": "reference", "distillation": "teacher", "dpo-module": "reference", "distillation-module": "teacher"}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_equal_one_process(name: str, layout: str) -> None:
+    mesh, more = LAYOUTS[layout]
+    batch = build(name).batch(4, seed=1)
+    ran = run_mesh(lambda: build(name).model, batch, mesh, **more)
+    entry = build(name)
+    loss = entry.loss(entry.model(**batch))
+    loss.backward()
+    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-10, atol=0.0)
+    trained = {name: p.grad for name, p in entry.model.named_parameters() if p.grad is not None}
+    assert trained
+    for parameter, gradient in trained.items():
+        torch.testing.assert_close(ran.gradients[parameter], gradient, rtol=1e-9, atol=1e-12, msg=parameter)
+    assert not any(ran.gradients[name].any() for name in ran.gradients.keys() - trained.keys())
+
+
+@pytest.mark.covering(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_in_a_pipeline_equals_one_process(lab: Lab, name: str, mesh: dict[str, int]) -> None:
+    assert lab.check(Case(name, mesh)).wrong == []
+
+
+def planned(name: str, mesh: dict[str, int]) -> Plan:
+    entry = build(name)
+    return plan_again(entry.model, spec_of(entry.batch(4, seed=1), mesh))
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_model_has_no_gradients_no_optimizer_state_and_no_backward(name: str) -> None:
+    made = planned(name, {"tp": 2})
+    frozen = f"{FROZEN[name]}."
+    rows = [p.name for p in made.parameters if p.name.startswith(frozen)]
+    held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
+    assert rows
+    assert held
+    assert not held & set(rows)
+    phases = {row.where.startswith(frozen): set() for row in made.collectives if row.axis == "tp"}
+    for row in made.collectives:
+        if row.axis == "tp":
+            phases[row.where.startswith(frozen)].add(row.phase)
+    assert phases == {True: {"forward"}, False: {"forward", "backward"}}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_model_is_sharded_like_the_trained_one(name: str) -> None:
+    made = planned(name, {"tp": 2})
+    styles: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for row in made.parameters:
+        model, _, rest = row.name.partition(".")
+        if rest.startswith("blocks."):
+            styles[model == FROZEN[name]][rest] = row.style
+    assert styles[True].items() >= styles[False].items()
+    assert {"column", "row"} <= set(styles[True].values())
+
+
+def test_stages_are_balanced_by_forward_and_backward_and_a_frozen_model_has_no_backward() -> None:
+    """Two trained blocks with three times the work of two others."""
+    made = planned("dpo-joined", {"pp": 2})
+    assert [len(stage.blocks) for stage in made.stages] == [1, 3]
