@@ -61,7 +61,18 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
-    from tests.models import counted, dropping, fragile, held_weights, own, own_functions, signals, uneven, untrained
+    from tests.models import (
+        adapted,
+        counted,
+        dropping,
+        fragile,
+        held_weights,
+        own,
+        own_functions,
+        signals,
+        uneven,
+        untrained,
+    )
 
     torch.manual_seed(11)
     models = FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS
@@ -72,6 +83,7 @@ def build(name: str) -> Entry:
         | untrained.MODELS
         | uneven.MODELS
         | {"fragile": fragile.fragile}
+        | adapted.ADAPTED
     )
     entry = models[name]()
     with torch.no_grad():

@@ -1,0 +1,60 @@
+"""Two attributes of a model are one module: export then runs stand-ins of its modules, and all checks still hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from passes.program.source_lines import module_of
+from tests.models import one_body
+from tests.models.one_body import OneBody, batch
+from tests.tools.captured import capture
+
+
+class Cache:
+    """An object that is no structure of tensors."""
+
+
+class Wrapped(nn.Module):
+    """Holds a model, and its embedding a second time."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = OneBody(body)
+        self.inner.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.same = self.inner.embed
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return {"loss": self.inner(ids, labels), "cache": Cache()}
+
+
+def sliced(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers[:0:-1]:
+        x = layer(x)
+    return x
+
+
+def counted(model: Any, x: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return x * model.calls
+
+
+def test_an_object_beside_the_loss_is_left_out() -> None:
+    program = capture(Wrapped(lambda model, x: model.layers[0](x)), batch())
+    assert program.graph.graph.find_nodes(op="output")
+
+
+def test_state_that_a_forward_changes_is_refused_with_module_and_line() -> None:
+    with pytest.raises(PlanError, match="Python state") as caught:
+        capture(Wrapped(counted), batch())
+    assert (caught.value.where.module, caught.value.where.file) == ("inner", one_body.__file__)
+
+
+def test_layers_of_a_slice_have_the_names_that_the_model_has() -> None:
+    program = capture(Wrapped(sliced), batch())
+    names = [module_of(node) for node in program.graph.graph.nodes]
+    assert list(dict.fromkeys(name for name in names if "layers" in name)) == ["inner.layers.2", "inner.layers.1"]
