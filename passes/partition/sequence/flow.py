@@ -2,9 +2,8 @@
 
     ids [b, t] → 1      pad, shifted, masked ids → 1      ids.view(b·t) → 0      x [b, t, f] of floats → 1
 
-Weights may enter before float work over tokens begins: frozen embeddings of ids, with trained positions added, are a
-sequence still. A value that a rule cannot follow (a shift along the sequence) keeps its sequence dims if it has as many
-dims: shifted ids are a sequence still. Positions, which no input enters, have none: they follow their readers.
+A value that a rule cannot follow (a shift along the sequence) keeps its sequence dims if it has as many dims: shifted
+ids are a sequence still. Positions, which no input enters, have none: they follow their readers.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from passes.types.types import Placement, V
 
 
 def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
-    """Node → cuts of its sequence; for values that no parameter enters but before float work begins."""
+    """Node → cuts of its sequence; for values before float work begins."""
     flow: dict[fx.Node, set[Placement]] = {}
     for node in program.graph.graph.nodes:
         if node.name in program.inputs:
             flow[node] = _of_input(node)
-        elif node.op == "call_function" and not (node.meta.get("grad") and begins(node)) and not is_random(node):
+        elif node.op == "call_function" and not begins(node, program) and not is_random(node):
             given = {n: flow[n] for n in node.all_input_nodes if flow.get(n)}
             if given:
                 flow[node] = _carried(node, given)
     return flow
 
 
-def begins(node: fx.Node) -> bool:
-    """Whether float work over tokens may begin at an op: one that computes more than element by element."""
-    return not is_pointwise(node.target) and node.target not in MOVES
+def begins(node: fx.Node, program: Program) -> bool:
+    """Whether float work over tokens may begin at an op: of weights, and more than element by element."""
+    of_weights = node.meta.get("grad") or any(n.name in program.parameters for n in node.all_input_nodes)
+    return bool(of_weights) and not is_pointwise(node.target) and node.target not in MOVES
 
 
 def _of_input(node: fx.Node) -> set[Placement]:

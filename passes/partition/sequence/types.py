@@ -3,10 +3,10 @@
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
 From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
-a float input; from there on each op takes the typing that moves least. Values without a sharded input (positions,
-masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
-(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are
-summed with those of the weights.
+a float input, by trained weights or frozen ones; from there on each op takes the typing that moves least. Values
+without a sharded input (positions, masks, tables made of weights) stay replicated, and are sharded later, along the dim
+that a reader wants (passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are
+partial, and are summed with those of the weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
             _settle(node, types, rows.option(node) or _chosen(node, types))
-        elif node.meta.get("grad") and begins(node) and any(flow.get(n) for n in node.all_input_nodes):
+        elif begins(node, program) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types
 
