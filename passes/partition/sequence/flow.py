@@ -2,8 +2,9 @@
 
     ids [b, t] → 1      pad, shifted, masked ids → 1      ids.view(b·t) → 0      x [b, t, f] of floats → 1
 
-A value that a rule cannot follow (a shift along the sequence) keeps its sequence dims if it has as many dims: shifted
-ids are a sequence still. Positions, which no input enters, have none: they follow their readers.
+Weights may enter before float work over tokens begins: frozen embeddings of ids, with trained positions added, are a
+sequence still. A value that a rule cannot follow (a shift along the sequence) keeps its sequence dims if it has as many
+dims: shifted ids are a sequence still. Positions, which no input enters, have none: they follow their readers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from passes.partition.options.base import Site
 from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
 from passes.program.ops.groups import MOVES
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.types.types import Placement, V
 
@@ -32,9 +34,12 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
 
 
 def begins(node: fx.Node, program: Program) -> bool:
-    """Whether float work over tokens may begin at an op: of weights, and more than element by element."""
-    of_weights = node.meta.get("grad") or any(n.name in program.parameters for n in node.all_input_nodes)
-    return bool(of_weights) and not is_pointwise(node.target) and node.target not in MOVES
+    """Whether float work over tokens may begin at an op: one with a gradient that computes more than element by
+    element, or a product with a frozen weight. Frozen embeddings may still be joined to trained ones: virtual tokens.
+    """
+    if node.meta.get("grad"):
+        return not is_pointwise(node.target) and node.target not in MOVES
+    return node.target in PRODUCTS and any(n.name in program.parameters for n in node.all_input_nodes)
 
 
 def _of_input(node: fx.Node) -> set[Placement]:

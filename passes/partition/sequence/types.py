@@ -2,11 +2,11 @@
 
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
-From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
-a float input, by trained weights or frozen ones; from there on each op takes the typing that moves least. Values
-without a sharded input (positions, masks, tables made of weights) stay replicated, and are sharded later, along the dim
-that a reader wants (passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are
-partial, and are summed with those of the weights.
+From the first to the last: tokens are sharded where float work begins, at the trained embedding of ids or the first
+product with a weight; from there on each op takes the typing that moves least. Values without a sharded input
+(positions, masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
+(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are summed
+with those of the weights.
 """
 
 from __future__ import annotations
