@@ -133,11 +133,19 @@ class _Recorder(TorchDispatchMode):
                     param = recorder.without_memory(param)
             original(self, name, param)
 
-        nn.Module.register_parameter = register
+        apply = nn.Module._apply
+
+        def changing(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+            """A cast or move that changes nothing; PyTorch would exchange the fakes, which others refer to."""
+            with torch.no_grad():
+                is_same = all(fn(tensor) is tensor for tensor in (*self.parameters(), *self.buffers()))
+            return self if is_same else apply(self, fn, *args, **kwargs)
+
+        nn.Module.register_parameter, nn.Module._apply = register, changing
         try:
             yield
         finally:
-            nn.Module.register_parameter = original
+            nn.Module.register_parameter, nn.Module._apply = original, apply
 
     def take(self, base: nn.Module) -> None:
         """Note that the values of these parameters will be known later; the Python objects stay."""
