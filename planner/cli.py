@@ -118,6 +118,14 @@ def options(
 
 MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Peft = Annotated[
+    Path | None,
+    typer.Option(
+        "--peft",
+        metavar="CONFIG|DIR",
+        help="Train adapters of the package peft: an adapter_config.json, or a directory of saved adapters.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
 ]

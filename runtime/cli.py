@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Model, NoCache, Output, PlanFormat, SpecFile, app, format_plan, show_plan, title_of, write_text
+from planner.cli import (
+    Model,
+    NoCache,
+    Output,
+    Peft,
+    PlanFormat,
+    SpecFile,
+    app,
+    format_plan,
+    show_plan,
+    title_of,
+    write_text,
+)
 from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, fuzz, prepare, report, train
 
 CHECK_FAILED = 1
@@ -39,13 +51,16 @@ def plan_command(
     length: Annotated[
         int | None, typer.Option(metavar="N", help="Of several lengths, the one to print; default: the greatest.")
     ] = None,
+    peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
     """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
     from planner import plan
     from planner.capture.model.reference import load_model
+    from planner.capture.model.with_adapters import named
     from planner.spec.spec import Spec
 
+    model = named(model, peft)
     _check_options(format, passes, rank, output)
     if length is not None and format is PlanFormat.pt:
         fix = "leave out --length: the file has all lengths"
@@ -91,15 +106,19 @@ def verify_command(
         int | None, typer.Option(min=0, metavar="N", help="Remove the N-th collective, to see the check fail.")
     ] = None,
     output: Output = None,
+    peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
     """Train with the plan and in one process, and compare losses, gradients and parameters. Exit 1 if they differ.
 
     Starts the local processes itself.
     """
+    from planner.capture.model.with_adapters import named
     from runtime.verify.run import verify
 
-    report = verify(model, str(spec), steps=steps, remove_collective=remove_collective, tolerance=tolerance)
+    report = verify(
+        named(model, peft), str(spec), steps=steps, remove_collective=remove_collective, tolerance=tolerance
+    )
     write_text(str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)

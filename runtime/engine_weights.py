@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 
@@ -30,7 +30,7 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.gather import by_all_names, collect
 from runtime.weights.initial_weights import Fresh
 from runtime.weights.shards import Kept, initialise
-from runtime.weights.sources import WeightSource
+from runtime.weights.sources import RecordedWeights, WeightSource
 
 
 class EngineWeights:
@@ -81,14 +81,13 @@ class EngineWeights:
         """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
 
         Each rank reads only its slices. The same call on every rank, before the first step: the optimizer's moments and
-        the count of steps stay as they are. Raises PlanError on every rank, naming file and tensor; then no weight has
-        changed.
+        the count of steps stay as they are. If peft has wrapped the model, the directory is its base's, and adapters
+        keep their values. Raises PlanError on every rank, naming file and tensor; then no weight has changed.
         """
         self._need_own_weights("load_pretrained")
         self.optimizer.wait_parameters()
         self.saver.staging.hold()
-        load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory)
-        self._fresh = []
+        load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory, self._take_rest)
         self._gradients_ready = False
         self.optimizer.sync_main_from_parameters()
 
@@ -201,10 +200,34 @@ class EngineWeights:
 
     def _initialise(self) -> None:
         if self._fresh:
+            self._need_base()
             initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
             self._fresh = []
             give_back_freed()  # full parameters, of which shards were taken
             self.optimizer.sync_main_from_parameters()
+
+    def _need_base(self) -> None:
+        source = self._weights
+        if isinstance(source, RecordedWeights) and any(source.waits_for_base(p.fqn) for _, p in self._fresh):
+            raise PlanError(
+                "the weights of the base were not read",
+                where="MODEL",
+                fix="call load_pretrained(DIR) with its directory",
+            )
+
+    def _take_rest(self, found: frozenset[str], read: Callable[[str], Tensor]) -> None:
+        """Initial values for the parameters that files of a base do not hold, and for those that peft made of it."""
+        source = self._weights
+        if not isinstance(source, RecordedWeights):
+            self._fresh = [held for held in self._fresh if held[1].fqn not in found]
+            return
+        self._fresh = [
+            held
+            for held in self._fresh
+            if (fqn := held[1].fqn) not in found or (source.waits_for_base(fqn) and not source.is_of_base(fqn))
+        ]
+        with source.reading(read):
+            self._initialise()
 
     def _training_state(self) -> TrainingState:
         return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)

@@ -14,11 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from passes.errors import PlanError
 from planner.capture.model.reference import pretrained_directory
+from planner.capture.model.with_adapters import adapter_directory
+from planner.frozen_plan import Plan
 from runtime.audit.audit import check_audit
+from runtime.checkpoint.adapters_load import check_adapters
+from runtime.checkpoint.adapters_save import adapted_of
 from runtime.checkpoint.manifest import MANIFEST
+from runtime.checkpoint.merged_save import check_merge
 from runtime.checkpoint.pretrained_load import check_pretrained
-from runtime.checkpoint.saves import by_newest, owned
+from runtime.checkpoint.saves import by_newest, check_writable, owned
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.devices import launched
@@ -84,12 +90,29 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
         check_audit(decided)
     if weights := pretrained_directory(job.model):
         check_pretrained(decided, weights)
+    _check_adapters(job, decided)
     run_data(job, spec, decided)
     world_size = num_ranks_of(decided, spec, num_ranks)
     check_outputs(job)
     if show_plan is not None:
         show_plan(decided)
     return world_size
+
+
+def _check_adapters(job: Job, decided: Plan) -> None:
+    """Raise PlanError for options about adapters that do not go together, or adapters that do not fit the plan."""
+    for directory in (job.save_adapters, job.save_merged):
+        if directory is not None:
+            adapted_of(decided)
+            check_writable(directory)
+    if job.save_merged is not None:
+        check_merge(decided)
+    trained = adapter_directory(job.model)
+    if trained is not None and job.compare:
+        fix = "leave out --compare, or name the adapter_config.json alone"
+        raise PlanError("--compare begins with new adapters, --peft names trained ones", where="--compare", fix=fix)
+    if trained is not None:
+        check_adapters(decided, trained)
 
 
 def _newest(job: Job) -> tuple[Path, int] | None:

@@ -56,6 +56,7 @@ from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
+from planner.capture.model.sliced_lists import name_sliced_modules
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_loss.lines import loss_lines
 from planner.capture.python.eager_answers import EagerAnswers
@@ -277,6 +278,7 @@ def _export(
         with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model):
             exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         write_casts(exported.graph_module)
+        name_sliced_modules(exported.graph_module, model)
         return exported
     except (PlanError, KeyboardInterrupt):
         raise

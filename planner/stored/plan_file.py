@@ -13,7 +13,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ DECIDED = (
     "own_tokens", "documents", "rules",
 )  # fmt: skip
 PARTS = ("regions", "recomputed", "pieces", "flops")
-HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted"))
+HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted", "adapted"))
 DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, AssertionError)
 AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
 
@@ -91,7 +91,7 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
     content = {
         "version": VERSION,
         "written by": written_by(),
-        "hub": {name: value for name, value in asdict(decisions.hub).items() if name in HUB},
+        "hub": {name: getattr(decisions.hub, name) for name in HUB},
         "model": model,
         "lengths": of_lengths,
         "objects": writer.objects,

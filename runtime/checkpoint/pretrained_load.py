@@ -8,8 +8,9 @@ read                                          Part.ranges of each parameter, str
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -56,11 +57,21 @@ def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
         find(files, plan)
 
 
+Rest = Callable[[frozenset[str], Callable[[str], Tensor]], None]
+
+
 def load_pretrained(
-    plan: Plan, stages: Sequence[StageModule], groups: Groups, kept: Kept, directory: str | PathLike[str]
+    plan: Plan,
+    stages: Sequence[StageModule],
+    groups: Groups,
+    kept: Kept,
+    directory: str | PathLike[str],
+    rest: Rest = lambda found, read: None,
 ) -> None:
     """Fill this rank's parameters and persistent buffers. The same call on every rank; all succeed or none has changed.
 
+    The directory of an adapted model is its base's. ``rest(found, read)`` is called once these are filled: with the
+    names of the model's tensors that were found, and a function that reads a full tensor by its name in the base.
     Raises PlanError on every rank, naming file and tensor.
     """
     with agreed(groups):
@@ -73,6 +84,7 @@ def load_pretrained(
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
         try:
             _read(files, found, stages, groups, kept)
+            rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, hub_of(plan)))
             kept.texts.update(texts)
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
@@ -87,24 +99,33 @@ def load_pretrained(
 def find(files: SafetensorsFiles, plan: Plan) -> Found:
     """Match the stored tensors with the plan's parameters. Raises one PlanError that lists all that does not fit."""
     hub = hub_of(plan)
-    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
-    known = {*rows, *hub.persistent_buffers}
+    names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in plan.parameters}
+    buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
+    known = {name for names in (*names_of.values(), buffers_of) for name in names}
     names = match_names(files.tensors, known, hub)
     places: dict[str, list[str]] = {}
     for stored, name in names.items():
         places.setdefault(name, []).append(stored)
     parameters = {
-        row.name: tuple(stored for name in (row.name, *row.aliases) for stored in places.get(name, ()))
-        for row in plan.parameters
+        row: tuple(stored for name in names for stored in places.get(name, ()))
+        for row, names in names_of.items()
+        if names
     }
-    buffers = {name: places[name][0] for name in hub.persistent_buffers if name in places}
-    absent = [name for name, stored in parameters.items() if not stored]
-    absent += [name for name in hub.persistent_buffers if name not in buffers and not hub.ignores_absent(name)]
+    buffers = {name: places[base][0] for base, name in buffers_of.items() if base in places}
+    absent = [names_of[row][0] for row, stored in parameters.items() if not stored]
+    absent += [base for base, name in buffers_of.items() if name not in buffers and not hub.ignores_absent(base)]
     extra = [s for s, name in names.items() if name not in known and not _ignored(hub, s, name)]
     twice = [stored for stored in places.values() if len(stored) > 1]
-    wrong = [w for row in plan.parameters for s in parameters[row.name] if (w := _misfit(files.tensors[s], row))]
+    wrong = [
+        w for row in plan.parameters for s in parameters.get(row.name, ()) if (w := _misfit(files.tensors[s], row))
+    ]
     _raise_misfits(files, hub, absent, extra, twice, wrong)
     return Found(parameters, buffers)
+
+
+def _base_names(hub: HubFormat, names: Iterable[str]) -> tuple[str, ...]:
+    """The names that the base's files may have for a tensor; none for one of an adapter."""
+    return tuple(dict.fromkeys(base for name in names if (base := hub.base_name(name)) is not None))
 
 
 def match_names(stored: Iterable[str], known: set[str], hub: HubFormat) -> dict[str, str]:
@@ -191,11 +212,11 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
     """Copies of a tied parameter that are stored under several names must be equal in the part that this rank reads."""
     for stage in stages:
         for parameter in stage.parameters:
-            first, *others = found.parameters[parameter.fqn]
+            first, *others = found.parameters.get(parameter.fqn, ("",))
             if others:
                 values = [torch.zeros(parameter.shape, dtype=files.tensors[n].dtype) for n in (first, *others)]
                 for value, name in zip(values, (first, *others), strict=True):
-                    _read_part(files, name, value, parameter, groups)
+                    read_part(files, name, value, parameter, groups)
                 for value, name in zip(values[1:], others, strict=True):
                     if not torch.equal(value, values[0]):
                         raise PlanError(
@@ -209,19 +230,30 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
 def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept) -> None:
     for stage in stages:
         for parameter in stage.parameters:
-            target = stage.parameter(parameter.fqn).data
-            _read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
+            if parameter.fqn in found.parameters:
+                target = stage.parameter(parameter.fqn).data
+                read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
         for fqn in stage.buffers:
             if fqn in found.buffers:
                 files.read_into(stage.module.get_buffer(stage.attributes[fqn]), found.buffers[fqn])
     for fqn, value in kept.parameters.items():
-        files.read_into(value, found.parameters[fqn][0])
+        if fqn in found.parameters:
+            files.read_into(value, found.parameters[fqn][0])
     for fqn, value in kept.buffers.items():
         if fqn in found.buffers:
             files.read_into(value, found.buffers[fqn])
 
 
-def _read_part(files: SafetensorsFiles, name: str, target: Tensor, parameter: LocalParameter, groups: Groups) -> None:
+def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str) -> Tensor:
+    """The full tensor of a base, by its name there."""
+    stored = {base: names[0] for fqn, names in found.parameters.items() for base in _base_names(hub, (fqn,))}
+    held = files.tensors[stored[base_name]]
+    value = torch.empty(held.shape, dtype=held.dtype)
+    files.read_into(value, held.name)
+    return value
+
+
+def read_part(files: SafetensorsFiles, name: str, target: Tensor, parameter: LocalParameter, groups: Groups) -> None:
     """This rank's part of a stored tensor; padding is zero."""
     if parameter.placement.padding:
         target.zero_()

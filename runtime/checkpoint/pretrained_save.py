@@ -62,14 +62,29 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    if max_shard_bytes < 1:
-        raise PlanError(f"max_shard_bytes is {max_shard_bytes}", fix="give a positive number of bytes")
+    if hub_of(plan).adapted is not None:
+        raise PlanError(
+            "peft has wrapped the planned model, and transformers does not know its names",
+            where="save_pretrained",
+            fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
+        )
     files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
     tensors = (_whole(entry, own, groups, kept) for entries in files.values() for entry in entries)
+    write_agreed(groups, Path(directory), files, tensors, texts_of(plan, kept))
+
+
+def write_agreed(
+    groups: Groups,
+    directory: Path,
+    files: Mapping[str, list[Entry]],
+    tensors: Iterator[Tensor | None],
+    texts: Mapping[str, Any],
+) -> None:
+    """Every rank takes part in making ``tensors``, and rank 0 writes them; raises PlanError on all."""
     with agreed(groups, rank_0_is_long=True):
         if groups.rank == 0:
             try:
-                write_directory(Path(directory), files, tensors, texts_of(plan, kept))
+                write_directory(directory, files, tensors, texts)
             except (OSError, PlanError):
                 _exhaust(tensors)  # the other ranks continue to send
                 raise
@@ -94,6 +109,8 @@ def _buffer(name: str, shape: Sequence[int], dtype: str) -> Entry:
 
 def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
     """File name → its tensors: filled in order up to ``max_bytes``, more only for a tensor that is larger alone."""
+    if max_bytes < 1:
+        raise PlanError(f"max_shard_bytes is {max_bytes}", fix="give a positive number of bytes")
     parts: list[list[Entry]] = [[]]
     for entry in entries:
         if parts[-1] and sum(e.num_bytes for e in parts[-1]) + entry.num_bytes > max_bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import NoCache
+from planner.cli import NoCache, Peft
 
 if TYPE_CHECKING:
     from runtime.training.job import Job
@@ -51,6 +51,7 @@ class Running:
             metavar="FILE", help="File with a secret that all hosts share; it signs the entries of ranks in the store."
         ),
     ] = None
+    peft: Peft = None
     plan: Annotated[
         File,
         typer.Option(metavar="FILE.pt", help="Run this saved plan of MODEL and SPEC: ranks neither capture nor plan."),
@@ -122,6 +123,12 @@ class Saving:
     save_every: Annotated[
         Number, typer.Option(min=1, metavar="N", help="Save every N updates; default directory: checkpoints/.")
     ] = None
+    save_adapters: Annotated[
+        Text, typer.Option(metavar="DIR", help="At the end, write the adapters of --peft to this directory.")
+    ] = None
+    save_merged: Annotated[
+        Text, typer.Option(metavar="DIR", help="At the end, write the base with the adapters merged, for transformers.")
+    ] = None
     keep: Annotated[Number, typer.Option(min=1, metavar="K", help="Keep only the K newest saves; default: all.")] = None
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Keep the save with the lowest validation loss in DIR/best.")
@@ -134,6 +141,7 @@ class Saving:
 
 def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking | Showing | Saving) -> Job:
     """The job of the ranks. An option has the name of its field in the job."""
+    from planner.capture.model.with_adapters import named
     from runtime.training.job import Job, saves_directory
     from runtime.training.mixture import mixture_of_spec, read_mixture
 
@@ -144,4 +152,6 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     plan = None if running.plan is None else str(running.plan)
-    return Job(model, str(spec), num_steps=running.steps, timeout=running.timeout, plan=plan, **given)
+    return Job(
+        named(model, running.peft), str(spec), num_steps=running.steps, timeout=running.timeout, plan=plan, **given
+    )

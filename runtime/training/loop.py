@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from torch import Tensor, nn
 
 from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
@@ -111,6 +112,8 @@ def run_rank(job: Job) -> Trained:
         best.go_on(saves.taken)
         if save is None and weights is not None:
             engine.load_pretrained(weights)
+        if save is None and (trained := adapter_directory(job.model)) is not None:
+            engine.load_adapters(trained)
         elif save is None and job.plan is not None and leads:
             print(FRESH, file=sys.stderr, flush=True)
         # after the engine has taken its weights: the one process trains the model itself
@@ -134,6 +137,10 @@ def run_rank(job: Job) -> Trained:
                 return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()
+            if job.save_adapters is not None:
+                engine.save_adapters(job.save_adapters)
+            if job.save_merged is not None:
+                engine.save_merged(job.save_merged)
     return Trained(showing.rows, stopped)
 
 

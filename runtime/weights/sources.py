@@ -11,7 +11,8 @@ N(0, std / sqrt(number of residual writes))    matrices that write into the resi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -102,6 +103,17 @@ class RecordedWeights(ModelWeights):
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         held = self._parameters.get(fqn)
         return self._recorded.value(fqn) if held is None or held.is_meta else held.detach()
+
+    def is_of_base(self, fqn: str) -> bool:
+        """Whether it is a tensor of the wrapped base, unchanged: its files hold it."""
+        return fqn in self._recorded and self._recorded.is_of_base(fqn)
+
+    def waits_for_base(self, fqn: str) -> bool:
+        return fqn in self._recorded and self._recorded.waits_for_base(fqn)
+
+    def reading(self, read: Callable[[str], Tensor]) -> AbstractContextManager[None]:
+        """Inside, values that come of the base's are made; ``read`` gives those by their names in the base."""
+        return self._recorded.reading(read)
 
 
 class WeightsToLoad(ModelWeights):

@@ -62,6 +62,7 @@ def tokens(high: int, *extra: str, labels: str = "labels", length: int = LENGTH)
 def build(name: str) -> Entry:
     """The entry of that name, the same in every process; dropout is off unless the name says otherwise."""
     from tests.models import (
+        adapted,
         counted,
         dropping,
         fragile,
@@ -84,6 +85,7 @@ def build(name: str) -> Entry:
         | uneven.MODELS
         | preferences.MODELS
         | {"fragile": fragile.fragile}
+        | adapted.ADAPTED
     )
     entry = models[name]()
     with torch.no_grad():

@@ -15,12 +15,13 @@ from passes.partition.options.base import Site
 from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
 from passes.program.ops.groups import MOVES
+from passes.program.ops.products import PRODUCTS, holds_weight
 from passes.program.program import Program
 from passes.types.types import Placement, V
 
 
 def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
-    """Node → cuts of its sequence; for values that no parameter enters but before float work begins."""
+    """Node → cuts of its sequence; for values before float work begins."""
     flow: dict[fx.Node, set[Placement]] = {}
     for node in program.graph.graph.nodes:
         if node.name in program.inputs:
@@ -33,8 +34,12 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
 
 
 def begins(node: fx.Node) -> bool:
-    """Whether float work over tokens may begin at an op: one that computes more than element by element."""
-    return not is_pointwise(node.target) and node.target not in MOVES
+    """Whether float work over tokens may begin at an op: one with a gradient that computes more than element by
+    element, or a product with a frozen weight. Frozen embeddings may still be joined to trained ones: virtual tokens.
+    """
+    if node.meta.get("grad"):
+        return not is_pointwise(node.target) and node.target not in MOVES
+    return node.target in PRODUCTS and any(map(holds_weight, node.all_input_nodes))
 
 
 def _of_input(node: fx.Node) -> set[Placement]:

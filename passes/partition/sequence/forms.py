@@ -27,10 +27,12 @@ def form_over_cp(scene: Scene) -> Rewrite | None:
     node, option = scene.node, scene.option
     if option.form is Form.PICKED:
         return _picked
+    if not option.out.is_sharded:  # of all tokens, on every rank
+        return None
     if _has_trained_bias(node):
         return _by_hand
     if packet_of(node.target) in (aten.tril, aten.triu):
-        return _triangle if option.out.is_sharded and option.out.dim >= len(shape_of(node)) - 2 else None
+        return _triangle if option.out.dim >= len(shape_of(node)) - 2 else None
     if node.target is aten.scaled_dot_product_attention.default and named(node)["is_causal"]:
         return _causal if option.out.is_sharded else None
     return None

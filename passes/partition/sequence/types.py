@@ -2,11 +2,11 @@
 
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
-From the first to the last: tokens are sharded where float work begins, at the embedding of ids or the first product of
-a float input; from there on each op takes the typing that moves least. Values without a sharded input (positions,
-masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
-(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are
-summed with those of the weights.
+From the first to the last: tokens are sharded where float work begins, at the trained embedding of ids or the first
+product with a weight; from there on each op takes the typing that moves least. Values without a sharded input
+(positions, masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
+(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are summed
+with those of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import SortedRows
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
-from passes.program.ops.products import holds_weight
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.types.types import I, P, Placement, R
@@ -62,14 +61,9 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
             _settle(node, types, rows.option(node) or _chosen(node, types))
-        elif _is_float_work(node) and any(flow.get(n) for n in node.all_input_nodes):
+        elif begins(node) and any(flow.get(n) for n in node.all_input_nodes):
             _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
     return types
-
-
-def _is_float_work(node: fx.Node) -> bool:
-    """Whether tokens are sharded here: an op with a gradient, or one of a model that is not trained."""
-    return begins(node) and (node.meta.get("grad") or any(map(holds_weight, node.all_input_nodes)))
 
 
 def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:

@@ -17,10 +17,13 @@ from passes.program.source_lines import is_foreign_frame
 
 
 class CallSites:
-    """Knows the modules of one model by name, to find the module of a frame."""
+    """Knows the modules of one model by name, to find the module of a frame.
+
+    By their attributes: export replaces modules by stand-ins with the same ``__dict__`` if the model has shared ones.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(vars(module)): name for name, module in model.named_modules()}
 
     def here(self) -> Where:
         """The innermost line of the user that is running now."""
@@ -49,8 +52,8 @@ class CallSites:
         users = [(f, line) for f, line in outermost_first if not is_foreign_frame(f.f_code.co_filename)]
         if not users:
             return Where()
-        holders = [self._names.get(id(_first_argument(f))) for f, _ in users]
-        module = next((h for h in reversed(holders) if h is not None), "")
+        held_by = [first for f, _ in reversed(users) if isinstance(first := _first_argument(f), nn.Module)]
+        module = next((name for held in held_by if (name := self._names.get(id(vars(held)))) is not None), "")
         frame, line = users[-1]
         file = frame.f_code.co_filename
         return Where(module, file, line, linecache.getline(file, line).strip())

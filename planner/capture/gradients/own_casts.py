@@ -38,8 +38,9 @@ def watched_cast(
 
 
 def _name_of(module: nn.Module, model: nn.Module) -> str | None:
-    """The prefix of the names of a module's weights; None for one that is not the model's."""
-    return next((f"{name}." if name else "" for name, inner in model.named_modules() if inner is module), None)
+    """The prefix of the names of a module's weights; None for one that is not the model's (``CallSites``)."""
+    names = (name for name, inner in model.named_modules() if vars(inner) is vars(module))
+    return next((f"{name}." if name else "" for name in names), None)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

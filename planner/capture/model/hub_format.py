@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from planner.capture.model.adapted import Adapted, adapted
+
 
 @dataclass(frozen=True, slots=True)
 class HubFormat:
@@ -22,7 +24,8 @@ class HubFormat:
     ``config``: content of config.json, None for a model without one. ``generation_config``: likewise.
     ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``rename``: a checkpoint's name →
     the model's, if transformers changed names since the checkpoint was made. ``converted``: conversions beyond
-    ``rename``, since several tensors of the checkpoint make one parameter.
+    ``rename``, since several tensors of the checkpoint make one parameter. ``adapted``: of a model that peft has
+    wrapped; ``config``, ``rename`` and ``converted`` are then the base's.
     """
 
     config: dict[str, Any] | None = None
@@ -33,6 +36,11 @@ class HubFormat:
     may_be_absent: tuple[str, ...] = ()
     rename: Callable[[str], str] = field(default=lambda name: name, compare=False)
     converted: Callable[[str], bool] = field(default=lambda name: False, compare=False)
+    adapted: Adapted | None = field(default=None, compare=False, repr=False)
+
+    def base_name(self, name: str) -> str | None:
+        """The name in the base's files of a tensor of the model; None for one of an adapter."""
+        return name if self.adapted is None else self.adapted.base_names.get(name)
 
     def ignores_unexpected(self, name: str) -> bool:
         """Whether a tensor that the model has no place for is no error: a buffer that the model makes itself."""
@@ -44,17 +52,20 @@ class HubFormat:
 
 def hub_format(model: nn.Module) -> HubFormat:
     """The format of ``model``; it has no references to the model's tensors."""
-    config = _json_of(getattr(model, "config", None))
+    wrapped = adapted(model)
+    own = model if wrapped is None else model.get_submodule(wrapped.base)
+    config = _json_of(getattr(own, "config", None))
     if config is not None:
-        config["architectures"] = [type(model).__name__]
-    rename, converted = _renamings(model) if config is not None else (None, None)
+        config["architectures"] = [type(own).__name__]
+    rename, converted = _renamings(own) if config is not None else (None, None)
     return HubFormat(
         config,
-        _json_of(getattr(model, "generation_config", None)),
+        _json_of(getattr(own, "generation_config", None)),
         tuple(_persistent_buffers(model)),
         tuple(name for name, _ in model.named_buffers(remove_duplicate=False)),
         _patterns(model, "_keys_to_ignore_on_load_unexpected"),
         _patterns(model, "_keys_to_ignore_on_load_missing"),
+        adapted=wrapped,
         **({"rename": rename, "converted": converted} if rename and converted else {}),
     )
 

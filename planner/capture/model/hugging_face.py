@@ -50,7 +50,7 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
     else:
         build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
     try:
-        with _offline(), _counted_modules():
+        with offline(), _counted_modules():
             if materialize and seeded is not None:
                 return _recorded(build, seeded)
             if materialize:
@@ -87,7 +87,7 @@ def _read_config(path: Path) -> Any:
         raise PlanError(f"{file} has no model_type", where=where, fix="use the config.json of a transformers model")
     _refuse_code(content, where)
     try:
-        with _offline():
+        with offline():
             config = AutoConfig.from_pretrained(str(file), **_LOCAL)
     except KeyboardInterrupt:
         raise
@@ -144,8 +144,8 @@ def _model_class(transformers: ModuleType, config: Any) -> Any:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
-    """Whatever transformers looks for, it does not look for it in the network."""
+def offline() -> Iterator[None]:
+    """Whatever transformers and peft look for, they do not look for it in the network."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

@@ -3,6 +3,7 @@ time.
 
     entry       an op, its arguments with each tensor as a window of a numbered storage, its writes
     draw        an entry that takes random numbers: the generator's state before it is kept, 5 KB
+    base value  an entry that reads a tensor of the model that the construction wraps
     value       the entries that a parameter's storage comes from, run again in their order
 
 Draws come from one generator, one after the other: before the first value is made all of them are repeated once, each
@@ -12,7 +13,7 @@ into memory that is freed at once, and the states in between are noted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,13 +71,26 @@ class Entry:
         return is_whole and self.op.overloadpacket in _OVERWRITES and len(self.written) == 1
 
 
+class BaseValue:
+    """The op of an entry: a tensor of the base, which ``InitLog.base`` reads once it is known where its values lie."""
+
+    overloadpacket = None
+
+    def __init__(self, log: InitLog, name: str) -> None:
+        self._log, self._name = log, name
+
+    def __call__(self) -> Tensor:
+        assert self._log.base is not None, self._name
+        return self._log.base(self._name)
+
+
 @dataclass
 class InitLog:
     """Owns the entries of one construction, in their order.
 
     ``num_bytes``: of each storage. ``held``: values that came from elsewhere, by storage. ``segments``: the generator's
     state before the first draw of each, and the numbers of draws that follow each other from there. ``live``: the
-    entries that some parameter comes from, once the construction is over.
+    entries that some parameter comes from, once the construction is over. ``base``: reads a tensor of the base by name.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -84,6 +98,7 @@ class InitLog:
     held: dict[int, Tensor] = field(default_factory=dict)
     segments: list[tuple[Tensor, list[int]]] = field(default_factory=list)
     live: frozenset[int] | None = None
+    base: Callable[[str], Tensor] | None = None
     _writers: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, entry: Entry) -> int:
@@ -155,7 +170,7 @@ class InitLog:
         if entry.is_draw:
             assert entry.state is not None, "a draw at an unknown position of its generator"
             torch.set_rng_state(entry.state.clone())
-        if entry.op.overloadpacket in EMPTY:
+        if entry.op.overloadpacket in EMPTY or (isinstance(entry.op, BaseValue) and self.base is None):
             return
         for made, window in zip(_tensors(self._call(entry, memories)), entry.made, strict=True):
             if window is not None:

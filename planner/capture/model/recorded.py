@@ -6,6 +6,7 @@
     freed at once a question about     is answered with the value, made for that question alone
       values
     afterwards           parameters stand on the meta device; buffers are real
+    a base on meta       that the construction wraps or changes: its values are read later, from files
 
 A construction that cannot be recorded is no error: the model is then built with memory.
 """
@@ -30,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from planner.capture.model.exchange import fake, plain_tensors, swap
-from planner.capture.model.init_log import EMPTY, Entry, InitLog, Window
+from planner.capture.model.init_log import EMPTY, BaseValue, Entry, InitLog, Window
 from planner.capture.model.meta_init import HUGE
 from planner.capture.own_loss.with_loss import model_of
 
@@ -52,8 +53,29 @@ class RecordedValues:
         return fqn in self._windows
 
     def value(self, fqn: str) -> Tensor:
-        """The full tensor. The first call repeats all draws of the construction."""
+        """The full tensor. The first call repeats all draws of the construction. What comes of the base's values is
+        zero outside of ``reading``."""
         return self._log.value(self._windows[fqn])
+
+    def waits_for_base(self, fqn: str) -> bool:
+        """Whether the value comes of the base's, which must be read first."""
+        return self._log.base is None and any(isinstance(entry.op, BaseValue) for entry in self._sources(fqn))
+
+    def is_of_base(self, fqn: str) -> bool:
+        """Whether it is a tensor of the base, unchanged."""
+        return [type(entry.op) for entry in self._sources(fqn)] == [BaseValue]
+
+    @contextmanager
+    def reading(self, read: Callable[[str], Tensor]) -> Iterator[None]:
+        """Inside, ``read`` gives the full tensors of the base, by their names in it."""
+        self._log.base = read
+        try:
+            yield
+        finally:
+            self._log.base = None
+
+    def _sources(self, fqn: str) -> list[Entry]:
+        return [self._log.entries[number] for number in self._log.sources(self._windows[fqn].storage)]
 
 
 def recorded_values(model: nn.Module) -> RecordedValues | None:
@@ -61,12 +83,15 @@ def recorded_values(model: nn.Module) -> RecordedValues | None:
     return _recorded.get(model_of(model))
 
 
-def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
+def build_recorded(build: Callable[[], nn.Module], base: nn.Module | None = None) -> nn.Module:
     """The model of ``build`` with parameters on the meta device, and its values in ``recorded_values``.
 
+    ``base``: a module with parameters on meta that ``build`` takes; their values are read later, from elsewhere.
     Raises CannotRecord, or whatever ``build`` raises.
     """
     recorder = _Recorder()
+    if base is not None:
+        recorder.take(base)
     with recorder.registering(), recorder:
         model = build()
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -82,6 +107,7 @@ def build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
                 module._buffers[name] = recorder.log.value(recorder.window(buffer))
     if any(isinstance(held, FakeTensor) for held in plain_tensors(model)):
         raise CannotRecord("a tensor computed from a parameter that is not a buffer")
+    recorder.log.base = None
     _recorded[model] = RecordedValues(recorder.log, windows)
     return model
 
@@ -108,11 +134,29 @@ class _Recorder(TorchDispatchMode):
                     param = recorder.without_memory(param)
             original(self, name, param)
 
-        nn.Module.register_parameter = register
+        apply = nn.Module._apply
+
+        def changing(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+            """A cast or move that changes nothing; PyTorch would exchange the fakes, which others refer to."""
+            with torch.no_grad():
+                is_same = all(fn(tensor) is tensor for tensor in (*self.parameters(), *self.buffers()))
+            return self if is_same else apply(self, fn, *args, **kwargs)
+
+        nn.Module.register_parameter, nn.Module._apply = register, changing
         try:
             yield
         finally:
-            nn.Module.register_parameter = original
+            nn.Module.register_parameter, nn.Module._apply = original, apply
+
+    def take(self, base: nn.Module) -> None:
+        """Note that the values of these parameters will be known later; the Python objects stay."""
+        self.log.base = _unknown
+        for name, parameter in base.named_parameters():
+            stand_in = nn.Parameter(fake(parameter, None, self._fakes), parameter.requires_grad)
+            vars(stand_in).update(vars(parameter))
+            swap(parameter, stand_in)
+            op = BaseValue(self.log, name)
+            self.log.add(Entry(op, (), {}, (self._window(parameter),), (), torch.get_default_dtype()))
 
     def without_memory(self, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
@@ -246,6 +290,10 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = read
             self.log.add(Entry(func, args, kwargs, made, into, torch.get_default_dtype(), is_draw))
         return result
+
+
+def _unknown(name: str) -> Tensor:
+    raise CannotRecord(f"the construction asks for the value of {name}")
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
     package.module:callable     an importable function or class that returns a module
     path/file.py:callable       the same in a file; its directory is put first on the import path
     hf:DIR_OR_CONFIG.json       the Hugging Face architecture named by config.json, no weights read
+    MODEL --peft CONFIG         any of these, with the adapters of an adapter_config.json
 
 Hugging Face models are on the meta device (parameters without storage, buffers real, since rotary tables are data)
 unless ``materialize`` asks for weights: those beside the config if there are any, else seeded ones.
@@ -25,6 +26,7 @@ from torch import nn
 from passes.errors import PlanError, first_line
 from planner.capture.kept.sources import files_read, note_origin
 from planner.capture.model.hugging_face import hugging_face_model
+from planner.capture.model.with_adapters import OPTION, with_adapters
 from planner.files.text import is_directory, shorten
 from planner.named_code import NamedCode, line_of
 
@@ -46,6 +48,17 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, v
 
 
 def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> nn.Module:
+    base, option, adapters = reference.partition(OPTION)
+    if option:
+        return with_adapters(
+            lambda materialized: _built(base, materialized, seed, False),
+            base.removeprefix("hf:"),
+            Path(adapters),
+            materialize,
+            pretrained_directory(base) is not None,
+            values_later,
+            partial(seed_generators, seed + 1),
+        )
     if reference.startswith("hf:"):
         seed_generators(seed)
         path = Path(reference.removeprefix("hf:"))
@@ -78,7 +91,7 @@ def seed_generators(seed: int) -> None:
 
 def pretrained_directory(reference: str) -> Path | None:
     """The directory of ``hf:DIR`` if it holds weights, in any format; None for every other MODEL."""
-    directory = Path(reference.removeprefix("hf:"))
+    directory = Path(reference.partition(OPTION)[0].removeprefix("hf:"))
     if not reference.startswith("hf:") or not is_directory(directory):
         return None
     return directory if any(next(directory.glob(kind), None) for kind in WEIGHT_FILES) else None

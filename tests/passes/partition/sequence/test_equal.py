@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.moe.find import find_experts
 from passes.partition.loss.shares import LossTerms
+from passes.partition.sequence.cut import cut_sequence
 from passes.program.copied import copied
+from passes.program.ops.aten import aten
 from passes.program.program import Program
 from planner.captured import prepare
 from planner.spec.spec import Spec
@@ -103,3 +106,15 @@ def test_a_sequence_of_frozen_embeddings_is_cut() -> None:
     shape = ((16,), torch.int64, 40)
     entry = families.Entry(Frozen(), {"input_ids": shape, "labels": shape}, ("labels",))
     assert worst_of(entry, 2, 4) < 1e-10
+
+
+def test_layers_without_a_gradient_run_on_the_tokens_of_a_rank_alone() -> None:
+    entry = lengthened(families.build("llama"), 16)
+    for module in (entry.model.get_submodule(f"model.{name}") for name in ("embed_tokens", "layers.0", "layers.1")):
+        module.requires_grad_(False)
+    assert worst_of(entry, 2, 4) < 2e-6
+    batch = {name: value[1:3] for name, value in entry.batch(4, 5).items()}
+    program, _ = program_of(entry.model, batch, 2)
+    products = len(program.graph.graph.find_nodes(op="call_function", target=aten.linear.default))
+    cut_sequence(program, 2, find_experts(program))
+    assert len(program.graph.graph.find_nodes(op="call_function", target=aten.linear.default)) == products

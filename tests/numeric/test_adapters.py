@@ -1,0 +1,60 @@
+"""Models wrapped by peft, planned unmodified: each method equals one process on each layout, or is refused by line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from passes.errors import PlanError
+from tests.models.adapted import ADAPTED
+from tests.tools.laboratory import Case, Lab, name_of
+
+pytest.importorskip("peft")
+
+SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"tp": 2, "pp": 2}, {}),
+    ({"tp": 4}, {}),
+    ({"dp": 4}, {}),
+    ({"tp": 2, "dp": 2}, SEQUENCE_PARALLEL),
+    ({"pp": 2, "vpp": 2, "dp": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
+    ({"cp": 2, "tp": 2}, {}),
+]
+# Queries of some tokens read virtual keys and the tokens of all ranks: such a mask is not sharded over a sequence.
+REFUSED_OVER_CP = {"prefix", "prefix-projection", "gpt2-prefix"}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("mesh", "rest"), LAYOUTS, ids=[name_of(mesh) for mesh, _ in LAYOUTS])
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str, int], rest: dict[str, Any]) -> None:
+    case = Case(kind, mesh, rest)
+    if "cp" in mesh and kind in REFUSED_OVER_CP:
+        with pytest.raises(PlanError, match="reads the whole sequence") as caught:
+            lab.check(case)
+        assert "self_attn" in str(caught.value) or "attn" in str(caught.value)
+    else:
+        assert lab.check(case).wrong == []
+
+
+def held(plan: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[set[str], set[str]]:
+    """Of one rank: the names of its parameters with a gradient buffer, and of those that train."""
+    from runtime import Engine
+
+    with Engine(plan, timeout_seconds=60) as engine:
+        engine.train_step(batches[0])
+        buffers = plan.shards.buffers_of_rank(engine.mesh.pp_rank, 0)
+        trained = {p.fqn for stage in engine.program.stages for p in stage.parameters if p.requires_grad}
+        return {name for buffer in buffers for name in buffer.by_name}, trained
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt"])
+def test_frozen_weights_have_no_gradient_buffer_and_no_optimizer_state(lab: Lab, kind: str) -> None:
+    for found in lab.run(Case(kind, {"tp": 2, "pp": 2}, job=held)):
+        in_buffers, trained = found
+        assert in_buffers == trained
+        assert trained
+        assert not any("base_layer" in name or "norm" in name for name in trained)

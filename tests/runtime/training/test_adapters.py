@@ -1,0 +1,169 @@
+"""``--peft``: a base and an adapter_config.json become the model that one process would make, and train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.spec.spec import Spec
+from runtime.cli import app
+from runtime.engine import Engine
+from tests.tools import pretrained_ranks as ranks
+from tests.tools.checkpoints import assert_same
+
+peft = pytest.importorskip("peft")
+
+LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "down_proj"]}
+# Adapters that begin as functions of the base: a norm, a copy, a decomposition that also changes the base.
+OF_THE_BASE: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "copied head": {"modules_to_save": ["lm_head"]},
+    "decomposed": {"init_lora_weights": "pissa"},
+    "rows of the embedding": {"trainable_token_indices": [1, 3]},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    ranks.save_random("llama", tmp_path / "base", vocab_size=256)  # bytes are tokens
+    return tmp_path / "base"
+
+
+def config_in(directory: Path, **settings: Any) -> Path:
+    file = directory / "lora.json"
+    file.write_text(json.dumps(LORA | settings))
+    return file
+
+
+@pytest.mark.parametrize("kind", OF_THE_BASE)
+def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
+    reference = f"hf:{base} --peft {config_in(base.parent, **OF_THE_BASE[kind])}"
+    model = load_model(reference, values_later=True)
+    assert all(parameter.is_meta for parameter in model.parameters()) == (kind != "rows of the embedding")
+    with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:
+        engine.load_pretrained(base)
+        found = engine.gather_parameters()
+    expected = dict(load_model(reference, materialize=True).named_parameters(remove_duplicate=False))
+    assert_same(found, {name: value.detach() for name, value in expected.items()})
+
+
+def test_weights_of_the_base_are_needed_before_a_step(base: Path) -> None:
+    model = load_model(f"hf:{base} --peft {config_in(base.parent, use_dora=True)}", values_later=True)
+    with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:
+        with pytest.raises(Exception, match="the weights of the base were not read"):
+            engine.evaluate(ranks.batch())
+        engine.load_pretrained(base)
+        assert engine.evaluate(ranks.batch()) > 0
+
+
+SPEC = """mesh: {}
+batch: {global: 4, micro: 2}
+inputs: {input_ids: {shape: [6], dtype: int64, high: 256}, labels: {like: input_ids}}
+"""
+
+
+def run(base: Path, *words: str, command: str = "train") -> Any:
+    spec, text = base.parent / "spec.yaml", base.parent / "text.txt"
+    spec.write_text(SPEC)
+    text.write_text("To train an adapter, a text is needed. " * 20)
+    data = ["--data", str(text), "--steps", "2", "--quiet"] if command == "train" else []
+    return CliRunner().invoke(app, [command, f"hf:{base}", str(spec), *data, *words])
+
+
+def test_a_run_writes_adapters_that_peft_loads_and_a_merge_that_transformers_loads(base: Path) -> None:
+    transformers, out = pytest.importorskip("transformers"), base.parent
+    words = (
+        "--peft",
+        str(config_in(out)),
+        "--save-adapters",
+        str(out / "adapters"),
+        "--save-merged",
+        str(out / "merged"),
+    )
+    assert run(base, *words).exit_code == 0
+    wrapped = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), out / "adapters")
+    assert any(value.abs().max() > 0 for name, value in wrapped.named_parameters() if "lora_B" in name)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged")
+    assert_same(merged.state_dict(), wrapped.merge_and_unload().state_dict())
+
+
+def test_saved_adapters_are_trained_further(base: Path) -> None:
+    first, second = base.parent / "first", base.parent / "second"
+    assert run(base, "--peft", str(config_in(base.parent)), "--save-adapters", str(first)).exit_code == 0
+    assert run(base, "--peft", str(first), "--save-adapters", str(second)).exit_code == 0
+    before, after = ((path / "adapter_model.safetensors").read_bytes() for path in (first, second))
+    assert before != after
+    assert json.loads((second / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "lora.json"),
+        ("[]", "has no peft_type that this version of peft has"),
+        ('{"peft_type": "LORRA"}', "has no peft_type that this version of peft has"),
+        (json.dumps(LORA | {"rank": 4}), "rank"),
+        (json.dumps(LORA | {"target_modules": ["query"]}), "Target modules {'query'} not found in the base model"),
+        (json.dumps(LORA | {"r": 0}), "`r` should be a positive integer value"),
+    ],
+)
+def test_a_config_that_is_wrong_is_one_error(base: Path, content: str, words: str) -> None:
+    file = base.parent / "lora.json"
+    file.write_text(content)
+    done = run(base, "--peft", str(file), command="plan")
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--save-adapters", "adapters"), "the planned model has no adapters of peft"),
+        (("--save-merged", "merged"), "the planned model has no adapters of peft"),
+        (("--peft", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_error(
+    base: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    done = run(base, *words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_an_adapter_of_another_base_is_one_error_before_a_rank_starts(base: Path) -> None:
+    saved = base.parent / "adapters"
+    assert run(base, "--peft", str(config_in(base.parent)), "--save-adapters", str(saved)).exit_code == 0
+    config = json.loads((saved / "adapter_config.json").read_text())
+    (saved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/else"}))
+    done = run(base, "--peft", str(saved))
+    assert done.exit_code == 2
+    assert "the adapter was trained on the base someone/else" in " ".join(done.output.split())
+
+
+def test_parameters_of_the_base_stay_as_they_were(base: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    before = {name: value.clone() for name, value in torch_weights(transformers, base).items()}
+    out = base.parent / "merged"
+    ia3 = json.dumps(
+        {"peft_type": "IA3", "task_type": "CAUSAL_LM", "target_modules": ["k_proj"], "feedforward_modules": []}
+    )
+    (base.parent / "ia3.json").write_text(ia3)
+    assert run(base, "--peft", str(base.parent / "ia3.json"), "--save-merged", str(out)).exit_code == 0
+    after = torch_weights(transformers, out)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "k_proj" in name}
+
+
+def torch_weights(transformers: Any, directory: Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
