@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.gpt import GPT
+from examples.gpt import GPT, Block
 from planner import combine, with_loss
 from tests.models.families import IGNORED, LENGTH, Entry, tokens
 
@@ -94,6 +94,18 @@ class Distillation(nn.Module):
         return F.cross_entropy(ours.flatten(0, 1), labels.flatten(), ignore_index=IGNORED) + soft.sum(-1).mean()
 
 
+class MixedTeacher(nn.Module):
+    """A teacher that first mixes tokens in a way that no rank can do for its own; causal attention follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.table = nn.Parameter(torch.randn(LENGTH, LENGTH)), nn.Embedding(VOCABULARY, 32)
+        self.block, self.head = Block(32, 4, 0.0), nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
+        return self.head(self.block(torch.tril(self.mix) @ self.table(input_ids))), None
+
+
 PAIRS = tokens(VOCABULARY, labels="chosen_labels") | tokens(VOCABULARY, labels="rejected_labels")
 OF_DPO = {
     name: PAIRS["input_ids"] if name in ("chosen", "rejected") else PAIRS[name]
@@ -106,8 +118,8 @@ def dpo(loss: Callable[..., Tensor]) -> Entry:
     return Entry(model, OF_DPO, labels=("chosen_labels", "rejected_labels"))
 
 
-def distillation() -> Entry:
-    model = combine(loss=distillation_loss, frozen=["teacher"], student=gpt(), teacher=gpt(3))
+def distillation(teacher: Callable[[], nn.Module] = lambda: gpt(3)) -> Entry:
+    model = combine(loss=distillation_loss, frozen=["teacher"], student=gpt(), teacher=teacher())
     return Entry(model, tokens(VOCABULARY), labels=("labels",))
 
 
@@ -122,5 +134,6 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "dpo-joined": partial(dpo, joined_dpo_loss),
     "dpo-module": lambda: Entry(Dpo(), OF_DPO, labels=("chosen_labels", "rejected_labels")),
     "distillation": distillation,
+    "distillation-mixed": partial(distillation, MixedTeacher),
     "distillation-module": lambda: Entry(Distillation(), tokens(VOCABULARY), labels=("labels",)),
 }
