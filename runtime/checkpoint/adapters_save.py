@@ -88,7 +88,11 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
     with replaced_directory(
         directory, lambda name: _FILE.fullmatch(name) is not None, lambda name: name == CONFIG
     ) as new:
-        with adapted.holding({n: values[n] for n in adapted.needed_by(adapter)}) as module, offline(), _quiet():
+        with (
+            adapted.holding({n: values[n] for n in adapted.needed_by(adapter)}) as module,
+            offline(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             module.save_pretrained(str(new), selected_adapters=[adapter])
         (new / "README.md").unlink(missing_ok=True)  # a template, which would replace a text of the user's own
         if adapter != DEFAULT:
@@ -97,11 +101,3 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
             (new / adapter).rmdir()
         for path in new.iterdir():
             sync(path)
-
-
-class _quiet(warnings.catch_warnings):
-    """Without peft's advice about names that it looks up."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")

@@ -91,7 +91,7 @@ def mergings_of(adapted: Adapted, base: nn.Module, cast: str | None) -> Iterator
     values = base.state_dict(keep_vars=True)
     for name, value in values.items():
         names.setdefault(id(value), []).append(name)
-    sources = {own: name for name, own in reversed(adapted.base_names.items())}
+    sources = {own: name for name, own in reversed(list(adapted.base_names.items()))}
     for of_value in names.values():
         value = values[of_value[0]]
         dtype = getattr(torch, cast) if cast and value.is_floating_point() else value.dtype

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -54,13 +55,11 @@ class Adapted:
 
     def files_of(self, adapter: str) -> dict[str, str | None]:
         """Name in the adapter's file → name in the model; None for a tensor that peft computes for the file."""
-        import peft
-
         encoder = self._prompt_encoder(adapter)
         zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in encoder.items()}
         with held_by(self.module, zeros):
             held = dict(_tensors(self.module))
-            stored = peft.get_peft_model_state_dict(self.module, state_dict=held, adapter_name=adapter)
+            stored = import_module("peft").get_peft_model_state_dict(self.module, state_dict=held, adapter_name=adapter)
         if encoder:
             return dict.fromkeys(stored, next(iter(encoder)) if len(encoder) == 1 else None)
         names = {id(value): name for name, value in reversed(held.items())}
@@ -111,7 +110,8 @@ def adapted(model: nn.Module) -> Adapted | None:
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
     if kind is None or not isinstance(model, kind):
         return None
-    base = next(name for name, inner in model.named_modules() if inner is model.get_base_model())
+    wrapper: Any = model
+    base = next(name for name, inner in model.named_modules() if inner is wrapper.get_base_model())
     wrapped = dict(_wrapped(model))
     base_names = {name: own for name, _ in _tensors(model) if (own := _base_name(name, base, wrapped)) is not None}
     outermost_last = [(f"{path}.{attribute}", path) for path, attribute in reversed(wrapped.items())]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,7 @@ def _wrapped(base: nn.Module, file: Path) -> nn.Module:
     where, fix = Where(file=str(file)), "correct the config: peft's documentation lists the settings of each method"
     config = _config(peft, file, where, fix)
     try:
-        with offline(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with offline(), warnings.catch_warnings(action="ignore"):
             return peft.get_peft_model(base, config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanError(f"peft cannot make this adapter: {first_line(error)}", where=where, fix=fix) from error
@@ -88,11 +88,10 @@ def _wrapped(base: nn.Module, file: Path) -> nn.Module:
 
 def _package() -> Any:
     try:
-        import peft
+        return import_module("peft")
     except ImportError:
         fix = "pip install 'meshwright[peft]'"
         raise PlanError("--peft needs the package peft", where="--peft", fix=fix) from None
-    return peft
 
 
 def _config(peft: Any, file: Path, where: Where, fix: str) -> Any:
