@@ -43,6 +43,7 @@ def config_in(directory: Path, **settings: Any) -> Path:
     return file
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", OF_THE_BASE)
 def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
     reference = f"hf:{base} --peft {config_in(base.parent, **OF_THE_BASE[kind])}"
@@ -104,6 +105,7 @@ def test_saved_adapters_are_trained_further(base: Path) -> None:
     assert json.loads((second / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
