@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from runtime.checkpoint.adapters_load import load_adapters
-from runtime.checkpoint.adapters_save import save_adapters
+from runtime.checkpoint.adapters_save import adapted_of, save_adapters
 from runtime.checkpoint.merged_save import save_merged
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES
 from runtime.distributed.faults.shared_call import shared_call
@@ -22,6 +22,7 @@ class EngineAdapters(EngineWeights):
 
         The same call on every rank; rank 0 writes. Each adapter is replaced atomically. Raises PlanError on every rank.
         """
+        adapted_of(self.plan)
         self._ready()
         save_adapters(self.plan, self._own(), self.groups, self._kept, directory)
 
@@ -33,6 +34,7 @@ class EngineAdapters(EngineWeights):
         are. Raises PlanError on every rank, for adapters of another base or another config too; then no weight has
         changed.
         """
+        adapted_of(self.plan)
         self._need_own_weights("load_adapters")
         self._ready()
         self.saver.staging.hold()
@@ -47,5 +49,6 @@ class EngineAdapters(EngineWeights):
         The same call on every rank; rank 0 merges and writes one tensor at a time. Atomic, as ``save_pretrained``.
         Raises PlanError on every rank, also for a method that cannot be merged.
         """
+        adapted_of(self.plan)
         self._ready()
         save_merged(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from passes.errors import PlanError
+from planner.capture.model.with_adapters import OPTION as OF_PEFT
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from planner.stored.plan_file import SUFFIX
@@ -41,6 +42,12 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
     if not job.plan.endswith(SUFFIX):
         fix = f"save it by meshwright plan MODEL SPEC --format pt -o plan{SUFFIX}"
         raise PlanError(f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}", where=OPTION, fix=fix)
+    if OF_PEFT in job.model:
+        what, fix = (
+            "a saved plan does not hold the modules of peft",
+            f"leave out {OPTION}: ranks then plan by themselves",
+        )
+        raise PlanError(what, where=OPTION, fix=fix)
     for option, is_set in (("--compare", job.compare), ("--audit", spec.audit.every is not None)):
         if is_set:
             raise PlanError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner import Plan, PlanError, plan
 from runtime.engine import Engine
@@ -83,10 +84,16 @@ def test_another_layout_loads_what_a_layout_saved(lab: Lab, kind: str, tmp_path:
 # ---- one process
 
 
-def planned(kind: str) -> Plan:
+@cache
+def model_and_plan(kind: str) -> tuple[nn.Module, Plan]:
+    """Engines may follow each other while the model is kept."""
     entry = families.build(kind)
     inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
-    return plan(entry.model, {"mesh": {}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
+    return entry.model, plan(entry.model, {"mesh": {}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
+
+
+def planned(kind: str) -> Plan:
+    return model_and_plan(kind)[1]
 
 
 @pytest.fixture(scope="module")

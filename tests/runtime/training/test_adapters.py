@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from planner import plan
+from planner import Plan, PlanError, plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
 from runtime.cli import app
@@ -43,6 +43,7 @@ def config_in(directory: Path, **settings: Any) -> Path:
     return file
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", OF_THE_BASE)
 def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
     reference = f"hf:{base} --peft {config_in(base.parent, **OF_THE_BASE[kind])}"
@@ -104,6 +105,7 @@ def test_saved_adapters_are_trained_further(base: Path) -> None:
     assert json.loads((second / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -167,3 +169,29 @@ def test_parameters_of_the_base_stay_as_they_were(base: Path) -> None:
 
 def torch_weights(transformers: Any, directory: Path) -> dict[str, torch.Tensor]:
     return transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def test_a_base_is_loaded_below_adapters_that_stay(base: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(base))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**{k: v for k, v in LORA.items() if k != "peft_type"}))
+    adapters = {name: value.detach().clone() for name, value in wrapped.named_parameters() if value.requires_grad}
+    with Engine(plan(wrapped, Spec.load(ranks.spec_of()))) as engine:
+        engine.load_pretrained(base)
+        found = engine.gather_parameters()
+    assert all(torch.equal(found[name], value) for name, value in adapters.items())
+    stored = torch_weights(transformers, base)
+    layer = "model.layers.1.mlp.down_proj"
+    assert torch.equal(found[f"base_model.model.{layer}.base_layer.weight"], stored[f"{layer}.weight"])
+    assert torch.equal(found["base_model.model.lm_head.weight"], stored["lm_head.weight"])
+
+
+def test_a_saved_plan_of_an_adapted_model_says_that_it_has_no_modules_of_peft(base: Path) -> None:
+    config, saved = str(config_in(base.parent)), base.parent / "plan.pt"
+    made = run(base, "--peft", config, "--format", "pt", "-o", str(saved), command="plan")
+    assert made.exit_code == 0, made.output
+    done = run(base, "--peft", config, "--plan", str(saved))
+    assert done.exit_code == 2
+    assert "a saved plan does not hold the modules of peft" in " ".join(done.output.split())
+    with Engine(Plan.load(saved)) as engine, pytest.raises(PlanError, match="no adapters of peft, or the plan was"):
+        engine.save_adapters(base.parent / "adapters")
