@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from planner import plan
 from runtime import Engine
 from runtime.audit.tolerance import lowest_precision
 from tests.models import (
+    adapted,
     counted,
     dropping,
     experts,
@@ -45,6 +47,8 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda:0")
 ALL = families.FAMILIES | own.MODELS | own_functions.FUNCTIONS | counted.MODELS | signals.SIGNALS
 ALL |= held_weights.HELD_WEIGHTS | dropping.MODELS | untrained.MODELS | uneven.MODELS
+if find_spec("peft") is not None:
+    ALL |= adapted.ADAPTED
 DRAWING = {"dropout", "dropping"}  # a GPU draws other numbers than a CPU
 NAMES = sorted(name for name in ALL if not any(word in name for word in DRAWING))
 SINGLE = {"mixtral", "mixtral-balanced"}  # in float32: grouped products have no float64
