@@ -77,6 +77,7 @@ FOLLOWS = {
 # optimizer.name is not lion: where a gradient is nothing but rounding, its sign moves a parameter by lr; nor muon:
 # it computes in bfloat16 whatever the model's dtype is (tests/numeric/test_muon.py)
 EXCLUDED = {
+    "optimizer.adjust_lr": "it is for muon, which is not drawn",
     "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",
     "tensor_parallel.infer_rules": "no drawn model has an op without a rule",
