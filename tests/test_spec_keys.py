@@ -111,7 +111,13 @@ OF_BATCHES = [
 ]
 # tests/runtime/audit/
 OF_AUDITS = ["audit.every", "audit.on_difference", "audit.tolerance"]
-OF_UPDATE_RULES = ["optimizer.name", "optimizer.momentum", "optimizer.nesterov", "optimizer.adjust_lr"]
+OF_UPDATE_RULES = [
+    "optimizer.name",
+    "optimizer.momentum",
+    "optimizer.nesterov",
+    "optimizer.adjust_lr",
+    "optimizer.options",
+]
 # tests/numeric/test_update_rules.py, tests/numeric/test_muon.py
 OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/memory/test_imbalance.py

@@ -23,7 +23,7 @@ from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
-from planner.spec.update_rules import MATRIX_RULES, moments_of, momentum_of
+from planner.spec.update_rules import MATRIX_RULES, moments_of
 from planner.updates.rules import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -179,7 +179,7 @@ def buffers_of_rank(
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
         layout = _layout(optimizer, sizes[members[0].reduced_over], members)
         rule = rules.of(members[0].fqn)
-        moments = moments_of(rule, momentum_of(optimizer)[0])
+        moments = moments_of(rule, optimizer)
         made.append(Buffer(pp_rank, dtype, members, layout, optimizer.ema is not None, rule, moments))
     return tuple(made)
 

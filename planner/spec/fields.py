@@ -42,6 +42,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST_SIZE), BeforeValidato
 Seed = Annotated[int, Field(strict=True, ge=0, le=LARGEST), BeforeValidator(whole)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), BeforeValidator(number)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), BeforeValidator(number)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(number)]
 AtLeastOne = Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False), BeforeValidator(number)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), BeforeValidator(number)]
 Flag = Annotated[bool, Field(strict=True)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from passes.errors import PlanError, SpecError
 from planner.spec.fields import (
@@ -15,6 +16,7 @@ from planner.spec.fields import (
     Name,
     NotNegative,
     NullIsNone,
+    Number,
     Positive,
     Section,
     Size,
@@ -22,9 +24,24 @@ from planner.spec.fields import (
     key,
 )
 from planner.spec.learning_rate import LearningRateSpec
-from planner.spec.update_rules import UPDATE_RULES, keys_read, momentum_of
+from planner.spec.messages import describe_value
+from planner.spec.torch_optimizers import PREFIX
+from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
 
 Rule = Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"]
+
+
+def _rule(value: Any) -> str:
+    if isinstance(value, str) and (value in UPDATE_RULES or value.startswith(PREFIX)):
+        return value
+    nearest = difflib.get_close_matches(str(value)[:100], UPDATE_RULES, n=1)
+    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    fix = f"{hint}choose one of: {', '.join(UPDATE_RULES)}; or name a class of torch: {PREFIX}RMSprop"
+    raise SpecError(f"cannot be {describe_value(value)}", fix=fix)
+
+
+_RULES = {"anyOf": [{"enum": list(UPDATE_RULES)}, {"type": "string", "pattern": f"^{PREFIX}."}]}
+RuleOrClass = Annotated[str, BeforeValidator(_rule), WithJsonSchema(_RULES)]
 
 
 class GroupSpec(Section):
@@ -38,8 +55,10 @@ class GroupSpec(Section):
 
 
 class OptimizerSpec(Section):
-    name: Rule = key(
-        "adamw", "adamw | adam | sgd | lion | adagrad | muon (of hidden matrices; adamw of all other parameters)"
+    name: RuleOrClass = key(
+        "adamw",
+        "adamw | adam | sgd | lion | adagrad | muon (of hidden matrices; adamw of all other parameters), or an "
+        "element-wise class of torch: torch.optim:RMSprop",
     )
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
@@ -47,6 +66,9 @@ class OptimizerSpec(Section):
     weight_decay: NotNegative = key(0.01, "decoupled for adamw, lion and muon; for others added to the gradient")
     momentum: Fraction | None = key(None, "null: 0 for sgd, 0.95 for muon")
     nesterov: Flag | None = key(None, "for sgd with momentum, and muon; null: false for sgd, true for muon")
+    options: dict[Name, Flag | Number | list[Number]] = key(
+        {}, "arguments of a class of torch, beside lr and weight_decay: {alpha: 0.9}"
+    )
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
         "for muon, of a matrix [a, b]: match_rms_adamw: lr · 0.2 · √max(a, b), for an lr that suits adamw too; "
@@ -73,6 +95,11 @@ class OptimizerSpec(Section):
 
     def problems(self) -> Iterator[PlanError]:
         yield from self._keys_of_others()
+        if self.name.startswith(PREFIX):
+            try:
+                moments_of(self.name, self)
+            except PlanError as error:
+                yield SpecError(error.what, where=error.where, fix=error.fix)
         if self.schedule.min_lr > self.lr:
             at = "optimizer.schedule.min_lr"
             what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
@@ -81,7 +108,7 @@ class OptimizerSpec(Section):
     def _keys_of_others(self) -> Iterator[PlanError]:
         """A key that no update rule of the run reads, with another value than its default."""
         read = keys_read(self.name).union(*(keys_read(group.name) for group in self.groups.values() if group.name))
-        for name in dict.fromkeys(name for rule in UPDATE_RULES.values() for name in rule.keys):
+        for name in dict.fromkeys(("options", *(name for rule in UPDATE_RULES.values() for name in rule.keys))):
             if name not in read and getattr(self, name) != type(self).model_fields[name].default:
                 at = f"optimizer.{name}"
                 yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")

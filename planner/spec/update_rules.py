@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from planner.spec.torch_optimizers import PREFIX, Options, tried_moments
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
@@ -36,8 +38,11 @@ NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 
 
-def moments_of(rule: str, momentum: float) -> tuple[str, ...]:
-    """The moments of a rule; ``momentum``: that of the spec's section."""
+def moments_of(rule: str, optimizer: Any) -> tuple[str, ...]:
+    """The moments of a rule, under the spec's section. Raises PlanError for one of torch.optim that is refused."""
+    if rule.startswith(PREFIX):
+        return tried_moments(rule, options_of(optimizer))
+    momentum, _ = momentum_of(optimizer)
     return () if rule == "sgd" and not momentum else UPDATE_RULES[rule].moments
 
 
@@ -48,7 +53,15 @@ def momentum_of(optimizer: Any) -> tuple[float, bool]:
     return momentum if given[0] is None else given[0], nesterov if given[1] is None else given[1]
 
 
+def options_of(optimizer: Any) -> Options:
+    """The arguments of an optimizer of torch.optim, as the spec's section has them."""
+    pairs = sorted(optimizer.options.items())
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in pairs)
+
+
 def keys_read(rule: str) -> frozenset[str]:
     """The keys that a run with this rule reads: those of the rule for other parameters too."""
+    if rule.startswith(PREFIX):
+        return frozenset({"options"})
     found = UPDATE_RULES[rule]
     return frozenset(found.keys) | (keys_read(found.for_others) if found.for_others else frozenset())

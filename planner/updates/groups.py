@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from passes.errors import PlanError
 from passes.program.matrices import Matrices
 from planner.spec.optimizer import OptimizerSpec
-from planner.spec.update_rules import MATRIX_RULES, UPDATE_RULES, momentum_of
+from planner.spec.torch_optimizers import Options
+from planner.spec.update_rules import MATRIX_RULES, UPDATE_RULES, momentum_of, options_of
 
 KEYS = ("rule", "lr", "betas", "eps", "weight_decay")
 
@@ -39,7 +40,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one parameter. ``lr``: after the warm-up. ``adjust_lr``: for muon, as the spec has it."""
+    """Of one parameter. ``lr``: after the warm-up. ``adjust_lr``: for muon, ``options``: for one of torch.optim."""
 
     lr: float
     betas: tuple[float, float]
@@ -49,6 +50,7 @@ class Settings:
     nesterov: bool = False
     adjust_lr: str = "match_rms_adamw"
     rule: str = "adamw"
+    options: Options = ()
 
     def factor(self, base: Settings) -> float:
         """Of the learning rate that the schedule gives."""
@@ -63,7 +65,7 @@ class Settings:
 def base_of(optimizer: OptimizerSpec) -> Settings:
     """Those of the section."""
     o = optimizer
-    return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name)
+    return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name, options_of(o))
 
 
 def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:

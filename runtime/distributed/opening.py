@@ -77,7 +77,7 @@ def open_groups(
     return groups
 
 
-def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str]) -> None:
+def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> None:
     """The groups of a part of the ranks, each used once if a first use would block."""
     on_nccl = groups.backend == "nccl"
     no_groups = ("pp",) if on_nccl else ()  # there links take its place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.spec.update_rules import UPDATE_RULES
+from planner.spec.update_rules import keys_read
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.specs import FIELDS
 
@@ -56,7 +56,7 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
 
 def _fit_optimizer(found: Choices) -> None:
     """Only keys that the update rule reads."""
-    read = UPDATE_RULES[found["optimizer.name"]].keys
+    read = keys_read(found["optimizer.name"])
     for key in ("betas", "eps", "momentum", "nesterov"):
         name = f"optimizer.{key}"
         if key not in read:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from planner.spec.torch_optimizers import PREFIX
 from planner.updates.groups import Settings
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
+from runtime.optimizer.of_torch import torch_kernel
 from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel
 
 
@@ -150,7 +152,7 @@ class FlatOptimizer:
             moments = {kind: self._state(shard)[kind] for kind in self.moments[shard]}
             tensors = {"value": shard, "grad": shard.grad, **moments}
             for start, stop, settings in self._with_settings(shard, *within):
-                if settings.rule not in kernels:
+                if kernel_of(settings.rule, kernels) is None:
                     continue
                 columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
                 counts.append(step.clone())
@@ -158,7 +160,9 @@ class FlatOptimizer:
                     columns[name].append(tensor[start:stop])
         for settings, (columns, counts) in by_settings.items():
             factor = settings.factor(self.settings)
-            kernels[settings.rule](settings, columns, counts, lr * factor, grad_scale, batch.rests)
+            kernel = kernel_of(settings.rule, kernels)
+            assert kernel is not None
+            kernel(settings, columns, counts, lr * factor, grad_scale, batch.rests)
 
     def _with_settings(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
         """The elements start to stop, by their settings."""
@@ -173,6 +177,12 @@ class FlatOptimizer:
             at = last
         if at < stop:
             yield at, stop, base
+
+
+def kernel_of(rule: str, kernels: Mapping[str, Kernel]) -> Kernel | None:
+    if rule.startswith(PREFIX):
+        return torch_kernel if kernels is KERNELS else None
+    return kernels.get(rule)
 
 
 def _between(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from passes.program.matrices import Matrices
 from planner.spec.optimizer import OptimizerSpec
+from planner.spec.torch_optimizers import PREFIX, class_of
+from planner.spec.update_rules import options_of
 from planner.updates.groups import Settings, base_of, settings_of
 
 
@@ -100,10 +102,15 @@ def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matr
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for settings, group in _groups(model, o, matrices):
         by_rule.setdefault(settings.rule, []).append(group)
-    return Several([_of_rule(rule, groups, o.lr) for rule, groups in by_rule.items()])
+    return Several([_of_rule(rule, groups, o) for rule, groups in by_rule.items()])
 
 
-def _of_rule(rule: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch.optim.Optimizer:
+    lr = o.lr
+    if rule.startswith(PREFIX):
+        own = [{key: group[key] for key in ("params", "factor", "weight_decay")} for group in groups]
+        made: Any = class_of(rule)
+        return made(own, lr=lr, **dict(options_of(o)))
     match rule:
         case "adam":
             return torch.optim.Adam(groups, lr=lr)

@@ -24,6 +24,13 @@ RULES: dict[str, dict[str, Any]] = {
     "sgd, nesterov": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0, "momentum": 0.8, "nesterov": True},
     "lion": {"name": "lion", "lr": 1e-4, "weight_decay": 0.3, "betas": [0.9, 0.99]},
     "adagrad": {"name": "adagrad", "lr": 1e-2, "weight_decay": 0.01, "eps": 1e-8},
+    "rmsprop": {
+        "name": "torch.optim:RMSprop",
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "options": {"alpha": 0.9, "momentum": 0.5, "centered": True},
+    },
+    "adamax": {"name": "torch.optim:Adamax", "lr": 1e-3, "weight_decay": 0.0, "options": {"betas": [0.8, 0.9]}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"mesh": {}},
@@ -49,7 +56,9 @@ class Lion(torch.optim.Optimizer):
 
 
 def of_torch(parameters: list[nn.Parameter], rule: dict[str, Any]) -> torch.optim.Optimizer:
-    keys = {name: value for name, value in rule.items() if name != "name"}
+    keys = {name: value for name, value in rule.items() if name not in ("name", "options")} | rule.get("options", {})
+    if rule["name"].startswith("torch.optim:"):
+        return getattr(torch.optim, rule["name"].partition(":")[2])(parameters, **keys)
     made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "lion": Lion}
     return made[rule["name"]](parameters, keys) if rule["name"] == "lion" else made[rule["name"]](parameters, **keys)
 
@@ -132,7 +141,8 @@ def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> Non
 
 
 def test_every_rule_is_tested() -> None:
-    assert {rule["name"] for rule in RULES.values()} | {"adamw", "muon"} == UPDATE_RULES.keys()  # test_muon.py
+    tested = {rule["name"] for rule in RULES.values() if "torch.optim" not in rule["name"]}
+    assert tested | {"adamw", "muon"} == UPDATE_RULES.keys()  # test_muon.py
 
 
 def test_memory_is_that_of_the_moments() -> None:
@@ -143,4 +153,5 @@ def test_memory_is_that_of_the_moments() -> None:
         found[name] = made.memory[0].optimizer / made.memory[0].gradients
     assert found == {
         "adamw": 2, "adam": 2, "sgd": 0, "sgd, momentum": 1, "sgd, nesterov": 1, "lion": 1, "adagrad": 1,
+        "rmsprop": 3, "adamax": 2,
     }  # fmt: skip

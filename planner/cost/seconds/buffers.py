@@ -14,7 +14,7 @@ from planner.cost.cut.units import CutWork, HeldParameter
 from planner.mesh import Mesh
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
-from planner.spec.update_rules import moments_of, momentum_of
+from planner.spec.update_rules import moments_of
 
 LOW = ("bfloat16", "float16")
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -146,7 +146,7 @@ def _buffer(
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
     gradient = SIZES[asked] if asked else itemsize
-    kept = optimizer.ema is not None, len(moments_of(rule, momentum_of(optimizer)[0]))
+    kept = optimizer.ema is not None, len(moments_of(rule, optimizer))
     shard = elements // num_ranks
     matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())
     kept = (*kept, matrices, shared_by)

@@ -160,12 +160,32 @@ def test_one_part_of_the_scope_may_stand_without_a_list_and_no_graphs_need_no_wa
     assert Spec.load({**MINIMAL, "cuda_graphs": {"warmup_steps": 0}}).cuda_graphs.warmup_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        ({"name": "torch.optim:LBFGS"}, "LBFGS cannot update a flat tensor"),
+        ({"name": "torch.optim:Adafactor"}, "updates an element by the values of others"),
+        ({"name": "torch.optim:NAdam"}, "keeps mu_product, a value that is not of an element"),
+        ({"name": "torch.optim:RMSpro"}, "torch.optim has no RMSpro"),
+        ({"name": "torch.optim:RMSprop", "options": {"alfa": 0.9}}, "does not take these options: TypeError"),
+        ({"name": "torch.optim:RMSprop", "betas": [0.5, 0.6]}, "optimizer.betas is not for torch.optim:RMSprop"),
+        ({"options": {"alpha": 0.9}}, "optimizer.options is not for adamw"),
+    ],
+)
+def test_a_class_of_torch_that_cannot_run_is_one_error(optimizer, what):
+    error = dict_error(optimizer=optimizer)
+    assert what in error
+    assert "at:  optimizer." in error
+    assert "fix: " in error
+
+
 @pytest.mark.parametrize(("name", "hint"), [("xyz", ""), ("adamx", "did you mean 'adam'? ")])
 def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     assert dict_error(optimizer={"name": name}).splitlines() == [
         f"optimizer.name cannot be the string '{name}'",
         "  at:  optimizer.name",
-        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, muon",
+        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, muon; or name a class of torch: "
+        "torch.optim:RMSprop",
     ]
 
 

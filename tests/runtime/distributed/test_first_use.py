@@ -128,7 +128,9 @@ def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monk
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, *, pg_options=None, **_: (ranks, pg_options))
     monkeypatch.setattr("runtime.distributed.opening.use_each_once", lambda groups: None)
-    _fill(groups, [])
+    _fill(groups, [], ["tp-dp", "etp-edp"])
+    assert groups.over("tp-dp") == ([0, 1, 4, 5], None)  # updates of matrices: no kernel waits for them
+    assert groups.over("etp-edp") == ([0, 1], None)
     high = {
         axis: made[1] is not None and made[1].is_high_priority_stream
         for axis in ("tp", "cp", "dp", "dp_cp", "ep")

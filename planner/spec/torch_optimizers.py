@@ -1,0 +1,106 @@
+"""Optimizers of ``torch.optim`` by name, if they update each element by itself: tried on a few values.
+
+    optimizer: {name: torch.optim:RMSprop, lr: 1.0e-4, options: {alpha: 0.9}}
+
+Its moments are the tensors that it keeps of a parameter's shape. An optimizer is refused if the update of a part is not
+the part of the update, if it keeps other values, or begins with others than zero: a shard could not hold them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError, first_line
+
+PREFIX = "torch.optim:"
+STEPS = 3
+Options = tuple[tuple[str, Any], ...]
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """Raises PlanError if torch.optim has none of this name."""
+    wanted = name.removeprefix(PREFIX)
+    found = getattr(torch.optim, wanted, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found
+    known = [n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer"]
+    nearest = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {PREFIX}{nearest[0]}? " if nearest else ""
+    raise PlanError(f"torch.optim has no {wanted}", where="optimizer.name", fix=f"{hint}name one of its classes")
+
+
+def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, Any]:
+    """The keyword arguments of the class, beside lr. ``capturable`` keeps its count of updates on the device."""
+    known = inspect.signature(class_of(name)).parameters
+    decay = {"weight_decay": weight_decay} if "weight_decay" in known else {}
+    return decay | dict(options)
+
+
+@lru_cache(64)
+def tried_moments(name: str, options: Options) -> tuple[str, ...]:
+    """The kinds of values that it keeps of an element. Raises PlanError if it is not element-wise."""
+    whole = _Trial(name, options, slice(None))
+    whole.run()
+    others = [n for n, v in whole.state.items() if n not in ("step", *whole.moments) and v is not None]
+    if others:
+        raise _refused(name, f"keeps {others[0]}, a value that is not of an element")
+    for part in (slice(0, 3), slice(3, 8)):
+        piece = _Trial(name, options, part)
+        piece.begin(whole.moments)
+        piece.run()
+        if not torch.equal(piece.value, whole.value[part]):
+            raise _refused(name, "updates an element by the values of others, or begins with moments other than zero")
+    return whole.moments
+
+
+class _Trial:
+    """Some steps on a part of 8 values."""
+
+    def __init__(self, name: str, options: Options, part: slice) -> None:
+        draw = torch.Generator().manual_seed(0)
+        values, self._gradients = torch.randn(8, generator=draw), torch.randn(STEPS, 8, generator=draw)
+        self.name, self.value, self._part = name, values[part].clone(), part
+        made: Any = class_of(name)
+        try:
+            self._optimizer = made([self.value], lr=0.1, **arguments_of(name, 0.01, options))
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"{name} does not take these options: {first_line(error)}",
+                where="optimizer.options",
+                fix=f"write arguments of torch.optim.{name.removeprefix(PREFIX)}",
+            ) from None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self._optimizer.state[self.value]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return tuple(n for n, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.value.shape)
+
+    def begin(self, moments: tuple[str, ...]) -> None:
+        zeros = {kind: torch.zeros_like(self.value) for kind in moments}
+        self._optimizer.state[self.value] = {"step": torch.zeros(()), **zeros}
+
+    def run(self) -> None:
+        try:
+            for gradient in self._gradients:
+                self.value.grad = gradient[self._part].clone()
+                self._optimizer.step()
+        except Exception as error:
+            raise _refused(self.name, f"cannot update a flat tensor: {first_line(error)}") from None
+
+
+def _refused(name: str, what: str) -> PlanError:
+    return PlanError(
+        f"{name} {what}: it cannot run on the shards of ZeRO-1",
+        where="optimizer.name",
+        fix="choose an optimizer that updates each element by itself, such as torch.optim:RMSprop",
+    )
