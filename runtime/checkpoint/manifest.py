@@ -35,7 +35,8 @@ _DIGITS = 32
 
 Size = Annotated[int, Field(ge=0, le=2**48)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=8)]
-Kind = Literal["parameter", "main", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "ema", "buffer"]
+# parameter, main, ema, buffer, or a moment, as the update rule names it
+Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 Axis = Literal["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp"]
 DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 _ITEM_BYTES = {
