@@ -146,15 +146,26 @@ def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[
 
 def exchanged_elements(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int = 0) -> tuple[int, int]:
     """Elements that the fullest rank sends to homes, and that the fullest home sends back."""
+    if any(homes.buffer.by_name[homed.matrix.fqn].placement.has_whole_segment for homed in homes.buckets[bucket]):
+        return _of_all_ranks(homes, bucket, mesh, pp_rank, ep_rank)
+    layout, held = homes.buffer.layout, [0] * homes.num_ranks
+    for homed in homes.buckets[bucket]:
+        held[homed.home] += prod(homed.matrix.shape)
+    owned = (layout.buckets[bucket].owned_ranges(rank, layout.num_ranks) for rank in range(layout.num_ranks))
+    return max(sum(len(r.param) for r in ranges.values()) for ranges in owned), max(held)
+
+
+def _of_all_ranks(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int) -> tuple[int, int]:
+    """The same, piece by piece: several ranks hold a replicated segment, and each of them sends it."""
     first = mesh.rank_of(pp=pp_rank)
     ranks = next(r for r in mesh.groups_over(homes.axis) if first in r)
-    places = [{**mesh.place(rank), "ep": ep_rank} for rank in ranks]
-    sent = [sum(s.num_elements for s in homes.sent(bucket, mesh, place)) for place in places]
-    held = [0] * len(ranks)
-    for place in places:
-        for s in homes.sent(bucket, mesh, place):
+    most, held = 0, [0] * len(ranks)
+    for rank in ranks:
+        sent = list(homes.sent(bucket, mesh, {**mesh.place(rank), "ep": ep_rank}))
+        most = max(most, sum(s.num_elements for s in sent))
+        for s in sent:
             held[homes.buckets[bucket][s.index].home] += s.num_elements
-    return max(sent), max(held)
+    return most, max(held)
 
 
 def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from passes.program.matrices import num_matrices
 from planner import Plan, plan
-from planner.sharding.homes import Homes, combined_axes, homes_of
+from planner.sharding.homes import Homes, _of_all_ranks, combined_axes, exchanged_elements, homes_of
 from tests.models import families
 
 MESHES: dict[str, dict[str, int]] = {
@@ -69,6 +69,16 @@ def test_work_is_even_over_the_ranks() -> None:
     for mesh in ({"dp": 2}, {"dp": 4}, {"tp": 2, "dp": 2}):
         (found,) = homes(planned("llama-8-layers", mesh))
         assert max(found.loads) * found.num_ranks <= 1.1 * sum(found.loads)
+
+
+@pytest.mark.parametrize("bucket", [None, 2000])
+@pytest.mark.parametrize("mesh", ["dp4", "tp2·dp3", "ep2·dp2·tp2"])
+def test_exchanges_are_counted_without_a_look_at_each_piece(mesh: str, bucket: int | None) -> None:
+    made = planned("mixtral", MESHES[mesh], bucket_size=bucket)
+    for found in homes(made):
+        for number in range(len(found.buckets)):
+            counted = exchanged_elements(found, number, made.mesh, 0)
+            assert not found.axis or counted == _of_all_ranks(found, number, made.mesh, 0, 0)
 
 
 def test_groups_of_several_axes_are_those_of_the_plan() -> None:
