@@ -92,14 +92,14 @@ class NamedCode:
         name = _free_name(path) if is_alone else path.stem
         spec = importlib.util.spec_from_file_location(name, path.resolve())
         assert spec is not None, path
-        assert spec.loader is not None, path
         source = importlib.util.module_from_spec(spec)
         if is_alone:
             sys.modules[name] = source
         sys.modules.setdefault(name, source)
         content = path.read_bytes()
         try:
-            spec.loader.exec_module(source)
+            # not by the loader: it takes compiled code of an earlier file with the same size and second
+            exec(compile(content, str(path.resolve()), "exec", dont_inherit=True), vars(source))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # of the user's code: it may derive from any class

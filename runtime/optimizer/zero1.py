@@ -21,16 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.parameters import LocalParameter
-from planner.sharding.buckets import OwnedRange
 from planner.sharding.buffers import Buffer
-from planner.sharding.collectives import SUMS
 from planner.updates.groups import Settings, base_of
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.flat import FlatOptimizer, Part, Run
 from runtime.optimizer.in_place import all_gather
+from runtime.optimizer.main_shards import MainShard, in_common_order, size_and_rank, tied_order, whole_indices
 from runtime.optimizer.matrices import BucketExchange
-from runtime.optimizer.norm import merged_runs, squared_norm, whole_elements
+from runtime.optimizer.norm import merged_runs, squared_norm
 from runtime.optimizer.slots import BucketTensors, DataParallel
 
 
@@ -56,30 +55,6 @@ class StepResult:
     @property
     def sums(self) -> tuple[float, ...]:
         return tuple(self.figures[2:].tolist())
-
-
-@dataclass
-class MainShard:
-    """This rank's share of one bucket in the optimizer's precision; views of the buffers if the dtypes agree."""
-
-    buffer: BufferTensors
-    bucket: BucketTensors
-    main: Tensor
-    grad: Tensor
-    counted: tuple[tuple[int, int], ...]  # runs of ``grad`` that this rank counts in the norm
-    whole: Tensor | None  # indices of elements that every tp (or etp) rank holds, among others that are cut (segments)
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        return self.buffer.data_parallel
-
-    @property
-    def owns_main(self) -> bool:
-        return self.main.dtype != self.bucket.parameters.dtype
-
-    @property
-    def owns_grad(self) -> bool:
-        return self.grad.dtype != self.bucket.gradients.dtype
 
 
 class DistributedOptimizer:
@@ -145,8 +120,8 @@ class DistributedOptimizer:
         for shard in self.shards:
             if shard.owns_grad:
                 shard.grad.copy_(shard.bucket.own_gradients)
-        for axis in _in_common_order(shard.buffer.planned.partial_over for shard in self.shards):
-            for shard in sorted(self.shards, key=_tied_order):
+        for axis in in_common_order(shard.buffer.planned.partial_over for shard in self.shards):
+            for shard in sorted(self.shards, key=tied_order):
                 if axis in shard.buffer.planned.partial_over:
                     self._sum_over(axis, shard)
         self._is_reduced = True
@@ -252,7 +227,7 @@ class DistributedOptimizer:
 
     def _shared_over(self, axis: str) -> DataParallel:
         group = self.groups.get(axis)
-        return DataParallel(group, *_size_and_rank(group), sharded=self.settings.zero == 1)
+        return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero == 1)
 
     def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
         dtype = buffer.planned.main_dtype
@@ -265,7 +240,7 @@ class DistributedOptimizer:
         counted = merged_runs((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
         whole = None
         if buffer.planned.has_whole_segment:
-            whole = _whole_indices(owned, locals_, _size_and_rank(self.groups.get(axis))[0]).to(main.device)
+            whole = whole_indices(owned, locals_, size_and_rank(self.groups.get(axis))[0]).to(main.device)
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
     def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[Part]:
@@ -300,7 +275,7 @@ class DistributedOptimizer:
             grad, dp = shard.grad, shard.data_parallel
             if not dp.sharded and dp.rank != 0:
                 continue  # each of them has all of the gradient
-            if shard.whole is not None and _size_and_rank(self.groups.get(shard.buffer.planned.axis))[1] != 0:
+            if shard.whole is not None and size_and_rank(self.groups.get(shard.buffer.planned.axis))[1] != 0:
                 grad = grad.index_fill(0, shard.whole, 0.0)
             for start, stop in shard.counted:
                 total += squared_norm(grad[start:stop])
@@ -344,30 +319,6 @@ class DistributedOptimizer:
         full = torch.empty(len(shard.bucket.layout.world), dtype=shard.grad.dtype, device=shard.grad.device)
         all_gather(full, shard.grad.contiguous(), group=dp.group)
         return full
-
-
-def _whole_indices(owned: Mapping[str, OwnedRange], locals_: Mapping[str, LocalParameter], size: int) -> Tensor:
-    indices = [torch.empty(0, dtype=torch.int64)]
-    for fqn, r in owned.items():
-        is_whole = whole_elements(locals_[fqn], size)[r.param.start : r.param.stop]
-        indices.append(is_whole.nonzero().view(-1) + r.local.start)
-    return torch.cat(indices)
-
-
-def _size_and_rank(group: Any) -> tuple[int, int]:
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def _in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
-    """Each axis once, in an order that all ranks agree on though they hold different buffers: no cycle of waits."""
-    return sorted({axis for of_shard in axes for axis in of_shard}, key=SUMS.index)
-
-
-def _tied_order(shard: MainShard) -> tuple[Any, ...]:
-    """Among tied buffers the same order on all stages; the sort keeps the order of the others."""
-    planned = shard.buffer.planned
-    sums = (planned.reduced_over, planned.partial_over, planned.has_whole_segment)
-    return (planned.tied_stages, str(planned.dtype), *sums) if planned.tied_stages else ((),)
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

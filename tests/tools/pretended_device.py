@@ -160,7 +160,7 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
         patch.setattr("runtime.variants.Intake", PretendedIntake)
         patch.setattr("runtime.build.differing", lambda *_: [])  # nor to compare weights with
         patch.setattr("runtime.build.require_same_code", lambda *_, **__: None)  # nor code
-        patch.setattr(zero1, "_whole_indices", with_values(zero1._whole_indices))
+        patch.setattr(zero1, "whole_indices", with_values(zero1.whole_indices))
         with PretendedMode(allow_non_fake_inputs=True):
             program = lowered(plan, rank, device)
             engine = Engine(plan, program=program)
