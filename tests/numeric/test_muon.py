@@ -138,10 +138,12 @@ def test_muon_is_that_of_torch_on_whole_matrices(name: str, layout: str) -> None
     check(name, LAYOUTS[layout])
 
 
+@pytest.mark.thorough
 def test_the_original_rate() -> None:
     check("gpt", {"mesh": {"tp": 2}}, "original")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_are_updated_one_by_one(layout: str) -> None:
     check("mixtral", EXPERTS[layout], dtype="float32")

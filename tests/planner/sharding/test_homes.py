@@ -41,6 +41,7 @@ def homes(made: Plan, ep_rank: int = 0) -> list[Homes]:
     return [h for h in found if h is not None]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bucket", [None, 2000])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
@@ -71,6 +72,7 @@ def test_work_is_even_over_the_ranks() -> None:
         assert max(found.loads) * found.num_ranks <= 1.1 * sum(found.loads)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bucket", [None, 2000])
 @pytest.mark.parametrize("mesh", ["dp4", "tp2·dp3", "ep2·dp2·tp2"])
 def test_exchanges_are_counted_without_a_look_at_each_piece(mesh: str, bucket: int | None) -> None:

@@ -32,7 +32,7 @@ def one_process(kind: str, parameters: dict[str, Tensor]) -> Any:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_have_the_bytes_that_peft_writes_in_one_process(

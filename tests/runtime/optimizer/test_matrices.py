@@ -53,6 +53,7 @@ def counted(host: Any, layout: dict[str, Any]) -> Any:
     return rows, of_weights, host.run_ranks(decided.mesh.world_size, calls_of, decided, entry.batch(8, 0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rows_of_the_plan_are_the_exchanges_of_a_step(layout: str) -> None:
     rows, _, ranks = session_lab().call(counted, LAYOUTS[layout])
@@ -63,6 +64,7 @@ def test_the_rows_of_the_plan_are_the_exchanges_of_a_step(layout: str) -> None:
     assert rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_matrix_is_orthogonalised_on_one_rank(layout: str) -> None:
     _, of_weights, ranks = session_lab().call(counted, LAYOUTS[layout])
