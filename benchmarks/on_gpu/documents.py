@@ -8,6 +8,7 @@ one kernel      packed, within documents, one call of the variable-length kernel
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,6 @@ def figures(device: torch.device, way: str, *, tiny: bool) -> tuple[float, float
 def timed(
     engine: Engine, rows: list[dict[str, Tensor]], warm: int, device: torch.device
 ) -> tuple[float, float, int | None]:
-    import time
-
     for row in rows[:warm]:
         engine.train_step(row)
     wait(device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from operator import getitem
 from typing import NamedTuple
 
@@ -223,8 +222,3 @@ def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:
     wanted = [torch.cat([torch.arange(a, b) for a, b in made.ranges(i)]) for i in range(len(parts))]
     is_so = repeats * made.period == size and all(map(torch.equal, wanted, parts))
     return made if is_so else None
-
-
-def num_matrices(shape: tuple[int, ...], matrices: Matrices) -> int:
-    """Of a weight of ``shape``."""
-    return prod(shape[:-2]) * len(matrices.sizes)
