@@ -18,6 +18,8 @@ from passes.ops.parameter_gate import await_bucket
 
 def await_parameters(stage: StageGraph, context: LowerContext) -> None:
     """One wait a bucket and stage, before the first op that reads one of its parameters."""
+    if context.homes:  # they are gathered in the graph (passes.gather_weights)
+        return
     places, seen = buckets_of(stage, context), set[tuple[int, int]]()
     if not places:
         return

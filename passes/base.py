@@ -81,7 +81,8 @@ class Staged:
 class LowerContext:
     """The context that a pass may read beside the stage: the staged program, and this rank's handles.
 
-    ``buckets``: parameter that other ranks update → its buffer on this rank, and the bucket in it.
+    ``buckets``: parameter that other ranks update → its buffer on this rank, and the bucket in it. ``homes``: op → its
+    block, or the place between blocks, if weights are sharded between their uses.
     """
 
     staged: Staged
@@ -94,6 +95,7 @@ class LowerContext:
     recomputed: tuple[Piece, ...] = ()
     pieces: tuple[CompiledPiece, ...] = ()
     buckets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    homes: Mapping[str, Any] = field(default_factory=dict)
     thorough: bool = False  # whether facts that take long to prove are looked at too
     place: Mapping[str, int] = field(default_factory=dict)  # this rank's on each axis of the mesh
     data: AxisHandle = field(default_factory=lambda: AxisHandle("dp", 1, 0))

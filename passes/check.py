@@ -25,13 +25,15 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
 from passes.await_parameters import buckets_of
+from passes.gather_weights import aliases_of
 from passes.base import LowerContext, StageGraph, Violation
 from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
 from passes.moe.domain import in_domain
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
-from passes.ops.parameter_gate import await_bucket
+from passes.ops.parameter_gate import await_bucket, need_again, need_weights
+from passes.ops.recompute import begin_block, end_block, watch_inside
 from passes.ops.region import run_region
 from passes.partition.type_changes import sent_type
 from passes.program.ops.own_backward import OwnBackward
@@ -212,12 +214,29 @@ def no_op_names_another_device(stage: StageGraph, context: LowerContext) -> Iter
 def parameters_are_awaited(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
     """Every read of a parameter that other ranks update comes after the wait for its bucket."""
     places, here = buckets_of(stage, context), set[tuple[int, int]]()
+    if context.homes:
+        return
     for node in stage.graph.nodes:
         if node.target is await_bucket:
             here.add(node.args[1:])
         for value in node.all_input_nodes:
             if value in places and places[value] not in here:
                 yield Violation(node, f"a wait for bucket {places[value]} before {value.name} is read", "none")
+
+
+def weights_are_whole(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
+    """Every read of a weight that ranks hold in shards, or of a view of it, has its unit among those needed last."""
+    if not context.homes:
+        return
+    places, here = aliases_of(stage, context), set[tuple[int, int]]()
+    for node in stage.graph.nodes:
+        if node.target is need_weights:
+            here = set(node.args[1])
+        if node.op != "call_function" or node.target in (need_again, begin_block, end_block, watch_inside):
+            continue
+        for value in node.all_input_nodes:
+            if not here.issuperset(places.get(value, ())):
+                yield Violation(node, f"units {sorted(places[value])} to be needed before {value.name} is read", "none")
 
 
 def regions_are_those_of_the_plan(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:

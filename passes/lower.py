@@ -25,6 +25,7 @@ from passes.check import (
     readers_get_the_type_that_they_want,
     regions_are_those_of_the_plan,
     values_have_their_local_shape,
+    weights_are_whole,
 )
 from passes.column_linear import overlap_f
 from passes.compile_pieces import compile_pieces
@@ -33,6 +34,7 @@ from passes.dropout import name_streams
 from passes.exchange_rows import exchange_rows
 from passes.exchange_sequence import exchange_sequence
 from passes.extract import extract
+from passes.gather_weights import gather_weights
 from passes.insert_collectives import insert_collectives
 from passes.localize import localize
 from passes.note_choices import note_choices
@@ -68,6 +70,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(compile_pieces, leaves=(pieces_are_those_of_the_plan,)),
     Pass(recompute),
     Pass(await_parameters, leaves=(parameters_are_awaited,)),
+    Pass(gather_weights, leaves=(weights_are_whole,)),
 )
 # The stage of the loss for scoring labels: nothing is captured, recomputed, or awaited.
 _LOCALIZED = [step.name for step in PASSES].index("localize") + 1

@@ -26,7 +26,7 @@ from planner.exchanges.scores import check_scored
 from planner.frozen_plan import Plan
 from planner.saved.lowered import context_at
 from planner.sharding.parameters import local_parameter
-from planner.sharding.shards import Shards
+from planner.sharding.visits import homes_of_ops
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
@@ -98,19 +98,11 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
         recomputed=plan.recomputed,
         pieces=plan.pieces,
         thorough=thorough,
-        buckets=_buckets(shards, here),
+        buckets=shards.bucket_of(here),
+        homes=homes_of_ops(decisions) if any(b.gathers for b in shards.buffers) else {},
         load=ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked),
     )
     return context, plan.mesh.stages_of(here["pp"])
-
-
-def _buckets(shards: Shards, here: dict[str, int]) -> dict[str, tuple[int, int]]:
-    return {
-        slot.name: (number, slot.bucket)
-        for number, buffer in enumerate(shards.buffers_of_rank(here["pp"], here["ep"]))
-        for slot in buffer.layout.slots
-        if buffer.layout.num_ranks > 1
-    }
 
 
 def _local(decisions: Decisions, context: LowerContext, stage: int) -> Callable[[str], LocalParameter]:
@@ -132,6 +124,7 @@ def lower_scoring(
     if trained is None:
         return None
     handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
+    handles |= {"gate": program.gate or context.gate}
     axes = {name: program.axes[name] for name in context.axes}
     context = replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
     borders = shards.received(trained.index), shards.sent(trained.index)

@@ -94,6 +94,7 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     optimizer = _optimizer(plan, spec, groups, program)
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket
+        program.gate.need = optimizer.buffers.weights.need
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces(program) if spec.compile else None
@@ -120,6 +121,7 @@ def executor_of(
         before_forward=None if graphs is None else graphs.before_forward,
         before_weights=before_weights,
         weights=built.program.weight_gradients,
+        gradients=built.optimizer.buffers.scattered or None,
     )
 
 
@@ -182,6 +184,7 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups),
+        chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
 
 

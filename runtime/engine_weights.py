@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 
 import torch
@@ -57,7 +57,8 @@ class EngineWeights:
         self._ready()
         unused = broadcast_json(self.groups, [*self._kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
-        found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
+        with self._whole_weights():
+            found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
         return by_all_names(self.plan.parameters, {**found, **self._kept.parameters})
 
     @shared_call("gather")
@@ -87,7 +88,8 @@ class EngineWeights:
         self._need_own_weights("load_pretrained")
         self.optimizer.wait_parameters()
         self.saver.staging.hold()
-        load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory, self._take_rest)
+        with self._whole_weights(writes=True):
+            load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory, self._take_rest)
         self._gradients_ready = False
         self.optimizer.sync_main_from_parameters()
 
@@ -99,7 +101,8 @@ class EngineWeights:
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()
-        save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
+        with self._whole_weights():
+            save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
 
     @shared_call("save")
     def save(
@@ -138,6 +141,7 @@ class EngineWeights:
         state = self._training_state()
         manifest, checksum = load_save(state, self.saver.groups, directory)
         self.saver.went_on_from(manifest, checksum)
+        self.optimizer.buffers.weights.drop()
         self.optimizer.buffers.start_parameter_gather()
         self.step_index = manifest.step
         self._fresh = []
@@ -201,7 +205,8 @@ class EngineWeights:
     def _initialise(self) -> None:
         if self._fresh:
             self._need_base()
-            initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
+            with self._whole_weights(writes=True):
+                initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
             self._fresh = []
             give_back_freed()  # full parameters, of which shards were taken
             self.optimizer.sync_main_from_parameters()
@@ -231,6 +236,10 @@ class EngineWeights:
 
     def _training_state(self) -> TrainingState:
         return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)
+
+    def _whole_weights(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        """Inside, parameters of which ranks hold shards can be read, or written; the same call on all ranks."""
+        return self.optimizer.buffers.weights.hold(writes=writes)
 
     def _own(self) -> dict[str, Tensor]:
         """This rank's shards; of a tied weight's copies any, they are equal."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ class BlockCall:
 
     def __init__(self, name: str, module: fx.GraphModule, random: RandomState, axes: Sequence[AxisHandle]) -> None:
         self.name, self.module, self.random, self.axes = name, module, random, tuple(axes)
+        self.before: Callable[[], None] | None = None  # gathers the weights that it reads, if ranks hold shards of them
 
     def __repr__(self) -> str:
         return self.name
@@ -205,6 +206,8 @@ class _Forward:
         """Give every holder its tensor again."""
         rerun, sources = Rerun(self.flags, self.likes, self.handles), self._sources
         self._sources = []
+        if self.call.before is not None:
+            self.call.before()
         again = self.call.random.again(self.step, self.microbatch)
         with torch.no_grad(), again, _as_backward(self.call.axes), _under(self.modes):
             try:

@@ -132,14 +132,14 @@ def _row(
     buffers = shards.buffers_of_rank(rank)
     held = parameters_of_rank(decisions, rank)
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
-    own = sum(b.layout.num_elements * b.dtype.itemsize for b in buffers)
+    own = sum(b.parameter_bytes for b in buffers)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     updating = max((h.update_bytes for h in homes if h is not None), default=0)
     more = max(0, updating - peak.total)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
         parameters=frozen + _registered_bytes(decisions, rank) + own,
-        gradients=sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in buffers),
+        gradients=sum(b.gradient_bytes for b in buffers),
         optimizer=sum(b.optimizer_bytes for b in buffers),
         activations=peak.kept - peak.logits,
         graph_buffers=static,

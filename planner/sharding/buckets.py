@@ -11,7 +11,7 @@ figure: 16 elements, 4 ranks, parameters of 3, 5, 6 and 2). ``nccl``: each param
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -133,12 +133,14 @@ def lay_out(
     alignment: str = "nccl",
     bucket_size: int | None = None,
     alone: Collection[str] = (),
+    units: Mapping[str, object] | None = None,
     high_bus_bandwidth: bool = False,
 ) -> BufferLayout:
     """Lay out ``parameters`` (name, number of elements; in the model's order) over ``num_ranks``.
 
     A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. Names in ``alone`` get a
-    bucket of their own. Raises PlanError for an unknown alignment or a bucket size below 1.
+    bucket of their own. With ``units`` (name → unit) a bucket has parameters of one unit. Raises PlanError for an
+    unknown alignment or a bucket size below 1.
     """
     if alignment not in ALIGNMENTS:
         raise PlanError(
@@ -153,15 +155,26 @@ def lay_out(
             fix="give a positive number of elements, or remove it",
         )
     filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment, high_bus_bandwidth))
-    for name, num_elements in reversed(list(parameters)):
+    previous: object = None
+    for name, num_elements in reversed(_together(list(parameters), units or {})):
         filler.align()
-        if name in alone:
+        unit = None if units is None else units.get(name)
+        if name in alone or unit != previous:
             filler.close()
+        previous = unit
         filler.add(name, num_elements)
         if name in alone or (bucket_size is not None and filler.bucket_elements >= bucket_size):
             filler.close()
     filler.close()
     return BufferLayout(num_ranks, tuple(filler.buckets))
+
+
+def _together(parameters: list[tuple[str, int]], units: Mapping[str, object]) -> list[tuple[str, int]]:
+    """The parameters of a unit one after the other, units in the order of their first ones."""
+    found: dict[object, list[tuple[str, int]]] = {}
+    for name, num_elements in parameters:
+        found.setdefault(units.get(name), []).append((name, num_elements))
+    return [entry for of_unit in found.values() for entry in of_unit]
 
 
 def start_multiple(alignment: str) -> int:

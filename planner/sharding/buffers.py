@@ -21,6 +21,7 @@ from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
+from planner.sharding.visits import units_of
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.spec.update_rules import MATRIX_RULES, moments_of
@@ -75,6 +76,7 @@ class OptimizerPlan:
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
     ``averaged``: a running mean of its parameters is kept. ``rule`` updates all of them, and keeps ``moments``.
+    ``zero``: what ranks that share it keep a shard of.
 
     ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
@@ -86,6 +88,28 @@ class Buffer:
     averaged: bool = False
     rule: str = "adamw"
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    zero: int = 1
+
+    @property
+    def scatters(self) -> bool:
+        """Whether ranks keep the gradients of their shards alone: each backward sums and scatters those of a bucket."""
+        return self.zero >= 2 and self.layout.num_ranks > 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks keep the weights of their shards alone: a bucket is whole while ops read its weights."""
+        return self.zero == 3 and self.layout.num_ranks > 1
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of weights that stay on one rank."""
+        return (self.layout.shard_elements() if self.gathers else self.layout.num_elements) * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that stay on one rank."""
+        elements = self.layout.shard_elements() if self.scatters else self.layout.num_elements
+        return elements * self.gradient_dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,7 +168,8 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
     sizes = {axis: mesh.size(axis) for axis in (mesh.data_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
-    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules)
+    units = units_of(decisions) if spec.optimizer.zero >= 2 else None
+    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules, units)
 
 
 def buffers_of_rank(
@@ -154,12 +179,14 @@ def buffers_of_rank(
     sizes: Mapping[str, int],
     gradients: str | None = None,
     rules: UpdateRules | None = None,
+    units: Mapping[str, object] | None = None,
 ) -> tuple[Buffer, ...]:
     """The buffers of one rank's parameters, in the model's order. ``sizes``: of the axes that gradients are reduced
     over.
 
     ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 on a rank with a parameter of half
     precision, else of the parameter's dtype. ``rules``: left out, that of the section for all.
+    ``units``: of parameters that share a bucket (planner.sharding.visits), with zero 2 and 3.
     """
     held, rules = list(held), rules or UpdateRules(optimizer.name)
     if gradients is None and any(p.dtype in LOW_PRECISION for p in held):
@@ -177,18 +204,27 @@ def buffers_of_rank(
         if members[0].tied_stages:  # stages list their parameters in different orders, yet layouts have to be the same
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
-        layout = _layout(optimizer, sizes[members[0].reduced_over], members)
+        if units is not None and members[0].tied_stages:
+            units = {**units, **{p.fqn: p.fqn for p in members}}  # stages read them at other places
+        layout = _layout(optimizer, sizes[members[0].reduced_over], members, units)
         rule = rules.of(members[0].fqn)
         moments = moments_of(rule, optimizer)
-        made.append(Buffer(pp_rank, dtype, members, layout, optimizer.ema is not None, rule, moments))
+        averaged = optimizer.ema is not None
+        made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.zero))
     return tuple(made)
 
 
-def _layout(optimizer: OptimizerSpec, num_ranks: int, members: tuple[LocalParameter, ...]) -> BufferLayout:
-    sharded = optimizer.zero == 1
+def _layout(
+    optimizer: OptimizerSpec,
+    num_ranks: int,
+    members: tuple[LocalParameter, ...],
+    units: Mapping[str, object] | None = None,
+) -> BufferLayout:
+    sharded = optimizer.zero >= 1
     return buckets.lay_out(
         ((p.fqn, prod(p.shape)) for p in members),
         num_ranks if sharded else 1,
         alignment=optimizer.alignment if sharded else "none",  # nothing is cut, so nothing needs to be aligned
         bucket_size=optimizer.bucket_size or buckets.default_bucket_size(num_ranks, optimizer.alignment),
+        units=units,
     )

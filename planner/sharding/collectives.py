@@ -1,6 +1,7 @@
 """The collectives of a step over the gradient buffers, after its last backward has begun.
 
-dp, dp-cp, edp       reduce-scatter of each bucket, all-gather of its parameters (zero 0: one all-reduce)
+dp, dp-cp, edp       reduce-scatter of each bucket (zero 2 and 3: of each microbatch), all-gather of its parameters
+                     (zero 3: planner.exchanges.weights); zero 0: one all-reduce
 tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
 tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
                      ranks, and back (planner.sharding.homes)
@@ -47,7 +48,7 @@ def step_collectives(
 
     ``num_experts``: of all layers together, if a step counts their rows, and layers that count dropped rows.
     """
-    rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero == 1, i, buffer)]
+    rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero >= 1, i, buffer)]
     for i, buffer in enumerate(all_buffers):
         homes = homes_of(buffer, mesh, rules or UpdateRules())
         rows += [] if homes is None or not homes.axis else _of_matrices(mesh, i, homes)
@@ -84,13 +85,22 @@ def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterato
         def row(kind: str, axis: str, size: int, place: str = place) -> CollectivePlan:
             return CollectivePlan(kind, axis, "step", place, size, 1, "step", buffer.pp_rank)
 
-        if num_ranks > 1:
-            size = len(bucket.world) * buffer.gradient_dtype.itemsize
+        size = len(bucket.world) * buffer.gradient_dtype.itemsize
+        if buffer.scatters:
+            times = max(1, sum(mesh.pp_rank_of(stage) == buffer.pp_rank for stage in _stages_of(buffer, bucket)))
+            held = mesh.stages_of(buffer.pp_rank)[0]
+            yield CollectivePlan("reduce_scatter", over, "backward", place, size, times, "microbatch", held)
+        elif num_ranks > 1:
             yield row("reduce_scatter" if sharded else "all_reduce", over, size)
         for axis in sums_of(buffer, mesh):
             yield row("all_reduce", axis, _summed_elements(mesh, buffer, bucket, axis) * buffer.main_dtype.itemsize)
-        if num_ranks > 1 and sharded:
+        if num_ranks > 1 and sharded and not buffer.gathers:
             yield row("all_gather", over, len(bucket.world) * buffer.dtype.itemsize)
+
+
+def _stages_of(buffer: Buffer, bucket: buckets.Bucket) -> set[int]:
+    """The stages that hold a parameter of the bucket, if they are several."""
+    return {stage for slot in bucket.slots for stage in buffer.by_name[slot.name].tied_stages}
 
 
 def _of_matrices(mesh: Mesh, index: int, homes: Homes) -> Iterator[CollectivePlan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,15 @@ class Shards:
         if ep_rank and self.elsewhere is not None:
             return self.elsewhere(pp_rank, ep_rank)
         return tuple(buffer for buffer in self.buffers if buffer.pp_rank == pp_rank)
+
+    def bucket_of(self, place: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of each parameter that other ranks update: its buffer on the rank at ``place``, and the bucket in it."""
+        return {
+            slot.name: (number, slot.bucket)
+            for number, buffer in enumerate(self.buffers_of_rank(place["pp"], place["ep"]))
+            for slot in buffer.layout.slots
+            if buffer.layout.num_ranks > 1
+        }
 
     def buffer_of(self, ep: int) -> dict[str, Buffer]:
         """Of every trainable parameter, on whichever rank it lies."""

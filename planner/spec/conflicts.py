@@ -28,6 +28,7 @@ def conflicts(spec: Spec) -> Iterator[PlanError]:
         yield from _batch_problems(spec)
         yield from _size_problems(spec)
     yield from _recompute_problems(spec)
+    yield from _zero_problems(spec)
     yield from _stage_problems(spec)
 
 
@@ -82,6 +83,17 @@ def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
             "recompute: graphs of transformer_engine cannot replay a forward's random numbers in the backward",
             where="recompute",
             fix="set cuda_graphs.impl: local or emulate, or recompute: none",
+        )
+
+
+def _zero_problems(spec: Spec) -> Iterator[PlanError]:
+    zero, impl = spec.optimizer.zero, spec.cuda_graphs.impl
+    if zero >= 2 and impl != "none":
+        yield SpecError(
+            f"optimizer.zero = {zero} and cuda_graphs.impl = {impl}: a graph adds gradients at fixed places, and reads "
+            "weights there, which have memory only for the time of their use",
+            where="optimizer.zero",
+            fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
 
 

@@ -80,8 +80,13 @@ class OptimizerSpec(Section):
     groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
         {}, "glob over dotted names of parameters: {name, lr, betas, eps, weight_decay} of these, in place of the above"
     )
-    zero: Annotated[Literal[0, 1], Word] = key(
-        1, "1: each replica keeps a shard of the optimizer state (ZeRO-1); 0: all of it"
+    zero: Annotated[Literal[0, 1, 2, 3], Word] = key(
+        1,
+        "what each replica keeps a shard of: 1: the optimizer state; 2: the gradients too; 3: the weights too, which "
+        "are gathered block by block; 0: nothing",
+    )
+    reshard: Flag = key(
+        True, "with zero 3: free the weights of a block after its last use; false: gather them once a step"
     )
     clip_grad_norm: Positive | None = key(1.0, "maximum global gradient norm; null: no clipping")
     alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(

@@ -16,6 +16,7 @@ from planner.cost.planned import too_large, usable_bytes
 from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
 from planner.exchanges.collectives import collective_rows
+from planner.exchanges.weights import weight_rows
 from planner.pipeline.schedule import SchedulePlan
 from planner.placement.attention.sites import AttentionSite
 from planner.recompute.rows import rows_of as recompute_rows
@@ -60,7 +61,7 @@ def tables_of(
         spec=spec.to_dict(),
         mesh=decisions.mesh,
         parameters=parameters,
-        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step),
+        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step, *weight_rows(lowered, schedule, spec.optimizer.reshard)),
         stages=stage_rows(decisions, shards),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers, decisions.mesh, decisions.rules),

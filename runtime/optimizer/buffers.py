@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.parameters import LocalParameter
-from planner.sharding.buckets import Bucket
+from planner.sharding.buckets import Bucket, Range
 from planner.sharding.buffers import Buffer
 from runtime.optimizer.in_place import all_gather, reduce_scatter
 from runtime.optimizer.places import ParameterPlace
-from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot
+from runtime.optimizer.scattered import ScatteredGradients
+from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot, without_memory
 from runtime.optimizer.unmixed import Unmixed
+from runtime.optimizer.whole_weights import WholeWeights
 
 
 class BufferTensors:
@@ -40,31 +42,34 @@ class BufferTensors:
 
     def __init__(self, planned: Buffer, data_parallel: DataParallel, device: torch.device) -> None:
         self.planned, self.layout, self.data_parallel = planned, planned.layout, data_parallel
-        # zeros: padding must not add to norms, nor drift under weight decay
-        self.parameters = torch.zeros(self.layout.num_elements, dtype=planned.dtype, device=device)
-        self.gradients = torch.zeros(self.layout.num_elements, dtype=planned.gradient_dtype, device=device)
+        parameters = _Memory(planned.dtype, device, self.layout.num_elements, is_kept=not planned.gathers)
+        gradients = _Memory(planned.gradient_dtype, device, self.layout.num_elements, is_kept=not planned.scatters)
+        self.kept_parameters, self.kept_gradients = parameters.kept, gradients.kept
         self.slots: dict[str, ParameterSlot] = {}
         self._places = {slot.name: slot for slot in self.layout.slots}
-        self.buckets = [self._bucket(bucket, data_parallel.shard_rank) for bucket in self.layout.buckets]
+        self.buckets = [
+            self._bucket(bucket, data_parallel.shard_rank, parameters, gradients) for bucket in self.layout.buckets
+        ]
 
-    def _bucket(self, layout: Bucket, shard_rank: int) -> BucketTensors:
-        whole, own = layout.world, layout.shard(shard_rank, self.layout.num_ranks)
-        return BucketTensors(
-            layout,
-            self.parameters[whole.start : whole.stop],
-            self.gradients[whole.start : whole.stop],
-            self.parameters[own.start : own.stop],
-            self.gradients[own.start : own.stop],
-        )
+    def _bucket(self, layout: Bucket, shard_rank: int, parameters: _Memory, gradients: _Memory) -> BucketTensors:
+        own = layout.shard(shard_rank, self.layout.num_ranks)
+        (held, own_held), (summed, own_summed) = parameters.of(layout.world, own), gradients.of(layout.world, own)
+        planned, dp = self.planned, self.data_parallel
+        kinds = {"scatters": planned.scatters, "gathers": planned.gathers}
+        return BucketTensors(layout, held, summed, own_held, own_summed, shared_by=dp, **kinds)
+
+    def bucket_of(self, fqn: str) -> BucketTensors:
+        return self.buckets[self._places[fqn].bucket]
 
     def adopt(self, entry: _Entry) -> None:
         """Move a parameter into this buffer; a tied parameter's later copies share the slot of the first."""
         fqn, shape = entry.local.fqn, entry.parameter.shape
-        place = self._places[fqn]
-        view = self.parameters[place.world.start : place.world.stop].view(shape)
+        place, bucket = self._places[fqn], self.bucket_of(fqn)
+        within = place.world.shifted(-bucket.layout.world.start)
+        view = bucket.parameters[within.start : within.stop].view(shape)
         slot = self.slots.get(fqn)
         if slot is None:
-            main_grad = self.gradients[place.world.start : place.world.stop].view(shape)
+            main_grad = bucket.gradients[within.start : within.stop].view(shape)
             slot = ParameterSlot(entry.local, [], entry.position, place.world, main_grad, self.buckets[place.bucket])
             self.slots[fqn] = slot
             slot.bucket.slots.append(slot)
@@ -73,6 +78,26 @@ class BufferTensors:
         slot.position = max(slot.position, entry.position)
         slot.parameters.append(_rebase(entry.parameter, view))
         entry.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
+
+
+class _Memory:
+    """The memory of one kind of values of a buffer. ``is_kept``: of all of them; else each bucket has a part of its own
+    for this rank's shard, and full tensors without memory. ``kept``: the tensors that stay.
+
+    Zeros: padding must not add to norms, nor drift under weight decay.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, num_elements: int, *, is_kept: bool) -> None:
+        self._dtype, self._device = dtype, device
+        self._whole = torch.zeros(num_elements, dtype=dtype, device=device) if is_kept else None
+        self.kept = [self._whole] if self._whole is not None else []
+
+    def of(self, world: Range, own: Range) -> tuple[Tensor, Tensor]:
+        """Of one bucket: the full tensor and this rank's part."""
+        if self._whole is not None:
+            return self._whole[world.start : world.stop], self._whole[own.start : own.stop]
+        self.kept.append(torch.zeros(len(own), dtype=self._dtype, device=self._device))
+        return without_memory(len(world), self._dtype, self._device), self.kept[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +126,23 @@ class GradientBuffers:
         shared_by: Mapping[str, DataParallel],
         *,
         device: torch.device | str = "cpu",
+        chunk_of: Mapping[int, int] | None = None,
+        reshards: bool = True,
     ) -> None:
+        """``chunk_of``: of each parameter, by its id; left out, 0. ``reshards``: weights of which ranks keep shards are
+        freed after each use, else once a step."""
         self.last_microbatch = False
         self.unmixed = Unmixed()
         self.launches: list[tuple[int, int]] = []
         self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
-        for entry in _entries(parameters):
-            (buffer,) = (b for b in self.buffers if entry.local.fqn in b.planned.by_name)
-            buffer.adopt(entry)
+        self._adopt(_entries(parameters))
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
-        self._order = sorted(indexed, key=lambda entry: entry[2].position)
+        scattered = (entry for entry in indexed if entry[2].scatters)
+        self.scattered = ScatteredGradients(scattered, chunk_of or {}, self.unmixed)
+        gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.gathers}
+        self.weights = WholeWeights(gathered, reshards=reshards)
+        self._in_order = sorted(indexed, key=lambda entry: entry[2].position)
+        self._order = [entry for entry in self._in_order if not entry[2].scatters]
         self._next = 0
         self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
@@ -126,6 +158,17 @@ class GradientBuffers:
             for parameter in slot.parameters:
                 self._listen(parameter, slot)
         self.begin_step()
+
+    def _adopt(self, entries: Iterable[_Entry]) -> None:
+        """Move parameters into their buckets, one bucket after the other: views are made while it has memory."""
+        of_buckets: dict[int, tuple[BufferTensors, list[_Entry]]] = {}
+        for entry in entries:
+            (buffer,) = (b for b in self.buffers if entry.local.fqn in b.planned.by_name)
+            of_buckets.setdefault(id(buffer.bucket_of(entry.local.fqn)), (buffer, []))[1].append(entry)
+        for buffer, own in of_buckets.values():
+            with buffer.bucket_of(own[0].local.fqn).opened():
+                for entry in own:
+                    buffer.adopt(entry)
 
     @property
     def slots(self) -> list[ParameterSlot]:
@@ -144,6 +187,7 @@ class GradientBuffers:
         """Forget every gradient: the next one of each parameter is copied instead of added; a graph only adds."""
         self.launches = []
         self.unmixed.begin_step()
+        self.scattered.begin_step()
         self._rearm()
         for slot in self._in_graphs:
             slot.main_grad.zero_()
@@ -159,8 +203,9 @@ class GradientBuffers:
 
         Then ``own_gradients`` of each bucket are the sums over the ranks that share it, and the next step may begin.
         """
+        self.scattered.finish()
         for slot in self.slots:
-            if slot.is_fresh:
+            if slot.is_fresh and not slot.bucket.scatters:
                 slot.main_grad.zero_()
         while self._next < len(self._order):
             self._launch()
@@ -172,9 +217,9 @@ class GradientBuffers:
     def start_parameter_gather(self) -> None:
         """Send every rank the others' new parameters, in place; ``wait_bucket`` and ``wait_parameters`` end it."""
         self.wait_parameters()  # gathers of the previous update that no forward has awaited
-        for *place, bucket in reversed(self._order):  # the forward reads them in the reverse of the backward's order
-            dp = self.buffers[place[0]].data_parallel
-            if dp.num_shards > 1:
+        for *place, bucket in reversed(self._in_order):  # the forward reads them in the reverse of the backward's order
+            dp = bucket.shared_by
+            if dp.num_shards > 1 and not bucket.gathers:
                 work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
                 self._gathers[place[0], place[1]] = work
 
@@ -185,13 +230,15 @@ class GradientBuffers:
             work.wait()
 
     def wait_parameters(self) -> None:
-        """Return when the parameters of the last update are all here: call it before they are read."""
+        """Return when the parameters of the last update are all here, but those that ranks keep shards of: call it
+        before they are read.
+        """
         for place in list(self._gathers):
             self.wait_bucket(*place)
 
     def _rearm(self) -> None:
         for slot in self.slots:
-            slot.is_fresh = True
+            slot.is_fresh = True  # full gradients that were scattered have no memory
         for *_, bucket in self._order:
             bucket.rearm()
         self._next = 0
@@ -230,8 +277,11 @@ class GradientBuffers:
 
     def arrived(self, parameter: Tensor) -> None:
         """A contribution to a parameter's gradient of this microbatch is in its buffer."""
-        if self.last_microbatch:
-            self._slot_of[id(parameter)].bucket.arrived(parameter)
+        bucket = self._slot_of[id(parameter)].bucket
+        if bucket.scatters:
+            self.scattered.arrived(bucket, parameter)
+        elif self.last_microbatch:
+            bucket.arrived(parameter)
             while self._next < len(self._order) and not self._order[self._next][2].missing:
                 self._launch()
 

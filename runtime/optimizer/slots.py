@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from passes.parameters import LocalParameter
@@ -45,6 +48,8 @@ class ParameterSlot:
         """A gradient is coming: whether it is the first of the step, to be written and not added."""
         assert not self.bucket.is_reducing, f"a gradient of {self.local.fqn} came after the reduction of its bucket"
         is_first, self.is_fresh = self.is_fresh, False
+        if is_first and self.bucket.scatters:
+            self.bucket.open_gradients()
         return is_first
 
 
@@ -52,7 +57,8 @@ class ParameterSlot:
 class BucketTensors:
     """The tensors of one bucket: the full tensors, and the part (``own_…``) that this rank owns.
 
-    ``contributions``: by parameter, how often a backward gives its gradient, if more than once.
+    ``scatters``, ``gathers``: the full gradients, or parameters, have memory only for the time of their use, and the
+    part that this rank owns has its own. ``contributions``: by parameter, how often a backward gives its gradient, if more than once.
     ``missing``: of each parameter how many of them are to come in the last microbatch.
     """
 
@@ -66,11 +72,62 @@ class BucketTensors:
     missing: dict[int, int] = field(default_factory=dict)
     work: Any = None
     is_reducing: bool = False
+    scatters: bool = False
+    gathers: bool = False
+    shared_by: DataParallel = field(default_factory=DataParallel)
 
     @property
     def position(self) -> int:
         """When the backward completes it."""
         return max(slot.position for slot in self.slots)
+
+    def open_gradients(self) -> None:
+        """Memory for the full gradients, if there is none; what no parameter lies in is zero."""
+        if take_memory(self.gradients):
+            for start, stop in self.gaps:
+                self.gradients[start:stop].zero_()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, all has memory, and zeros where no parameter lies; of parameters the own part is kept."""
+        if self.gathers and take_memory(self.parameters):
+            self.parameters.zero_()
+        if self.scatters and take_memory(self.gradients):
+            self.gradients.zero_()
+        try:
+            yield
+        finally:
+            if self.gathers:
+                self.keep_own()
+                give_memory_back(self.parameters)
+            if self.scatters:
+                give_memory_back(self.gradients)
+
+    def keep_own(self) -> None:
+        """The own part of the full parameters takes the place of the kept one."""
+        self.own_parameters.copy_(self.parameters[self.own_range])
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Elements of the bucket in which no parameter lies."""
+        first = self.layout.world.start
+        places = sorted((slot.world.start - first, slot.world.stop - first) for slot in self.layout.slots)
+        edges = [0, *(edge for place in places for edge in place), len(self.layout.world)]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+    @property
+    def own_range(self) -> slice:
+        """The part of the full tensors that this rank owns."""
+        own = self.layout.shard(self.shared_by.shard_rank, self.shared_by.num_shards)
+        return slice(own.start - self.layout.world.start, own.stop - self.layout.world.start)
+
+    @property
+    def held_parameters(self) -> list[tuple[str, Tensor]]:
+        """The values of each parameter that lie here for good: all, or those of the own part."""
+        if not self.gathers:
+            return [(slot.local.fqn, slot.parameters[0].detach()) for slot in self.slots]
+        owned = self.layout.owned_ranges(self.shared_by.shard_rank, self.shared_by.num_shards)
+        return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in owned.items()]
 
     def rearm(self) -> None:
         self.missing = {id(p): self.contributions.get(id(p), 1) for slot in self.slots for p in slot.parameters}
@@ -83,3 +140,23 @@ class BucketTensors:
             self.missing[id(parameter)] = left
         else:
             self.missing.pop(id(parameter), None)
+
+
+def take_memory(tensor: Tensor) -> bool:
+    """Memory for a tensor that gave it back; its views stay valid. Whether it had none."""
+    storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if storage.nbytes() == size:
+        return False
+    storage.resize_(size)
+    return True
+
+
+def give_memory_back(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def without_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor that has none yet."""
+    tensor = torch.empty(num_elements, dtype=dtype, device=device)
+    give_memory_back(tensor)
+    return tensor

@@ -16,7 +16,7 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from runtime.optimizer.slots import ParameterSlot
+from runtime.optimizer.slots import BucketTensors, ParameterSlot
 
 KEPT = 2  # steps: on a GPU a bad step is known when the next one has run
 
@@ -42,9 +42,9 @@ class Unmixed:
         """Of one bucket of this rank, before it is reduced."""
         self._gradients += _sizes((slot.local.fqn, slot.main_grad) for slot in slots)
 
-    def see_parameters(self, slots: Iterable[ParameterSlot]) -> None:
+    def see_parameters(self, buckets: Iterable[BucketTensors]) -> None:
         """Of all, before they are gathered; it ends the step."""
-        seen = _sizes((slot.local.fqn, slot.parameters[0].detach()) for slot in slots)
+        seen = _sizes(entry for bucket in buckets for entry in bucket.held_parameters)
         self._steps.append((seen, self._gradients))
         self._gradients = []
 

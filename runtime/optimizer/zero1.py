@@ -76,6 +76,7 @@ class DistributedOptimizer:
         asked: Mapping[str, tuple[int, ...]] | None = None,
         own: Mapping[str, Settings] | None = None,
         exchanges: Mapping[tuple[int, int], BucketExchange] | None = None,
+        chunk_of: Mapping[int, int] | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
         each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
@@ -88,7 +89,9 @@ class DistributedOptimizer:
         self.settings = settings
         self.groups = dict(groups or {})
         shared_by = {axis: self._shared_over(axis) for axis in dict.fromkeys(b.reduced_over for b in planned)}
-        self.buffers = GradientBuffers(parameters, planned, shared_by, device=device)
+        self.buffers = GradientBuffers(
+            parameters, planned, shared_by, device=device, chunk_of=chunk_of, reshards=settings.reshard
+        )
         self.device = torch.device(device)
         self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
@@ -154,7 +157,8 @@ class DistributedOptimizer:
         self._is_reduced = False
         figures = None if asked is None else asked(sums[1:])
         self.wait_parameters()  # gathers of the previous update that no forward has awaited
-        self.buffers.unmixed.see_parameters(self.buffers.slots)
+        self.buffers.weights.drop()
+        self.buffers.unmixed.see_parameters(shard.bucket for shard in self.shards)
         self.before_overwriting()
         self._update(lr, self._divisor(norm.squeeze(), grad_scale), found_inf, figures)
         self.buffers.start_parameter_gather()
@@ -177,6 +181,7 @@ class DistributedOptimizer:
         """The mean of the weights takes the place of the weights, on all ranks together; again: back, bitwise."""
         assert self.average is not None, "optimizer.ema is null"
         self.wait_parameters()
+        self.buffers.weights.drop()
         self.before_overwriting()
         self.average.exchange()
         for shard in self.shards:
@@ -214,8 +219,8 @@ class DistributedOptimizer:
         state = self.optimizer.state if self.optimizer is not None else {}
         moments = [t for states in state.values() for t in states.values() if isinstance(t, Tensor) and t.ndim]
         kinds: dict[str, Iterable[Tensor]] = {
-            "parameters": [buffer.parameters for buffer in self.buffers.buffers],
-            "gradients": [buffer.gradients for buffer in self.buffers.buffers],
+            "parameters": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_parameters],
+            "gradients": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_gradients],
             "main_parameters": [shard.main for shard in self.shards],
             "main_gradients": [shard.grad for shard in self.shards],
             "optimizer": [*moments, *(self.average.shards if self.average is not None else ())],
@@ -227,7 +232,7 @@ class DistributedOptimizer:
 
     def _shared_over(self, axis: str) -> DataParallel:
         group = self.groups.get(axis)
-        return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero == 1)
+        return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero >= 1)
 
     def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
         dtype = buffer.planned.main_dtype

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from textwrap import indent
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +63,14 @@ class Saved:
     loss_gradient: Tensor | None
 
 
+class Gradients(Protocol):
+    """Sums of weight gradients that are told when those of a microbatch come, and that all have come."""
+
+    def begin(self, chunk: int, *, is_alone: bool) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class Executor:
     """Runs the actions of this rank.
 
@@ -82,11 +90,13 @@ class Executor:
         before_forward: Callable[[Action], None] | None = None,
         before_weights: Callable[[bool], None] | None = None,
         weights: WeightGradients | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step.
 
         ``before_forward(action)`` runs before each forward that a backward will follow; ``before_weights(is_last)``
         before each W. ``weights``: the deferred work of Ws; without it a backward computes all gradients.
+        ``gradients`` of weights are complete for a microbatch after its W, or its B if it has none.
         """
         self.stages = list(stages)
         self.order = tuple(order)
@@ -96,6 +106,7 @@ class Executor:
         self.before_forward = before_forward
         self.before_weights = before_weights
         self.weights = weights
+        self.gradients = gradients
         self.around: Callable[[Action, Step], AbstractContextManager[Any]] = _unobserved
         self.scores: list[Tensor] = []
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -193,10 +204,15 @@ class Executor:
         if self.before_backward is not None:
             self.before_backward(self._last["B", action.chunk] == action)
         roots = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
+        waits = (action.chunk, action.microbatch) in self._run_later
+        if self.gradients is not None and not waits:
+            self.gradients.begin(action.chunk, is_alone=True)
         with self._with_weights(action):
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         self._send_gradients(stage, action, saved.received)
+        if self.gradients is not None and not waits:
+            self.gradients.end()
 
     def _with_weights(self, action: Action) -> AbstractContextManager[Any]:
         """Inside, a backward defers its weight gradients if the schedule has a W action for it."""
@@ -208,8 +224,12 @@ class Executor:
     def _weights(self, step: Step, action: Action) -> None:
         if self.before_weights is not None:
             self.before_weights(self._last["W", action.chunk] == action)
+        if self.gradients is not None:
+            self.gradients.begin(action.chunk, is_alone=False)
         if self.weights is not None:
             self.weights.run((action.chunk, action.microbatch))
+        if self.gradients is not None:
+            self.gradients.end()
 
     def _send_gradients(self, stage: StageModule, action: Action, received: Sequence[Tensor]) -> None:
         leaves = [t for t, b in zip(received, stage.receives, strict=True) if b.requires_grad]

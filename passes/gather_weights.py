@@ -1,0 +1,175 @@
+"""Gather weights that ranks hold in shards (zero 3) before each visit of a block, in the forward and the backward.
+
+    y = linear(x, W); z = gelu(y); o = linear(z, V)
+    →  need_weights(gate, units of W and V, those of the next visit)
+       y = linear(x, W);  need_again(gate, y, units, those of the visit before)
+       z = gelu(y)
+       o = linear(z, V);  need_again(gate, o, …)
+
+Autograd runs the ops of a stage in the exact reverse of their order, so the first backward of a visit to ask is that of
+its last reader. A recomputation asks before it begins. A view of a weight is read where its readers are.
+
+Needs:   a finished graph: these calls give no values, so dead-code elimination would drop them.
+Leaves:  every read of a sharded weight has its unit among those of the last ``need_weights`` before it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.await_parameters import buckets_of
+from passes.base import LowerContext, StageGraph
+from passes.ops.compiled import run_piece
+from passes.ops.parameter_gate import Units, need_again, need_weights
+from passes.ops.recompute import begin_block, end_block
+
+Aliases = dict[fx.Node, frozenset[tuple[int, int]]]
+
+
+@dataclass
+class Visit:
+    """Ops of one block, one after the other, that read weights. ``runs_back``: a gradient comes back to one of them."""
+
+    home: Any
+    units: Units = ()
+    readers: list[fx.Node] = field(default_factory=list)
+    runs_back: bool = False
+
+
+def gather_weights(stage: StageGraph, context: LowerContext) -> None:
+    """One call before each visit, and one behind each op that reads weights."""
+    visits = visits_of(stage, context)
+    if not visits:
+        return
+    stage.root.gate = context.gate  # pyright: ignore
+    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
+        gate = stage.graph.create_node("get_attr", "gate")
+    ahead, behind = _neighbours(visits)
+    for visit in visits:
+        with stage.graph.inserting_before(visit.readers[0]):
+            stage.graph.call_function(need_weights, (gate, visit.units, ahead[id(visit)]))
+        for reader in visit.readers if visit.runs_back else ():
+            with stage.graph.inserting_after(reader):
+                stage.graph.call_function(need_again, (gate, reader, visit.units, behind[id(visit)]))
+    _before_recomputations(stage, context, visits, behind)
+
+
+def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
+    """The visits of a stage in its order; none if no weight is sharded."""
+    if not context.homes:
+        return []
+    places, visits = aliases_of(stage, context), list[Visit]()
+    for node in stage.graph.nodes:
+        read = _read_by(node, places)
+        if node.op != "call_function" or not read:
+            continue
+        home = context.homes.get(node.meta.get("origin", ""))
+        if not visits or visits[-1].home != home:
+            visits.append(Visit(home))
+        visit = visits[-1]
+        visit.units = tuple(sorted({*visit.units, *read}))
+        visit.readers.append(node)
+        visit.runs_back |= _gets_a_gradient(node, context)
+    return visits
+
+
+def moves_of(visits: Iterable[Visit], *, forward: bool) -> list[tuple[Units, Units]]:
+    """(units, units ahead) of each visit of one forward, or of one backward."""
+    visits = list(visits)
+    ahead, behind = _neighbours(visits)
+    if forward:
+        return [(visit.units, ahead[id(visit)]) for visit in visits]
+    return [(visit.units, behind[id(visit)]) for visit in reversed(visits) if visit.runs_back]
+
+
+def _neighbours(visits: list[Visit]) -> tuple[Mapping[int, Units], Mapping[int, Units]]:
+    """Of each visit the units of the next one, and of the one before through which a gradient goes."""
+    back = [visit for visit in visits if visit.runs_back]
+    ahead = {id(visit): after.units for visit, after in pairwise(visits)} | {id(visits[-1]): ()}
+    behind = {id(visits[0]): ()} | {id(visit): before.units for before, visit in pairwise(back)}
+    return ahead, {id(visit): () for visit in visits} | behind
+
+
+def aliases_of(stage: StageGraph, context: LowerContext) -> Aliases:
+    """The units whose memory each value may lie in."""
+    found: Aliases = {node: frozenset((place,)) for node, place in buckets_of(stage, context).items()}
+    for node in stage.graph.nodes:
+        _follow(node, found, stage)
+    return found
+
+
+def _follow(node: fx.Node, found: Aliases, stage: StageGraph) -> None:
+    read = _read_by(node, found)
+    if node.op != "call_function" or not read:
+        return
+    if node.target is run_piece:
+        read = _of_piece(node, found, stage)
+    elif not may_alias(node):
+        return
+    if read:
+        found[node] = read
+
+
+def _of_piece(node: fx.Node, found: Aliases, stage: StageGraph) -> frozenset[tuple[int, int]]:
+    """Units of weights that a compiled piece gives views of."""
+    args: Any = node.args
+    graph = getattr(stage.root, args[0].target).module.graph
+    given = zip(graph.find_nodes(op="placeholder"), args[1], strict=True)
+    inside: Aliases = {inner: found[outer] for inner, outer in given if outer in found}
+    for inner in graph.nodes:
+        if inner.op == "call_function" and may_alias(inner) and (read := _read_by(inner, inside)):
+            inside[inner] = read
+    return _read_by(next(iter(reversed(graph.nodes))), inside)
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether a call may give memory of an argument: a view, an op that copies only if it must, an identity."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(value.alias_info is not None for value in node.target._schema.returns)
+    return node.target is operator.getitem or "change" in node.meta
+
+
+def _read_by(node: fx.Node, places: Aliases) -> frozenset[tuple[int, int]]:
+    return frozenset().union(*(places[value] for value in node.all_input_nodes if value in places))
+
+
+def _gets_a_gradient(node: fx.Node, context: LowerContext) -> bool:
+    if "origin" not in node.meta:
+        return bool(node.meta.get("grad"))
+    return bool(context.staged.program.node(node.meta["origin"]).meta.get("grad"))
+
+
+def _before_recomputations(
+    stage: StageGraph, context: LowerContext, visits: list[Visit], behind: Mapping[int, Units]
+) -> None:
+    """A rerun that reads weights needs those of its block's visits."""
+    of_home = {visit.home: visit for visit in visits}
+    places = aliases_of(stage, context)
+    for node in stage.graph.find_nodes(op="call_function", target=end_block):
+        handle: Any = node.args[0]
+        read = frozenset().union(*(places.get(v, frozenset()) for v in node.args[2] if isinstance(v, fx.Node)))
+        if read:
+            call = getattr(stage.root, handle.target)
+            begin = next(n for n in handle.users if n.target is begin_block)
+            visit = _visit_around(begin, of_home, context)
+            units, ahead = (visit.units, behind[id(visit)]) if visit is not None else ((), ())
+            call.before = partial(need_weights, context.gate, tuple(sorted({*units, *read})), ahead)
+
+
+def _visit_around(begin: fx.Node, of_home: Mapping[Any, Visit], context: LowerContext) -> Visit | None:
+    """The visit of the block that begins behind ``begin``."""
+    node = begin.next
+    while node.op != "output":
+        home = context.homes.get(node.meta.get("origin", ""))
+        if home is not None:
+            return of_home.get(home)
+        node = node.next
+    return None

@@ -1,0 +1,98 @@
+"""The gathers of weights that ranks hold in shards (zero 3): the moves of each pp rank in a step, counted.
+
+    for action of the rank's order:  for visit of its stage:  residency.need(units, units of the next visit)
+
+The runtime makes the same moves (planner.sharding.residency), so each row is what a step runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from passes.gather_weights import Visit, moves_of, visits_of
+from passes.types.collectives import CollectivePlan
+from planner.pipeline.actions import Order
+from planner.pipeline.schedule import SchedulePlan
+from planner.saved.lowered import Lowered, context_at
+from planner.sharding.residency import Residency, Unit
+from planner.sharding.shards import Shards
+from planner.sharding.visits import homes_of_ops
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Of one pp rank: how often a step gathers each unit, by phase, and the most bytes of whole weights at once."""
+
+    times: Counter[tuple[Unit, str]]
+    most_bytes: int
+
+
+def weight_rows(lowered: Lowered, schedule: SchedulePlan, reshards: bool) -> tuple[CollectivePlan, ...]:
+    """One row for each unit and phase."""
+    rows = []
+    for pp_rank, found in enumerate(gathered_weights(lowered, schedule, reshards)):
+        buffers = lowered.shards.buffers_of_rank(pp_rank)
+        for ((number, index), phase), times in found.times.items():
+            buffer = buffers[number]
+            bucket = buffer.layout.buckets[index]
+            first, count = bucket.slots[0].name, len(bucket.slots)
+            what = f"weight {first}" if count == 1 else f"{count} weights, with {bucket.slots[-1].name}"
+            size = len(bucket.world) * buffer.dtype.itemsize
+            over = buffer.reduced_over
+            rows.append(CollectivePlan("all_gather", over, phase, what, size, times, "step", pp_rank))
+    return tuple(rows)
+
+
+def gathered_weights(lowered: Lowered, schedule: SchedulePlan, reshards: bool) -> list[Gathered]:
+    """Of each pp rank; nothing if no weight is sharded between its uses."""
+    if not any(buffer.gathers for buffer in lowered.shards.buffers):
+        return [Gathered(Counter(), 0) for _ in schedule.actions]
+    visits = [visits_of_stage(lowered, stage) for stage in range(lowered.num_stages)]
+    mesh = lowered.decisions.mesh
+    twice = lowered.decisions.terms.in_turn > 1
+    return [
+        _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], lowered.shards, rank, reshards, twice)
+        for rank, order in enumerate(schedule.actions)
+    ]
+
+
+def visits_of_stage(lowered: Lowered, stage: int) -> list[Visit]:
+    """The visits of a stage as its first rank runs it."""
+    decisions, shards = lowered.decisions, lowered.shards
+    place = decisions.mesh.place(decisions.mesh.rank_of(pp=decisions.mesh.pp_rank_of(stage)))
+    graph = lowered.stage(stage)
+    context = context_at(
+        decisions, shards, place, torch.device("cpu"), buckets=shards.bucket_of(place), homes=homes_of_ops(decisions)
+    )
+    return visits_of(graph, context)
+
+
+def _of_rank(
+    order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, reshards: bool, twice: bool
+) -> Gathered:
+    sizes = {
+        (number, bucket.index): len(bucket.world) * buffer.dtype.itemsize
+        for number, buffer in enumerate(shards.buffers_of_rank(pp_rank))
+        for bucket in buffer.layout.buckets
+        if buffer.gathers
+    }
+    residency, times, most = Residency(reshards=reshards), Counter[tuple[Unit, str]](), 0
+    for phase, units, ahead in _needs(order, stages, twice):
+        moves = residency.need(units, ahead)
+        times.update((unit, phase) for unit in moves.gathered)
+        most = max(most, sum(sizes[unit] for unit in residency.whole))
+    return Gathered(times, most)
+
+
+def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator[tuple[str, tuple[Unit, ...], tuple[Unit, ...]]]:  # fmt: skip
+    """(phase, units, units ahead), one after the other, of a step of a rank."""
+    forwards = [action for action in order if action.kind == "F"] if twice else []
+    for action in (*forwards, *order):
+        if action.kind != "W":
+            forward = action.kind == "F"
+            for units, ahead in moves_of(stages[action.chunk], forward=forward):
+                yield "forward" if forward else "backward", units, ahead

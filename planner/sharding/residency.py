@@ -1,0 +1,41 @@
+"""The units of weights that are whole on a rank, move by move: the plan counts the moves, the runtime makes them.
+
+    need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other unit is freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Unit = tuple[int, int]  # (buffer of a rank, bucket in it)
+
+
+class Moves(NamedTuple):
+    """Units in the order in which all ranks move them."""
+
+    freed: tuple[Unit, ...] = ()
+    gathered: tuple[Unit, ...] = ()
+
+
+class Residency:
+    """Owns which units are whole. ``reshards``: those that are not needed are freed; else only at the end of a step."""
+
+    def __init__(self, *, reshards: bool) -> None:
+        self.reshards = reshards
+        self.whole: dict[Unit, None] = {}
+
+    def need(self, units: Iterable[Unit], ahead: Iterable[Unit] = ()) -> Moves:
+        """``units`` are read now, ``ahead`` next."""
+        wanted = dict.fromkeys((*units, *ahead))
+        freed = tuple(unit for unit in self.whole if unit not in wanted) if self.reshards else ()
+        gathered = tuple(unit for unit in wanted if unit not in self.whole)
+        for unit in freed:
+            del self.whole[unit]
+        self.whole.update(dict.fromkeys(gathered))
+        return Moves(freed, gathered)
+
+    def end(self) -> Moves:
+        """The weights change, or nothing reads them for long: all are freed."""
+        freed, self.whole = tuple(self.whole), {}
+        return Moves(freed)

@@ -1,0 +1,62 @@
+"""Gradients and weights of which ranks keep shards (zero 2 and 3): training equals one process on every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tools.laboratory import Case, Lab, name_of
+
+LAYOUTS: list[dict[str, int]] = [
+    {"dp": 2},
+    {"dp": 4},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "dp": 2},
+    {"cp": 2, "dp": 2},
+    {"tp": 2, "pp": 2, "dp": 2},
+]
+CASES = [(model, layout, zero) for model in ("gpt", "gpt2") for layout in LAYOUTS for zero in (2, 3)]
+CASES += [(model, layout, 3) for model in ("llama", "t5", "bert") for layout in LAYOUTS[::2]]
+CASES += [("mixtral", layout, 3) for layout in ({"dp": 2}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 2})]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("model", "layout", "zero"), CASES, ids=str)
+def test_sharded_gradients_and_weights_equal_one_process(
+    lab: Lab, model: str, layout: dict[str, int], zero: int
+) -> None:
+    assert lab.check(Case(model, layout, {"optimizer": {"zero": zero}})).wrong == []
+
+
+FEATURES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "weights stay whole for a step": ({"dp": 2}, {"optimizer": {"zero": 3, "reshard": False}}),
+    "small buckets": ({"dp": 2}, {"optimizer": {"zero": 3, "bucket_size": 1000}}),
+    "recomputed": ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3}, "recompute": "full"}),
+    "recomputed in part": ({"dp": 2}, {"optimizer": {"zero": 3}, "recompute": "selective"}),
+    "along the sequence": (
+        {"tp": 2, "dp": 2},
+        {"optimizer": {"zero": 3}, "tensor_parallel": {"sequence_parallel": True}},
+    ),
+    "chunks": (
+        {"pp": 2, "vpp": 2, "dp": 2},
+        {"optimizer": {"zero": 3}, "pipeline": {"schedule": "interleaved_1f1b"}},
+    ),
+    "gradients of weights wait": (
+        {"pp": 2, "dp": 2},
+        {"optimizer": {"zero": 3}, "pipeline": {"schedule": "zero_bubble"}},
+    ),
+    "in a v": (
+        {"pp": 2, "vpp": 2, "dp": 2},
+        {"optimizer": {"zero": 2}, "pipeline": {"schedule": "zero_bubble_v"}},
+    ),
+    "compiled": ({"dp": 2}, {"optimizer": {"zero": 3}, "compile": True}),
+    "a mean of the weights": ({"dp": 2}, {"optimizer": {"zero": 3, "ema": 0.9}}),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", FEATURES, ids=str)
+def test_sharded_weights_beside_other_features_equal_one_process(lab: Lab, name: str) -> None:
+    layout, rest = FEATURES[name]
+    assert lab.check(Case("gpt", layout, rest)).wrong == []
