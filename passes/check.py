@@ -33,7 +33,7 @@ from passes.moe.domain import in_domain
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
 from passes.ops.parameter_gate import await_bucket, need_again, need_weights
-from passes.ops.recompute import begin_block, end_block, watch_inside
+from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.partition.type_changes import sent_type
 from passes.program.ops.own_backward import OwnBackward
@@ -232,7 +232,7 @@ def weights_are_whole(stage: StageGraph, context: LowerContext) -> Iterator[Viol
     for node in stage.graph.nodes:
         if node.target is need_weights:
             here = set(node.args[1])
-        if node.op != "call_function" or node.target in (need_again, begin_block, end_block, watch_inside):
+        if node.op != "call_function" or node.target in (need_again, *MARKS):
             continue
         for value in node.all_input_nodes:
             if not here.issuperset(places.get(value, ())):

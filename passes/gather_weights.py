@@ -29,7 +29,7 @@ from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph
 from passes.ops.compiled import run_piece
 from passes.ops.parameter_gate import Units, need_again, need_weights
-from passes.ops.recompute import begin_block, end_block
+from passes.ops.recompute import MARKS, begin_block, end_block
 
 Aliases = dict[fx.Node, frozenset[tuple[int, int]]]
 
@@ -69,7 +69,7 @@ def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
     places, visits = aliases_of(stage, context), list[Visit]()
     for node in stage.graph.nodes:
         read = _read_by(node, places)
-        if node.op != "call_function" or not read:
+        if node.op != "call_function" or node.target in MARKS or not read:
             continue
         home = context.homes.get(node.meta.get("origin", ""))
         if not visits or visits[-1].home != home:

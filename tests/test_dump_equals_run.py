@@ -18,7 +18,7 @@ from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost, in_fork
-from runtime.optimizer import buffers, zero1
+from runtime.optimizer import buffers, scattered, whole_weights, zero1
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
@@ -65,6 +65,8 @@ class Calls:
         self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
         self._wrap(buffers, "all_gather", "all_gather", 0)
         self._wrap(zero1, "all_gather", "all_gather", 0)
+        self._wrap(scattered, "reduce_scatter", "reduce_scatter", 1)
+        self._wrap(whole_weights, "all_gather", "all_gather", 0)
         return self
 
     def _turn(self, name: str, position: int) -> None:
@@ -253,6 +255,35 @@ CASES = {
         },
     ),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
+    "tp2 dp2, zero 2": ("gpt", {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 2}}),
+    "tp2 dp2, zero 3": ("gpt2", {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 3}}),
+    "tp2 dp2, zero 3, gathered once a step": (
+        "gpt",
+        {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 3, "reshard": False}},
+    ),
+    "pp2 dp2, zero 3, blocks computed again": (
+        "bert",
+        {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 3}, "recompute": "full"},
+    ),
+    "pp2 dp2, zero 3, gradients of weights wait": (
+        "llama",
+        {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 3}, "pipeline": {"schedule": "zero_bubble"}},
+    ),
+    "pp2 vpp2 dp2, zero 3, bfloat16, buckets": (
+        "gpt",
+        {
+            "mesh": {"pp": 2, "vpp": 2, "dp": 2},
+            "pipeline": {"schedule": "interleaved_1f1b"},
+            "optimizer": {"zero": 3, "bucket_size": 5000},
+            "precision": {"parameters": "bfloat16"},
+        },
+    ),
+    "cp2 dp2, zero 3, all forwards twice": (
+        "balance",
+        {"mesh": {"cp": 2, "dp": 2}, "optimizer": {"zero": 3}},
+    ),
+    "dp4 ep2, zero 3": ("mixtral", {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 3}}),
+    "a loop, dp4 ep2, zero 3": ("loop of experts", {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 3}}),
 }
 
 

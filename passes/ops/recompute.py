@@ -110,6 +110,9 @@ def end_block(call: BlockCall, dropped: Sequence[Tensor], sources: Sequence[Any]
         forward.close(dropped, sources)
 
 
+MARKS = (begin_block, watch_inside, unwatch_inside, end_block)  # calls that read no values
+
+
 class _Holder:
     """The object that autograd holds instead of a tensor. ``tensor``: None while it is freed.
 

@@ -17,6 +17,7 @@ logits                  the part of it after the last block, kept apart: final n
 working                 other memory of the forward or backward that runs at that moment: values that are
                         read once more, gradients, insides of ops, gathered values
 communication           messages between stages that are under way then
+whole                   with zero 2 and 3: full gradients, and weights, of the blocks that a rank is at (planner.cost.whole)
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
@@ -36,6 +37,7 @@ from passes.program.ops.aten import value_bytes
 from planner.cost.cut.ops import puts_aside
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
+from planner.cost.whole import whole_bytes
 from planner.cost.peak import Peak, peak_of
 from planner.decisions import Decisions
 from planner.mesh import Mesh
@@ -58,6 +60,7 @@ _SUMMED = (
     "logits",
     "working",
     "communication",
+    "whole",
     "slack",
 )
 
@@ -80,6 +83,7 @@ class MemoryRow:
     logits: int = 0
     working: int = 0
     communication: int = 0
+    whole: int = 0
     slack: int = 0
     peak: str = ""
     of_microbatch: tuple[int, ...] = ()
@@ -107,7 +111,10 @@ def memory_rows(
         static[row.pp_rank] += row.bytes
     standing = {row.pp_rank for row in slots if row.message_bytes}
     peaks = [peak_of(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
-    return tuple(_row(decisions, shards, rank, peak, stages, static[rank]) for rank, peak in enumerate(peaks))
+    whole = whole_bytes(lowered, schedule)
+    return tuple(
+        _row(decisions, shards, rank, peak, stages, (static[rank], whole[rank])) for rank, peak in enumerate(peaks)
+    )
 
 
 def shared_once(stages: Sequence[StageMemory], mesh: Mesh) -> list[StageMemory]:
@@ -127,15 +134,22 @@ def waiting_calls(trace: StageTrace) -> frozenset[int]:
 
 
 def _row(
-    decisions: Decisions, shards: Shards, rank: int, peak: Peak, stages: Sequence[StageMemory], static: int
+    decisions: Decisions,
+    shards: Shards,
+    rank: int,
+    peak: Peak,
+    stages: Sequence[StageMemory],
+    beside: tuple[int, int],
 ) -> MemoryRow:
+    """``beside``: bytes of static graph buffers, and of full weights and gradients."""
+    static, whole = beside
     buffers = shards.buffers_of_rank(rank)
     held = parameters_of_rank(decisions, rank)
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
     own = sum(b.parameter_bytes for b in buffers)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     updating = max((h.update_bytes for h in homes if h is not None), default=0)
-    more = max(0, updating - peak.total)  # nothing of a microbatch is held then
+    more = max(0, updating - peak.total - whole)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
         parameters=frozen + _registered_bytes(decisions, rank) + own,
@@ -146,7 +160,8 @@ def _row(
         logits=peak.logits,
         working=peak.working + more,
         communication=peak.messages,
-        slack=ceil(SLACK * (peak.total + more)),
+        whole=whole,
+        slack=ceil(SLACK * (peak.total + more + whole)),
         peak="update" if more else peak.action,
         of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
     )

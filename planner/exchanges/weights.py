@@ -31,23 +31,24 @@ class Gathered:
     most_bytes: int
 
 
-def weight_rows(lowered: Lowered, schedule: SchedulePlan, reshards: bool) -> tuple[CollectivePlan, ...]:
+def weight_rows(lowered: Lowered, schedule: SchedulePlan) -> tuple[CollectivePlan, ...]:
     """One row for each unit and phase."""
     rows = []
-    for pp_rank, found in enumerate(gathered_weights(lowered, schedule, reshards)):
-        buffers = lowered.shards.buffers_of_rank(pp_rank)
+    for pp_rank, found in enumerate(gathered_weights(lowered, schedule)):
+        buffers, shards = lowered.shards.buffers_of_rank(pp_rank), lowered.shards
         for ((number, index), phase), times in found.times.items():
             buffer = buffers[number]
             bucket = buffer.layout.buckets[index]
-            first, count = bucket.slots[0].name, len(bucket.slots)
-            what = f"weight {first}" if count == 1 else f"{count} weights, with {bucket.slots[-1].name}"
+            count = len(bucket.slots)
+            held = f"{count} parameters" if count > 1 else bucket.slots[0].name
+            what = f"optimizer.buffers.{shards.buffers.index(buffer)}.buckets.{index}   (weights of {held})"
             size = len(bucket.world) * buffer.dtype.itemsize
             over = buffer.reduced_over
             rows.append(CollectivePlan("all_gather", over, phase, what, size, times, "step", pp_rank))
     return tuple(rows)
 
 
-def gathered_weights(lowered: Lowered, schedule: SchedulePlan, reshards: bool) -> list[Gathered]:
+def gathered_weights(lowered: Lowered, schedule: SchedulePlan) -> list[Gathered]:
     """Of each pp rank; nothing if no weight is sharded between its uses."""
     if not any(buffer.gathers for buffer in lowered.shards.buffers):
         return [Gathered(Counter(), 0) for _ in schedule.actions]
@@ -55,7 +56,7 @@ def gathered_weights(lowered: Lowered, schedule: SchedulePlan, reshards: bool) -
     mesh = lowered.decisions.mesh
     twice = lowered.decisions.terms.in_turn > 1
     return [
-        _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], lowered.shards, rank, reshards, twice)
+        _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], lowered.shards, rank, twice)
         for rank, order in enumerate(schedule.actions)
     ]
 
@@ -72,7 +73,7 @@ def visits_of_stage(lowered: Lowered, stage: int) -> list[Visit]:
 
 
 def _of_rank(
-    order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, reshards: bool, twice: bool
+    order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool
 ) -> Gathered:
     sizes = {
         (number, bucket.index): len(bucket.world) * buffer.dtype.itemsize
@@ -80,7 +81,7 @@ def _of_rank(
         for bucket in buffer.layout.buckets
         if buffer.gathers
     }
-    residency, times, most = Residency(reshards=reshards), Counter[tuple[Unit, str]](), 0
+    residency, times, most = Residency(reshards=shards.reshards), Counter[tuple[Unit, str]](), 0
     for phase, units, ahead in _needs(order, stages, twice):
         moves = residency.need(units, ahead)
         times.update((unit, phase) for unit in moves.gathered)

@@ -271,7 +271,7 @@ def _rule(buffer: BufferPlan) -> str:
 
 def _memory(plan: Tables) -> Section:
     parts = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
-    parts += ("graph_buffers", "slack", "total")
+    parts += ("whole", "graph_buffers", "slack", "total")
     shown = [part for part in parts if part in _ALWAYS or any(getattr(row, part) for row in plan.memory)]
     cells = [[str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in shown)] for row in plan.memory]
     columns = ["pp rank", *(part.replace("_", " ") for part in shown)]

@@ -21,7 +21,8 @@ class Shards:
     """By stage its ``changes`` of type and the ``boundaries`` it sends on; ``buffers`` and ``at_step`` by pp rank.
 
     ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank), if parameters belong
-    to one expert alone, so that each ep rank holds others.
+    to one expert alone, so that each ep rank holds others. ``reshards``: weights that ranks hold in shards are freed
+    after each use.
     """
 
     changes: tuple[tuple[TypeChange, ...], ...]
@@ -29,6 +30,7 @@ class Shards:
     buffers: tuple[Buffer, ...]
     at_step: tuple[CollectivePlan, ...]
     elsewhere: Callable[[int, int], tuple[Buffer, ...]] | None = None
+    reshards: bool = True
 
     def received(self, stage: int) -> tuple[BoundaryPlan, ...]:
         return self.boundaries[stage - 1] if stage else ()
@@ -77,4 +79,5 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
             *step_collectives(decisions.mesh, buffers, spec.optimizer.zero, decisions.num_noted, decisions.rules),
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
+        spec.optimizer.reshard,
     )

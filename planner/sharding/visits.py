@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from passes.moe.domain import domain_of
 from planner.decisions import Decisions
 
 Home = tuple[int, bool]  # (index of a block, whether it is behind that block and in none)
@@ -26,13 +27,18 @@ def units_of(decisions: Decisions) -> dict[str, tuple[Home, ...]]:
 
 
 def homes_of_ops(decisions: Decisions) -> dict[str, Home]:
-    """Op → its block, or the last block before it."""
+    """Op → its block, or the last block before it. Of experts in a loop a rank has only some: they are of the place
+    where the loop begins, so that all ranks have the same places."""
     block_of, last, found = decisions.blocks.block_of(), -1, dict[str, Home]()
+    here: Home = (last, True)
     for node in decisions.program.graph.graph.nodes:
-        if node.op == "call_function":
-            own = block_of.get(node.name)
+        if node.op != "call_function":
+            continue
+        domain, own = domain_of(node), block_of.get(node.name)
+        if domain is None or domain.number < 0:
             last = last if own is None else max(last, own)
-            found[node.name] = (last, True) if own is None else (own, False)
+            here = (last, True) if own is None else (own, False)
+        found[node.name] = here
     return found
 
 

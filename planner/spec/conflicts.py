@@ -95,6 +95,9 @@ def _zero_problems(spec: Spec) -> Iterator[PlanError]:
             where="optimizer.zero",
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
+    if not spec.optimizer.reshard and zero != 3:
+        what = f"optimizer.reshard = false is for zero 3, and optimizer.zero is {zero}"
+        yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
 
 
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:

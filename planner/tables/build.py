@@ -61,7 +61,7 @@ def tables_of(
         spec=spec.to_dict(),
         mesh=decisions.mesh,
         parameters=parameters,
-        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step, *weight_rows(lowered, schedule, spec.optimizer.reshard)),
+        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step, *weight_rows(lowered, schedule)),
         stages=stage_rows(decisions, shards),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers, decisions.mesh, decisions.rules),

@@ -63,6 +63,10 @@ def _fit_optimizer(found: Choices) -> None:
             found[name] = FIELDS[name][0]
     if not found["optimizer.momentum"]:
         found["optimizer.nesterov"] = None
+    if found["cuda_graphs.impl"] != "none" and found["optimizer.zero"] > 1:
+        found["optimizer.zero"] -= 2
+    if found["optimizer.zero"] != 3:
+        found["optimizer.reshard"] = True
 
 
 def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:

@@ -1,6 +1,8 @@
 """The command `memory`: start the plan's ranks, run a step, and compare measured with planned memory.
 
 parameters, gradients, optimizer    the buffers that are held          within 1 %
+whole                               full weights and gradients at once, if
+                                    ranks keep shards of them          within 3 %
 activations                         with logits: tensors that autograd saves for all microbatches in flight,
                                     at the planned peak                within 3 %
 at the peak                         with working memory and messages: all live memory at the step's peak; reported
@@ -29,7 +31,7 @@ from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, pre
 from runtime.verify.batches import random_batch
 
 TIMEOUT_SECONDS = 1800.0
-ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03}
+ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03, "whole": 0.03}
 
 
 class OfRank(NamedTuple):
@@ -81,6 +83,7 @@ def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor
         moments = watch.moments[-len(order) :]  # an audit evaluates before the step: forwards that keep nothing
         buffers = engine.optimizer.measured_bytes()
         rows = [*_held(rank, row, buffers, registered_bytes(engine)), *_activations(rank, row, moments)]
+        rows += _whole(rank, row, engine)
         return OfRank(rows, _by_action(rank, row, predicted_by_action(row.of_microbatch, order), moments))
 
 
@@ -89,7 +92,8 @@ def held_tensors(engine: Engine) -> list[Tensor]:
     modules = [stage.module for stage in engine.program.stages]
     found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for buffer in engine.optimizer.buffers.buffers:
-        found += [buffer.parameters, buffer.gradients]
+        found += [*buffer.kept_parameters, *buffer.kept_gradients]
+        found += [tensor for bucket in buffer.buckets for tensor in (bucket.parameters, bucket.gradients)]
     return found
 
 
@@ -118,6 +122,13 @@ def _activations(rank: int, row: MemoryRow, moments: Sequence[Moment]) -> list[C
         Compared(rank, "activations", kept, there.kept, ALLOWED["activations"]),
         Compared(rank, "at the peak", kept + row.working + row.communication, live),
     ]
+
+
+def _whole(rank: int, row: MemoryRow, engine: Engine) -> list[Compared]:
+    """Full weights and gradients, if ranks keep shards of them."""
+    held = engine.optimizer.buffers
+    most = held.weights.most_bytes + held.scattered.most_bytes
+    return [Compared(rank, "whole", row.whole, most, ALLOWED["whole"])] if row.whole or most else []
 
 
 def _by_action(rank: int, row: MemoryRow, kept: dict[str, int], moments: Sequence[Moment]) -> list[ActionMemory]:

@@ -43,6 +43,7 @@ class ScatteredGradients:
         self._next = 0
         self._pending: Entry | None = None
         self._is_counting = False
+        self.most_bytes = 0  # of full gradients at once
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -92,6 +93,8 @@ class ScatteredGradients:
             if slot.is_fresh:
                 slot.main_grad.zero_()
         self._unmixed.see_gradients(bucket.slots)
+        held = (bucket.gradients.untyped_storage().nbytes() for *_, bucket in self._entries)
+        self.most_bytes = max(self.most_bytes, sum(held))
         self._settle()
         bucket.is_reducing = True
         own = bucket.gradients[bucket.own_range]

@@ -25,12 +25,15 @@ class WholeWeights:
         self._residency = Residency(reshards=reshards)
         self._works: dict[Unit, Any] = {}
         self._num_holding = 0
+        self.most_bytes = 0  # of full weights at once, in needs
 
     def need(self, units: Sequence[Unit], ahead: Sequence[Unit] = ()) -> None:
         """Return when the weights of ``units`` are here; those of ``ahead`` are on their way."""
         if self._num_holding:
             return
         self._make(self._residency.need(units, ahead))
+        held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
+        self.most_bytes = max(self.most_bytes, held)
         for unit in units:
             self._await(unit)
 

@@ -13,8 +13,8 @@ from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 MEMORY_PARTS = (
-    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "graph_buffers",
-    "slack",
+    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole",
+    "graph_buffers", "slack",
 )  # fmt: skip
 _READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
 PHASES = ("forward", "backward", "recomputation", "step")

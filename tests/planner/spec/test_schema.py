@@ -103,7 +103,7 @@ def test_the_schema_allows_every_example(path):
         {"optimizer": {"betas": [0.9]}},
         {"optimizer": {"betas": [0.9, 1]}},
         {"optimizer": {"eps": 0}},
-        {"optimizer": {"zero": 2}},
+        {"optimizer": {"zero": 4}},
         {"optimizer": {"schedule": {"kind": "cosin"}}},
         {"seed": -1},
         {"seed": None},

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from runtime.engine import Engine
-from runtime.optimizer import buffers, zero1
+from runtime.optimizer import buffers, scattered, whole_weights, zero1
 from runtime.optimizer.buffers import GradientBuffers
+from runtime.optimizer.scattered import ScatteredGradients
+from runtime.optimizer.whole_weights import WholeWeights
 from runtime.optimizer.zero1 import DistributedOptimizer
 from tests.tools.planted import changes
 from tests.tools.planted.fault import Fault, Function, Make, groups_here, other_group
@@ -126,7 +128,29 @@ def _shards_in_reverse(whole: Function) -> Function:
     return gather
 
 
+def _last_microbatch_alone(whole: Function) -> Function:
+    """Each backward's sums take the place of those before."""
+
+    def settle(self: Any, **options: Any) -> None:
+        self._filled = set()
+        whole(self, **options)
+
+    return settle
+
+
+def _stale(whole: Function) -> Function:
+    """Weights that are whole stay so after an update."""
+    return lambda self: None
+
+
 FAULTS = {
+    "sharded gradients: reduce-scatter left out": Fault(scattered, "reduce_scatter", changes.call_left_out, seed=0),
+    "sharded gradients: reduce-scatter doubled": Fault(scattered, "reduce_scatter", changes.call_twice, seed=0),
+    "sharded gradients: of the last microbatch alone": Fault(
+        ScatteredGradients, "_settle", _last_microbatch_alone, seed=0
+    ),
+    "sharded weights: all-gather in the wrong order": Fault(whole_weights, "all_gather", _shards_in_reverse, seed=0),
+    "sharded weights: those before the update": Fault(WholeWeights, "drop", _stale, seed=0),
     "gradients: reduce-scatter over dp left out": Fault(
         buffers, "reduce_scatter", _over("dp", changes.call_left_out), seed=186
     ),

@@ -16,9 +16,9 @@ from runtime import intake
 from runtime.optimizer import rules
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.lr import LearningRate
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline import executor
-from runtime.update import Update
 from tests.tools.planted.fault import Fault, Function, Make
 
 
@@ -178,8 +178,8 @@ FAULTS = {
     "adamw: first beta halved": Fault(rules, "torch_adamw", _half_of("beta1"), seed=0),
     "adamw: second beta halved": Fault(rules, "torch_adamw", _half_of("beta2"), seed=0),
     "adamw: bias correction left out": Fault(rules, "torch_adamw", _steps_from_zero, seed=0),
-    "learning rate: of the next step": Fault(Update, "_learning_rate", _step_of(1), seed=62),
-    "learning rate: of the step before": Fault(Update, "_learning_rate", _step_of(-1), seed=62),
+    "learning rate: of the next step": Fault(LearningRate, "at", _step_of(1), seed=62),
+    "learning rate: of the step before": Fault(LearningRate, "at", _step_of(-1), seed=62),
     "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),
     "mean of the weights: not updated": Fault(
         WeightAverage, "update", lambda whole: lambda self, found_inf: None, seed=177
