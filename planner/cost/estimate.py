@@ -26,6 +26,7 @@ from planner.cost.seconds.held import memory_row, stage_bytes
 from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
 from planner.cost.seconds.pipeline import Run, run_pipeline
 from planner.cost.seconds.roofline import peak_of
+from planner.cost.seconds.sharded import Exchanged
 from planner.cost.seconds.shared import run_on_cores
 from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
 from planner.cost.seconds.waiting import run_waiting
@@ -73,7 +74,7 @@ def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:
     for rank in range(layout.mesh.pp):
         own = layout.mesh.stages_of(rank)
         others = [of for stage, of in enumerate(ranges) if stage not in own]
-        found.append(rank_holds(work, [ranges[stage] for stage in own], others, layout.mesh, spec))
+        found.append(rank_holds(work, [ranges[stage] for stage in own], others, layout, spec))
     return found
 
 
@@ -87,6 +88,9 @@ def cost_of(
     pricing = Pricing(layout.mesh, cluster, slower)
     ranges, pp, count = stage_ranges(layout.sizes), layout.mesh.pp, layout.num_microbatches
     stages = [of_units.stage(*of) for of in ranges]
+    if layout.zero >= 2:
+        exchanged = Exchanged(work, layout, pricing, spec)
+        stages = [exchanged.beside(stage, *of) for stage, of in zip(stages, ranges, strict=True)]
     sent, returned = _messages(work, ranges, pricing)
     step = _Step(
         layout,
@@ -255,7 +259,7 @@ class _Step:
         return end_of_step(
             self.holds[rank],
             self.pricing,
-            zero=self.spec.optimizer.zero,
+            zero=self.layout.zero,
             last_backward=first.weights.total or first.backward.total,  # buckets get their last gradients here
             until_first_forward_ends=start + first.forward.total,
         )

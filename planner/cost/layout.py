@@ -12,6 +12,7 @@ class Layout:
     """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind.
 
     ``recompute``: none, full or selective, for all blocks alike. ``sizes``: blocks of each stage.
+    ``zero``: what the ranks of dp keep shards of.
     """
 
     mesh: Mesh
@@ -21,3 +22,4 @@ class Layout:
     recompute: str
     schedule: str
     sizes: tuple[int, ...]
+    zero: int = 1

@@ -75,6 +75,7 @@ def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
         AS_PLANNED,
         schedule.kind,
         _sizes(decisions),
+        spec.optimizer.zero,  # pyright: ignore[reportArgumentType] - as micro
     )
 
 

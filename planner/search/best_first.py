@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class Found:
     num_fixed: int = 0
     least_fixed: tuple[float, Point | None] = (inf, None)
     num_estimated: int = 0
+    gave_up: bool = False
 
 
 class BestFirst:
@@ -92,9 +93,14 @@ class BestFirst:
         """The ``top`` fastest that fit, of ``rows`` (all). ``most``: give up after so many that do not fit."""
         found, ranked = Found(), list[tuple[tuple[Any, ...], int]]()
         candidates: list[Candidate] = []
+        fitting: set[Any] = set()  # more shards of a layout that fits are no faster
+        tried: set[Any] = set()
         for bound, _, point in self.bounds if rows is None else rows:
             if len(ranked) >= top and bound > ranked[top - 1][0][0]:
                 break
+            if rows is None and _twin(point, point.layout.zero - 1) in fitting:
+                fitting.add(_twin(point, point.layout.zero))
+                continue
             if self._is_surely_too_large(point):
                 found.num_fixed += 1
                 found.least_fixed = min(found.least_fixed, (self._fixed_bytes[of_weights(point)], point), key=_first)
@@ -104,10 +110,13 @@ class BestFirst:
             step(found.num_estimated)
             if candidate.fullest.total > self.memory_bytes:
                 found.too_large.append(candidate)
-                if most is not None and len(found.too_large) >= most and not ranked:
+                tried.add(_twin(point, zero=0))
+                if most is not None and len(tried) >= most and not ranked:
+                    found.gave_up = True
                     break
                 continue
             candidates.append(candidate)
+            fitting.add(_twin(point, point.layout.zero))
             insort(ranked, (candidate.order, len(candidates) - 1))
         found.best = [candidates[index] for _, index in ranked[:top]]
         return found
@@ -146,4 +155,9 @@ def _first(row: tuple[float, Point | None]) -> tuple[Any, ...]:
 
 def of_weights(point: Point) -> Any:
     """The choices on which the memory of weights depends."""
-    return point.cut, point.layout.mesh, point.layout.sizes
+    return point.cut, point.layout.mesh, point.layout.sizes, point.layout.zero
+
+
+def _twin(point: Point, zero: int) -> Any:
+    """The same layout with another ``zero``."""
+    return point.cut, replace(point.layout, zero=zero)

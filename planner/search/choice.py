@@ -53,6 +53,7 @@ class Point:
             mesh.vpp,
             KINDS_OF_RECOMPUTE.index(layout.recompute),
             layout.micro,
+            layout.zero,
             layout.schedule,
             mesh.order != DEFAULT_ORDER,
             mesh.order,
@@ -64,7 +65,7 @@ class Point:
         mesh, layout = self.layout.mesh, self.layout
         recompute = -KINDS_OF_RECOMPUTE.index(layout.recompute)
         kept = layout.micro / (mesh.tp * mesh.cp)
-        return -mesh.tp * mesh.pp, recompute, kept, not layout.sequence_parallel, mesh.vpp
+        return -mesh.tp * mesh.pp, -layout.zero, recompute, kept, not layout.sequence_parallel, mesh.vpp
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -80,6 +81,7 @@ class Point:
             "dp": mesh.dp,
             "micro": layout.micro,
             "recompute": layout.recompute,
+            "zero": layout.zero,
             "sequence parallel": layout.sequence_parallel,
             "schedule": layout.schedule,
             "order": mesh.order,
@@ -90,6 +92,7 @@ class Point:
         mesh, layout = self.layout.mesh, self.layout
         words = [str(self.cut), f"pp {mesh.pp}" + f" × {mesh.vpp} chunks" * (mesh.vpp > 1), f"dp {mesh.dp}"]
         words += [f"micro {layout.micro}"]
+        words += [f"zero {layout.zero}"] * (layout.zero > 1)
         words += [f"{layout.recompute} recompute"] * (layout.recompute != "none")
         words += [layout.schedule] * (layout.schedule not in ("1f1b", "interleaved_1f1b"))
         words += [f"order {mesh.order}"] * (mesh.order != DEFAULT_ORDER)

@@ -38,6 +38,7 @@ from planner.search.choice import Cut
 from planner.search.fold import Folded, fold
 from planner.search.space import Facts
 from planner.sharding.shards import decide_shards
+from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 from planner.updates.rules import decide_rules
 
@@ -94,7 +95,9 @@ class Cuts:
     def _works(self, cut: Cut, variant: _Variant, asked_kinds: tuple[str, ...]) -> dict[str, CutWork]:
         mesh = mesh_of(cut)
         asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
-        spec = self.spec.model_copy(update={"tensor_parallel": asked})
+        one = self.spec.optimizer.model_copy(update={"zero": 1})  # of a cut the other values are arithmetic
+        of_cut = {"tensor_parallel": asked} | ({"optimizer": one} if self.spec.optimizer.zero == AUTO else {})
+        spec = self.spec.model_copy(update=of_cut)
         program, blocks = variant.program, variant.blocks
         placements = decide_placements(
             program,

@@ -31,7 +31,9 @@ PARTS = {
     "optimizer": "update",
 }
 AXES = {"tp_comm": "tp", "cp_comm": "cp", "ep_comm": "ep", "dp_comm": "dp"}
-HELD = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "graph_buffers")
+HELD = (
+    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole", "graph_buffers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def losers(order: BestFirst, found: Found, cluster: Cluster) -> tuple[Loser, ...
             result.append(Loser(choice, of_choice.best[0], True, why_slower(of_choice.best[0], winner, cluster)))
         elif of_choice.too_large:
             least = min(of_choice.too_large, key=lambda candidate: candidate.fullest.total)
-            tried = f"none of the {MOST_TRIED} fastest fits; " if len(of_choice.too_large) == MOST_TRIED else ""
+            tried = f"none of the {MOST_TRIED} fastest fits; " if of_choice.gave_up else ""
             result.append(Loser(choice, least, False, tried + why_too_large(least, order.memory_bytes)))
         elif of_choice.least_fixed[1] is not None:
             least = order.of(of_choice.least_fixed[1])

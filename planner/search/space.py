@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -41,6 +42,7 @@ BOUNDS = (
     "etp: tp, or 1",
     f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} if pipelines may lie inside dp groups",
     "pipeline.schedule: 1f1b, or interleaved_1f1b if vpp > 1 (gpipe has the same bubble and needs more memory)",
+    "optimizer.zero: 1, or more where a layout does not fit with less, without CUDA graphs",
     f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, zero_bubble_v to pp {MOST_FOLDED}, without CUDA graphs",
 )
 
@@ -170,10 +172,9 @@ class Space:
                 continue
             for schedule in self._schedules(mesh, rows // micro):
                 laid = replace(mesh, fold=fold_of(schedule))
-                for recompute in self._recompute():
-                    yield Point(
-                        cut, Layout(laid, micro, rows // micro, cut.sequence_parallel, recompute, schedule, sizes)
-                    )
+                for recompute, zero in product(self._recompute(), self._zero(mesh)):
+                    chosen = (cut.sequence_parallel, recompute, schedule, sizes, zero)
+                    yield Point(cut, Layout(laid, micro, rows // micro, *chosen))
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
         given, group = self.spec.pipeline.schedule, self.spec.pipeline.group_size
@@ -198,6 +199,12 @@ class Space:
             return [str(given)]
         has_none = not self.facts.num_blocks or self.spec.cuda_graphs.impl == "transformer_engine"
         return ("none",) if has_none else KINDS_OF_RECOMPUTE
+
+    def _zero(self, mesh: Mesh) -> Sequence[int]:
+        given = self.spec.optimizer.zero
+        if given != AUTO:
+            return [given]
+        return (1, 2, 3) if mesh.size(mesh.data_axis) > 1 and self.spec.cuda_graphs.impl == "none" else (1,)
 
 
 def _without_numbers(error: PlanError) -> str:

@@ -72,6 +72,7 @@ def with_layout(values: Mapping[str, Any], point: Point, *, written: bool = Fals
     _set(found, ("recompute",), layout.recompute, "none", written)
     _set(found, ("tensor_parallel", "sequence_parallel"), layout.sequence_parallel, False, written)
     _set(found, ("pipeline", "schedule"), layout.schedule, "1f1b", written)
+    _set(found, ("optimizer", "zero"), layout.zero, 1, written)
     return found
 
 

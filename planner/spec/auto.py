@@ -1,6 +1,6 @@
 """Keys that a spec leaves to the search implicitly: missing keys become auto.
 
-mesh: auto                 all axes and their order, batch.micro, recompute, sequence parallelism, the schedule
+mesh: auto                 all axes and their order, batch.micro, recompute, sequence parallelism, the schedule, ZeRO
 mesh: {tp: auto, pp: 4}    tp, and dp, which takes the remaining ranks; batch.micro, if it is not written
 """
 
@@ -13,7 +13,12 @@ from planner.mesh import SIZES
 from planner.spec.fields import AUTO
 
 WITH_MICRO = (("batch", "micro"),)
-WITH_ALL = (*WITH_MICRO, ("tensor_parallel", "sequence_parallel"), ("pipeline", "schedule"))
+WITH_ALL = (
+    *WITH_MICRO,
+    ("tensor_parallel", "sequence_parallel"),
+    ("pipeline", "schedule"),
+    ("optimizer", "zero"),
+)
 
 
 def with_auto(value: Any) -> Any:

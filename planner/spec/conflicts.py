@@ -44,6 +44,7 @@ def _auto_problems(spec: Spec) -> Iterator[PlanError]:
         "recompute": (spec.recompute, "none"),
         "tensor_parallel.sequence_parallel": (spec.tensor_parallel.sequence_parallel, "false"),
         "pipeline.schedule": (spec.pipeline.schedule, "1f1b"),
+        "optimizer.zero": (spec.optimizer.zero, 1),
     }
     yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
     world_size = spec.mesh.to_mesh().world_size if spec.mesh.order != AUTO else spec.devices
@@ -88,14 +89,14 @@ def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
 
 def _zero_problems(spec: Spec) -> Iterator[PlanError]:
     zero, impl = spec.optimizer.zero, spec.cuda_graphs.impl
-    if zero >= 2 and impl != "none":
+    if zero in (2, 3) and impl != "none":
         yield SpecError(
             f"optimizer.zero = {zero} and cuda_graphs.impl = {impl}: a graph adds gradients at fixed places, and reads "
             "weights there, which have memory only for the time of their use",
             where="optimizer.zero",
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
-    if not spec.optimizer.reshard and zero != 3:
+    if not spec.optimizer.reshard and zero not in (3, AUTO):
         what = f"optimizer.reshard = false is for zero 3, and optimizer.zero is {zero}"
         yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
 

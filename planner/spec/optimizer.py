@@ -10,7 +10,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from passes.errors import PlanError, SpecError
 from planner.spec.fields import (
+    AUTO,
     MOST_NAMES,
+    Auto,
     Flag,
     Fraction,
     Name,
@@ -80,10 +82,10 @@ class OptimizerSpec(Section):
     groups: Annotated[dict[Name, GroupSpec], Field(max_length=MOST_NAMES)] = key(
         {}, "glob over dotted names of parameters: {name, lr, betas, eps, weight_decay} of these, in place of the above"
     )
-    zero: Annotated[Literal[0, 1, 2, 3], Word] = key(
+    zero: Annotated[Literal[0, 1, 2, 3] | Auto, Word] = key(
         1,
         "what each replica keeps a shard of: 1: the optimizer state; 2: the gradients too; 3: the weights too, which "
-        "are gathered block by block; 0: nothing",
+        "are gathered block by block; 0: nothing; may be auto if an axis is auto",
     )
     reshard: Flag = key(
         True, "with zero 3: free the weights of a block after its last use; false: gather them once a step"

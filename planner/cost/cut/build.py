@@ -196,7 +196,7 @@ class Builder:
 
     def _parameter(self, local: LocalParameter) -> HeldParameter:
         elements = prod(local.shape)
-        alignment = self.spec.optimizer.alignment if self.spec.optimizer.zero == 1 else "none"
+        alignment = self.spec.optimizer.alignment if self.spec.optimizer.zero != 0 else "none"
         starts = padded(elements, start_multiple(alignment))
         partial = tuple(axis for axis in local.partial_over if axis != "embedding")
         dtype = str(local.dtype).removeprefix("torch.")
@@ -206,7 +206,7 @@ class Builder:
             return kept
         sizes = Counter(matrix.shape for matrix in matrices_of(local, rules, mesh))
         matrices = tuple((count, *shape) for shape, count in sizes.items())
-        shared = shared_over(local, mesh, sharded=self.spec.optimizer.zero == 1) if matrices else ""
+        shared = shared_over(local, mesh, sharded=self.spec.optimizer.zero != 0) if matrices else ""
         return replace(kept, rule=rules.of(local.fqn), matrices=matrices, shared_by=shared)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planner.cost.cut.units import CutWork, HeldParameter
-from planner.mesh import Mesh
+from planner.cost.layout import Layout
+from planner.cost.seconds.sharded import SIZES, whole_bytes
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
 from planner.spec.update_rules import moments_of
 
 LOW = ("bfloat16", "float16")
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,17 @@ class HeldBuffer:
     num_moments: int = 2
     matrices: tuple[tuple[int, int, int], ...] = ()
     shared_by: str = ""
+    zero: int = 1
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of weights that stay."""
+        return (self.shard if self.zero == 3 else self.elements) * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that stay."""
+        return (self.shard if self.zero >= 2 else self.elements) * self.gradient_itemsize
 
     @property
     def optimizer_bytes(self) -> int:
@@ -70,25 +81,28 @@ class HeldBuffer:
 
 @dataclass(frozen=True, slots=True)
 class RankHolds:
-    """``frozen``: bytes of frozen parameters, and of the model's own buffers."""
+    """``frozen``: bytes of frozen parameters, and of the model's own buffers. ``whole``: of full weights and gradients
+    at once, if ranks keep shards of them.
+    """
 
     buffers: tuple[HeldBuffer, ...]
     frozen: int
+    whole: int = 0
 
     @property
     def parameters(self) -> int:
-        return self.frozen + sum(b.elements * b.itemsize for b in self.buffers)
+        return self.frozen + sum(b.parameter_bytes for b in self.buffers)
 
     @property
     def gradients(self) -> int:
-        return sum(b.elements * b.gradient_itemsize for b in self.buffers)
+        return sum(b.gradient_bytes for b in self.buffers)
 
     @property
     def optimizer(self) -> int:
         return sum(b.optimizer_bytes for b in self.buffers)
 
 
-def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], mesh: Mesh,
+def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], layout: Layout,
                spec: Spec) -> RankHolds:  # fmt: skip
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
@@ -118,10 +132,10 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
             sums.matrices[tuple(shape)] += number * count
     asked = spec.precision.gradients or ("float32" if low else None)
     buffers = tuple(
-        _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, mesh, spec)
+        _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, layout, spec)
         for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
     )
-    return RankHolds(buffers, frozen)
+    return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, spec, asked))
 
 
 @dataclass
@@ -135,11 +149,11 @@ class _Sums:
 
 def _buffer(
     sums: _Sums, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool, rule: str,
-    shared_by: str, mesh: Mesh, spec: Spec,
+    shared_by: str, layout: Layout, spec: Spec,
 ) -> HeldBuffer:  # fmt: skip
     total, itemsize = sums.elements, sums.itemsize
-    optimizer, ranks = spec.optimizer, mesh.size(over)
-    sharded = optimizer.zero == 1
+    optimizer, ranks = spec.optimizer, layout.mesh.size(over)
+    sharded = layout.zero >= 1
     num_ranks, alignment = (ranks, optimizer.alignment) if sharded else (1, "none")
     size = optimizer.bucket_size or default_bucket_size(ranks, optimizer.alignment)
     num_buckets = max(1, -(-total // size) if size else 1)
@@ -149,5 +163,5 @@ def _buffer(
     kept = optimizer.ema is not None, len(moments_of(rule, optimizer))
     shard = elements // num_ranks
     matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())
-    kept = (*kept, matrices, shared_by)
+    kept = (*kept, matrices, shared_by, layout.zero if ranks > 1 else min(1, layout.zero))
     return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)

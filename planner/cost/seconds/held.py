@@ -76,7 +76,8 @@ def memory_row(
         logits=round(logits),
         working=round(working),
         communication=round(messages),
-        slack=ceil(SLACK * round(kept + working + messages)),
+        whole=holds.whole,
+        slack=ceil(SLACK * round(kept + working + messages + holds.whole)),
         peak=at,
         of_microbatch=tuple(round(stage.kept) for stage in (stages[s] for s in layout.mesh.stages_of(rank))),
     )

@@ -42,11 +42,12 @@ def end_of_step(
     reduce = gather = sums = update = 0.0
     last_bucket = first_bucket = 0.0
     for buffer in holds.buffers:
-        kind = "reduce_scatter" if zero == 1 else "all_reduce"
-        each = pricing.collective(kind, buffer.reduced_over, _bucket(buffer) * buffer.gradient_itemsize)
-        reduce += buffer.num_buckets * each
-        last_bucket = max(last_bucket, each)
-        if zero == 1:
+        if zero < 2:  # else within the backwards (planner.cost.seconds.sharded)
+            kind = "reduce_scatter" if zero else "all_reduce"
+            each = pricing.collective(kind, buffer.reduced_over, _bucket(buffer) * buffer.gradient_itemsize)
+            reduce += buffer.num_buckets * each
+            last_bucket = max(last_bucket, each)
+        if zero in (1, 2):
             each = pricing.collective("all_gather", buffer.reduced_over, _bucket(buffer) * buffer.itemsize)
             gather += buffer.num_buckets * each
             first_bucket = max(first_bucket, each)
