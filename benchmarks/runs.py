@@ -121,6 +121,26 @@ def _data_parallel(whole: nn.Module, rank: int, size: int) -> Step:
     return step
 
 
+def torch_dp2_fsdp2(rank: int, size: int) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (size,)), build()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_of(model.parameters())
+    inner = plain_step(lambda i: model(*(x.chunk(size)[rank] for x in batch(i))), optimizer)
+
+    def step(i: int) -> Tensor:
+        loss = inner(i)
+        assert isinstance(loss, Tensor)
+        dist.all_reduce(loss)
+        return loss / size
+
+    return step
+
+
 def torch_1f1b(rank: int, size: int) -> Step:
     """The layers cut evenly by hand."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -195,6 +215,11 @@ def prepare(mesh: dict[str, int], micro: int, folder: Path) -> None:
     plan(build(), spec(mesh, micro)).save(folder / "plan.pt")
 
 
+def sharded(zero: int) -> dict[str, Any]:
+    """The spec's section of the optimizer with another ``zero``."""
+    return {"optimizer": {**spec({}, 1)["optimizer"], "zero": zero}}
+
+
 def spec(mesh: dict[str, int], micro: int) -> dict[str, Any]:
     return {
         "mesh": mesh,
@@ -222,6 +247,9 @@ RUNS: dict[str, tuple[int, Callable[[int, int], Step]]] = {
     "torch_tp2_dtensor": (2, torch_tp2_dtensor),
     "torch_dp2_zero": (2, torch_dp2_zero),
     "ours_dp2_zero1": (2, ours({"tp": 1, "pp": 1, "dp": 2}, BATCH // 2)),
+    "torch_dp2_fsdp2": (2, torch_dp2_fsdp2),
+    "ours_dp2_zero2": (2, ours({"dp": 2}, BATCH // 2, **sharded(2))),
+    "ours_dp2_zero3": (2, ours({"dp": 2}, BATCH // 2, **sharded(3))),
     "torch_pp2_1f1b": (2, torch_1f1b),
     "ours_pp2": (2, ours({"tp": 1, "pp": 2, "dp": 1}, BATCH // MICROBATCHES)),
     "ours_pp2_zero_bubble": (2, ours({"pp": 2}, BATCH // MICROBATCHES, pipeline={"schedule": "zero_bubble"})),

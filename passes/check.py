@@ -25,10 +25,10 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map_only
 
 from passes.await_parameters import buckets_of
-from passes.gather_weights import aliases_of
 from passes.base import LowerContext, StageGraph, Violation
 from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
+from passes.gather_weights import aliases_of
 from passes.moe.domain import in_domain
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle

@@ -99,7 +99,7 @@ def _neighbours(visits: list[Visit]) -> tuple[Mapping[int, Units], Mapping[int, 
 
 
 def aliases_of(stage: StageGraph, context: LowerContext) -> Aliases:
-    """The units whose memory each value may lie in."""
+    """Of each value the units in the memory of which it may lie."""
     found: Aliases = {node: frozenset((place,)) for node, place in buckets_of(stage, context).items()}
     for node in stage.graph.nodes:
         _follow(node, found, stage)

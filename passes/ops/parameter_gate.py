@@ -1,7 +1,7 @@
 """The handle through which a graph waits for parameters that other ranks have updated, or hold shards of.
 
-    zero 1     wait(buffer, bucket)      the gather of an update ends
-    zero 3     need(units, ahead)        weights of these buckets become whole, those of ``ahead`` behind the computing
+zero 1     wait(buffer, bucket)      the gather of an update ends
+zero 3     need(units, ahead)        weights of these buckets become whole, those of ``ahead`` behind the computing
 """
 
 from __future__ import annotations

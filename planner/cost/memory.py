@@ -17,7 +17,8 @@ logits                  the part of it after the last block, kept apart: final n
 working                 other memory of the forward or backward that runs at that moment: values that are
                         read once more, gradients, insides of ops, gathered values
 communication           messages between stages that are under way then
-whole                   with zero 2 and 3: full gradients, and weights, of the blocks that a rank is at (planner.cost.whole)
+whole                   with zero 2 and 3: full gradients, and weights, of the blocks that a rank is at
+                        (planner.cost.whole)
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
@@ -37,8 +38,8 @@ from passes.program.ops.aten import value_bytes
 from planner.cost.cut.ops import puts_aside
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
-from planner.cost.whole import whole_bytes
 from planner.cost.peak import Peak, peak_of
+from planner.cost.whole import whole_bytes
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.links import received_by

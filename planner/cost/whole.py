@@ -1,7 +1,7 @@
 """Bytes of full weights and gradients on one rank while it needs them, if ranks keep shards of them (zero 2 and 3).
 
 weights     the most that its moves make whole at once (planner.exchanges.weights)
-gradients   those of the unit that a backward fills, and of one bucket of the unit before, whose sums are under way; of
+gradients   those of the unit that a backward fills, and of one bucket of the unit before, with sums under way; of
             units with several readers, which fill from the last to the first; all of a rank if they wait for a W of
             the schedule
 """

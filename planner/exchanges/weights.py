@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from passes.gather_weights import Visit, moves_of, visits_of
+from passes.ops.parameter_gate import Units
 from passes.types.collectives import CollectivePlan
 from planner.pipeline.actions import Order
 from planner.pipeline.schedule import SchedulePlan
@@ -72,9 +73,7 @@ def visits_of_stage(lowered: Lowered, stage: int) -> list[Visit]:
     return visits_of(graph, context)
 
 
-def _of_rank(
-    order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool
-) -> Gathered:
+def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool) -> Gathered:
     sizes = {
         (number, bucket.index): len(bucket.world) * buffer.dtype.itemsize
         for number, buffer in enumerate(shards.buffers_of_rank(pp_rank))
@@ -89,7 +88,7 @@ def _of_rank(
     return Gathered(times, most)
 
 
-def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator[tuple[str, tuple[Unit, ...], tuple[Unit, ...]]]:  # fmt: skip
+def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator[tuple[str, Units, Units]]:
     """(phase, units, units ahead), one after the other, of a step of a rank."""
     forwards = [action for action in order if action.kind == "F"] if twice else []
     for action in (*forwards, *order):

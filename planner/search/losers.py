@@ -31,9 +31,8 @@ PARTS = {
     "optimizer": "update",
 }
 AXES = {"tp_comm": "tp", "cp_comm": "cp", "ep_comm": "ep", "dp_comm": "dp"}
-HELD = (
-    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole", "graph_buffers",
-)  # fmt: skip
+HELD = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
+HELD += ("whole", "graph_buffers")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
     sizes = {axis: mesh.size(axis) for axis in (mesh.data_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
-    units = units_of(decisions) if spec.optimizer.zero >= 2 else None
+    units = units_of(decisions) if spec.optimizer.planned_zero >= 2 else None
     return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules, units)
 
 
@@ -210,7 +210,7 @@ def buffers_of_rank(
         rule = rules.of(members[0].fqn)
         moments = moments_of(rule, optimizer)
         averaged = optimizer.ema is not None
-        made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.zero))
+        made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.planned_zero))
     return tuple(made)
 
 
@@ -220,7 +220,7 @@ def _layout(
     members: tuple[LocalParameter, ...],
     units: Mapping[str, object] | None = None,
 ) -> BufferLayout:
-    sharded = optimizer.zero >= 1
+    sharded = optimizer.planned_zero >= 1
     return buckets.lay_out(
         ((p.fqn, prod(p.shape)) for p in members),
         num_ranks if sharded else 1,

@@ -1,6 +1,6 @@
 """The units of weights that are whole on a rank, move by move: the plan counts the moves, the runtime makes them.
 
-    need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other unit is freed
+need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other unit is freed
 """
 
 from __future__ import annotations

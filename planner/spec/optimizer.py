@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from passes.errors import PlanError, SpecError
 from planner.spec.fields import (
-    AUTO,
     MOST_NAMES,
     Auto,
     Flag,
@@ -99,6 +98,12 @@ class OptimizerSpec(Section):
         None, "decay of an exponential moving average of the weights, saved with them; null: none"
     )
     schedule: LearningRateSpec = key(LearningRateSpec(), "learning-rate schedule")
+
+    @property
+    def planned_zero(self) -> int:
+        """``zero`` of a decided layout."""
+        assert isinstance(self.zero, int), "a search replaces auto before anything is sharded"
+        return self.zero
 
     def problems(self) -> Iterator[PlanError]:
         yield from self._keys_of_others()

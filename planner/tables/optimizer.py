@@ -17,7 +17,7 @@ def optimizer_plan(
 ) -> OptimizerPlan:
     """One row a buffer, by pp rank."""
     rows = tuple(_buffer_row(buffer, homes_of(buffer, mesh, rules)) for buffer in buffers)
-    return OptimizerPlan(rows, optimizer.name, optimizer.zero, optimizer.alignment)
+    return OptimizerPlan(rows, optimizer.name, optimizer.planned_zero, optimizer.alignment)
 
 
 def _buffer_row(buffer: Buffer, homes: Homes | None) -> BufferPlan:

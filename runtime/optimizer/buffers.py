@@ -54,9 +54,9 @@ class BufferTensors:
     def _bucket(self, layout: Bucket, shard_rank: int, parameters: _Memory, gradients: _Memory) -> BucketTensors:
         own = layout.shard(shard_rank, self.layout.num_ranks)
         (held, own_held), (summed, own_summed) = parameters.of(layout.world, own), gradients.of(layout.world, own)
-        planned, dp = self.planned, self.data_parallel
-        kinds = {"scatters": planned.scatters, "gathers": planned.gathers}
-        return BucketTensors(layout, held, summed, own_held, own_summed, shared_by=dp, **kinds)
+        bucket = BucketTensors(layout, held, summed, own_held, own_summed, shared_by=self.data_parallel)
+        bucket.scatters, bucket.gathers = self.planned.scatters, self.planned.gathers
+        return bucket
 
     def bucket_of(self, fqn: str) -> BucketTensors:
         return self.buckets[self._places[fqn].bucket]

@@ -58,7 +58,8 @@ class BucketTensors:
     """The tensors of one bucket: the full tensors, and the part (``own_…``) that this rank owns.
 
     ``scatters``, ``gathers``: the full gradients, or parameters, have memory only for the time of their use, and the
-    part that this rank owns has its own. ``contributions``: by parameter, how often a backward gives its gradient, if more than once.
+    part that this rank owns has its own. ``contributions``: by parameter, how often a backward gives its gradient, if
+    more than once.
     ``missing``: of each parameter how many of them are to come in the last microbatch.
     """
 

@@ -1,6 +1,6 @@
 """Weights of which each rank keeps its shard: a bucket has memory for all of it only while its weights are read.
 
-    need(units, ahead)     free what is not named; gather what is missing, ``ahead`` behind the computing; wait for units
+    need(units, ahead)     free all others; gather the missing ones, those ``ahead`` beside products; wait for ``units``
     hold()                 all buckets at once, for code that reads or writes weights between steps
 
 All ranks that share a bucket run the same ops in the same order, so they gather in the same order.
@@ -70,7 +70,9 @@ class WholeWeights:
         for unit in moves.gathered:
             bucket = self._buckets[unit]
             take_memory(bucket.parameters)
-            self._works[unit] = all_gather(bucket.parameters, bucket.own_parameters, group=bucket.shared_by.group, async_op=True)
+            self._works[unit] = all_gather(
+                bucket.parameters, bucket.own_parameters, group=bucket.shared_by.group, async_op=True
+            )
 
     def _await(self, unit: Unit) -> None:
         work = self._works.pop(unit, None)

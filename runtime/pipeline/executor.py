@@ -64,7 +64,7 @@ class Saved:
 
 
 class Gradients(Protocol):
-    """Sums of weight gradients that are told when those of a microbatch come, and that all have come."""
+    """Sums of weight gradients, which ``begin`` before those of a microbatch come, and ``end`` after them."""
 
     def begin(self, chunk: int, *, is_alone: bool) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.laboratory import Case, Lab, name_of
+from tests.tools.laboratory import Case, Lab
 
 LAYOUTS: list[dict[str, int]] = [
     {"dp": 2},

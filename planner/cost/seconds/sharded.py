@@ -1,7 +1,7 @@
-"""Weights and gradients of which the ranks of dp keep shards (zero 2 and 3): seconds and bytes of what is full for a time.
+"""Full weights and gradients, if the ranks of dp keep shards of them (zero 2 and 3): seconds and bytes.
 
 forward     zero 3: gathers of the weights of all units but the first beside the products before them
-backward    zero 3: the same gathers; the sums of all gradients but those of the last unit beside the products after them
+backward    zero 3: the same gathers; the sums of all gradients but those of the last unit beside products
 once        with reshard: false the gathers of a step are spread over its microbatches
 
 Units that several blocks read are gathered with the first of a stage.
@@ -76,9 +76,7 @@ def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[s
     return weights, gradients
 
 
-def whole_bytes(
-    work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, spec: Spec, asked: str | None
-) -> int:
+def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, spec: Spec, asked: str | None) -> int:
     """Bytes of full weights and gradients at once on a rank with these ranges of units; as planner.cost.whole."""
     if layout.zero < 2:
         return 0

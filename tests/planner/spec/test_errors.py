@@ -120,7 +120,7 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas must have 2 items, not 1"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 is 1, it must be at least 0 and less than 1"),
         ({"optimizer": {"eps": 0}}, "optimizer.eps is 0, it must be more than 0"),
-        ({"optimizer": {"zero": 3}}, "optimizer.zero cannot be 3"),
+        ({"optimizer": {"zero": 4}}, "optimizer.zero cannot be 4"),
         ({"optimizer": {"schedule": {"kind": "cosine"}}}, "optimizer.schedule.steps is missing"),
         ({"optimizer": {"schedule": {"warmup": 9, "steps": 5}}}, "warmup = 9 is more than steps = 5"),
         ({"optimizer": {"schedule": {"kind": ["wsd"]}}}, "schedule.kind cannot be the list"),
