@@ -9,6 +9,7 @@
     python benchmarks/gpu.py plain      the same models in plain PyTorch beside ours, eager and compiled
     python benchmarks/gpu.py documents  packed documents: padded, one mask, one kernel
     python benchmarks/gpu.py updates    ms of an update by each rule
+    python benchmarks/gpu.py sharded    gradients and weights in shards: numbers and memory
     python benchmarks/gpu.py all --write                    all of them, appended to RESULTS.md as each one ends
 
 Exit code 0: all within reach; 1: something is not, or a part broke off; 2: there is no GPU.
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.on_gpu.table import RESULTS, Table, section
 
-PARTS = ("equal", "sync", "dropout", "shared", "graphs", "profile", "plain", "documents", "updates")
+PARTS = ("equal", "sync", "dropout", "shared", "graphs", "profile", "plain", "documents", "updates", "sharded")
 
 
 def main(arguments: list[str] | None = None) -> int:
