@@ -17,6 +17,7 @@ from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from planner.pipeline.actions import without_weights
+from planner.sharding.buffers import Buffer
 from planner.sharding.homes import combined_axes, homes_of
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
@@ -40,7 +41,7 @@ from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
 from runtime.same_code import identity, require_same_code
 from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
-from runtime.weights.shards import Kept, fill, keep
+from runtime.weights.shards import Kept, fill, fill_later, keep
 from runtime.weights.sources import WeightSource
 
 _engine_numbers = count()
@@ -84,14 +85,18 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
         axis.group = groups.over(name)
     if program.count_module is not None:
         program.count_module.to(groups.device)
-    fresh = fill(program.stages, weights, groups.mesh, groups.place, groups.device)
-    fresh = take_weights(plan, program, weights, groups, differ, fresh)
+    later = frozenset(name for b in _buffers(plan, groups) if b.gathers for name in b.by_name)
+    fresh = fill(program.stages, weights, groups.mesh, groups.place, groups.device, later)
+    optimizer = _optimizer(plan, spec, groups, program)
+    with optimizer.buffers.weights.one_by_one(plan.to_run()[1].bucket_of(groups.place), writes=True) as opened:
+        fill_later(program.stages, weights, groups.mesh, groups.place, later, opened)
+        fresh = take_weights(plan, program, weights, groups, differ, fresh, opened)
+    optimizer.sync_main_from_parameters()
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
     for each in plan.of_all_lengths:
         each.to_run()[0].release()
     give_back_freed()
-    optimizer = _optimizer(plan, spec, groups, program)
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket
         program.gate.need = optimizer.buffers.weights.need
@@ -177,7 +182,7 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
     axes = {axis: groups.over(axis) for axis in named}
     return DistributedOptimizer(
         parameters_of(program),
-        plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"]),
+        _buffers(plan, groups),
         spec.optimizer,
         groups=axes,
         device=groups.device,
@@ -186,6 +191,10 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         exchanges=_exchanges(plan, groups),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
+
+
+def _buffers(plan: Plan, groups: Groups) -> tuple[Buffer, ...]:
+    return plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"])
 
 
 def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchange]:

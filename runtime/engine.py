@@ -157,7 +157,7 @@ class Engine(EngineAdapters):
         self.optimizer.begin_step()
         self._note_load(True)
         try:
-            with self.program.weight_gradients.by_autograd(), self._whole_weights():
+            with self.program.weight_gradients.by_autograd(), self.optimizer.buffers.weights.hold():
                 return find_nonfinite(variant.executor, given, self.groups, self._own_summed_gradients, before)
         finally:
             self._note_load(False)

@@ -24,8 +24,8 @@ class EngineAdapters(EngineWeights):
         """
         adapted_of(self.plan)
         self._ready()
-        with self._whole_weights():
-            save_adapters(self.plan, self._own(), self.groups, self._kept, directory)
+        with self._own() as own:
+            save_adapters(self.plan, own, self.groups, self._kept, directory)
 
     @shared_call("load")
     def load_adapters(self, directory: str | PathLike[str]) -> None:
@@ -39,8 +39,8 @@ class EngineAdapters(EngineWeights):
         self._need_own_weights("load_adapters")
         self._ready()
         self.saver.staging.hold()
-        with self._whole_weights(writes=True):
-            load_adapters(self.plan, self.program.stages, self.groups, self._kept, directory)
+        with self._opened(writes=True) as opened:
+            load_adapters(self.plan, self.program.stages, self.groups, self._kept, directory, opened)
         self._gradients_ready = False
         self.optimizer.sync_main_from_parameters()
 
@@ -53,5 +53,5 @@ class EngineAdapters(EngineWeights):
         """
         adapted_of(self.plan)
         self._ready()
-        with self._whole_weights():
-            save_merged(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
+        with self._own() as own:
+            save_merged(self.plan, own, self.groups, self._kept, directory, max_shard_bytes)

@@ -26,8 +26,9 @@ from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.whole_weights import Opened
 from runtime.optimizer.zero1 import DistributedOptimizer
-from runtime.weights.gather import by_all_names, collect
+from runtime.weights.gather import OwnParameters, by_all_names, collect
 from runtime.weights.initial_weights import Fresh
 from runtime.weights.shards import Kept, initialise
 from runtime.weights.sources import RecordedWeights, WeightSource
@@ -57,8 +58,8 @@ class EngineWeights:
         self._ready()
         unused = broadcast_json(self.groups, [*self._kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in self.plan.parameters if row.name not in unused}
-        with self._whole_weights():
-            found = collect(self.plan.parameters, self._own(), dtypes, self.groups)
+        with self._own() as own:
+            found = collect(self.plan.parameters, own, dtypes, self.groups)
         return by_all_names(self.plan.parameters, {**found, **self._kept.parameters})
 
     @shared_call("gather")
@@ -88,8 +89,13 @@ class EngineWeights:
         self._need_own_weights("load_pretrained")
         self.optimizer.wait_parameters()
         self.saver.staging.hold()
-        with self._whole_weights(writes=True):
-            load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory, self._take_rest)
+        with self._opened(writes=True) as opened:
+
+            def rest(found: frozenset[str], read: Callable[[str], Tensor]) -> None:
+                opened.close()
+                self._take_rest(found, read)
+
+            load_pretrained(self.plan, self.program.stages, self.groups, self._kept, directory, rest, opened)
         self._gradients_ready = False
         self.optimizer.sync_main_from_parameters()
 
@@ -101,8 +107,8 @@ class EngineWeights:
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()
-        with self._whole_weights():
-            save_pretrained(self.plan, self._own(), self.groups, self._kept, directory, max_shard_bytes)
+        with self._own() as own:
+            save_pretrained(self.plan, own, self.groups, self._kept, directory, max_shard_bytes)
 
     @shared_call("save")
     def save(
@@ -205,8 +211,8 @@ class EngineWeights:
     def _initialise(self) -> None:
         if self._fresh:
             self._need_base()
-            with self._whole_weights(writes=True):
-                initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place)
+            with self._opened(writes=True) as opened:
+                initialise(self._fresh, self._weights, self.groups.mesh, self.groups.place, opened)
             self._fresh = []
             give_back_freed()  # full parameters, of which shards were taken
             self.optimizer.sync_main_from_parameters()
@@ -237,10 +243,14 @@ class EngineWeights:
     def _training_state(self) -> TrainingState:
         return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)
 
-    def _whole_weights(self, *, writes: bool = False) -> AbstractContextManager[None]:
-        """Inside, parameters of which ranks hold shards can be read, or written; the same call on all ranks."""
-        return self.optimizer.buffers.weights.hold(writes=writes)
+    def _opened(self, *, writes: bool = False) -> AbstractContextManager[Opened]:
+        """A call with the name of a parameter brings its weights here, if ranks hold shards of them; ``writes``: they
+        may be replaced. The same calls on all ranks."""
+        unit_of = self._shards.bucket_of(self.groups.place)
+        return self.optimizer.buffers.weights.one_by_one(unit_of, writes=writes)
 
-    def _own(self) -> dict[str, Tensor]:
-        """This rank's shards; of a tied weight's copies any, they are equal."""
-        return {p.fqn: parameter.data for p, parameter in parameters_of(self.program)}
+    @contextmanager
+    def _own(self) -> Iterator[Mapping[str, Tensor]]:
+        """This rank's parts of parameters; of a tied weight's copies any, they are equal."""
+        with self._opened() as opened:
+            yield OwnParameters({p.fqn: parameter.data for p, parameter in parameters_of(self.program)}, opened)

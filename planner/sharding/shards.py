@@ -66,7 +66,7 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
     Raises PlanError if ranks would exchange different things for their experts.
     """
     program, stages = decisions.program, decisions.stages
-    buffers = buffers_of(spec, decisions)
+    buffers, zero = buffers_of(spec, decisions), spec.optimizer.planned_zero
     changes = tuple(type_changes(decisions.placements, stages, program, index) for index in range(stages.num_stages))
     check_experts_alike(changes, program, decisions.mesh)
     are_alone = any(part.dim < 0 for part in decisions.expert_parts.values())
@@ -76,7 +76,9 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
         buffers,
         (
             *sums_of_the_loss(decisions),
-            *step_collectives(decisions.mesh, buffers, spec.optimizer.planned_zero, decisions.num_noted, decisions.rules),
+            *step_collectives(
+                decisions.mesh, buffers, zero, decisions.num_noted, decisions.rules
+            ),
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
         spec.optimizer.reshard,

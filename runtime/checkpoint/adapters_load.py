@@ -6,7 +6,7 @@ adapter_model.safetensors      exactly the tensors that peft would save for this
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -36,11 +36,17 @@ _FIX = "load an adapter of this base and config, or plan the base with the adapt
 
 
 def load_adapters(
-    plan: Plan, stages: Sequence[StageModule], groups: Groups, kept: Kept, directory: str | PathLike[str]
+    plan: Plan,
+    stages: Sequence[StageModule],
+    groups: Groups,
+    kept: Kept,
+    directory: str | PathLike[str],
+    bring: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Fill this rank's parts of the adapters. The same call on every rank; all succeed or none has changed.
 
-    Raises PlanError on every rank, naming file and tensor.
+    ``bring(name)`` is called before the weights of a parameter are replaced. Raises PlanError on every rank, naming
+    file and tensor.
     """
     adapted = adapted_of(plan)
     with ExitStack() as stack:
@@ -52,7 +58,7 @@ def load_adapters(
             found = {adapter: find(files, plan, adapted, adapter) for adapter, files in opened.items()}
         try:
             for adapter, files in opened.items():
-                _read(files, found[adapter], stages, groups, kept)
+                _read(files, found[adapter], stages, groups, kept, bring)
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
@@ -132,11 +138,17 @@ def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) ->
 
 @torch.no_grad()
 def _read(
-    files: SafetensorsFiles, found: Mapping[str, str], stages: Sequence[StageModule], groups: Groups, kept: Kept
+    files: SafetensorsFiles,
+    found: Mapping[str, str],
+    stages: Sequence[StageModule],
+    groups: Groups,
+    kept: Kept,
+    bring: Callable[[str], None],
 ) -> None:
     for stage in stages:
         for parameter in stage.parameters:
             if parameter.fqn in found:
+                bring(parameter.fqn)
                 read_part(files, found[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, groups)
         for fqn in stage.buffers:
             if fqn in found:

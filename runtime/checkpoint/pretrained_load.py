@@ -67,11 +67,13 @@ def load_pretrained(
     kept: Kept,
     directory: str | PathLike[str],
     rest: Rest = lambda found, read: None,
+    opened: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Fill this rank's parameters and persistent buffers. The same call on every rank; all succeed or none has changed.
 
     The directory of an adapted model is its base's. ``rest(found, read)`` is called once these are filled: with the
     names of the model's tensors that were found, and a function that reads a full tensor by its name in the base.
+    ``opened(name)`` is called before the weights of a parameter are replaced.
     Raises PlanError on every rank, naming file and tensor.
     """
     with agreed(groups):
@@ -83,7 +85,7 @@ def load_pretrained(
             config = files.directory / "config.json"
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
         try:
-            _read(files, found, stages, groups, kept)
+            _read(files, found, stages, groups, kept, opened)
             rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, hub_of(plan)))
             kept.texts.update(texts)
             error = None
@@ -227,10 +229,18 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
 
 
 @torch.no_grad()
-def _read(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups, kept: Kept) -> None:
+def _read(
+    files: SafetensorsFiles,
+    found: Found,
+    stages: Sequence[StageModule],
+    groups: Groups,
+    kept: Kept,
+    opened: Callable[[str], None],
+) -> None:
     for stage in stages:
         for parameter in stage.parameters:
             if parameter.fqn in found.parameters:
+                opened(parameter.fqn)
                 target = stage.parameter(parameter.fqn).data
                 read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
         for fqn in stage.buffers:

@@ -315,8 +315,8 @@ def _rebase(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
     """Make ``view`` the parameter's storage; the object itself stays, as modules and graphs refer to it."""
     if parameter.device == view.device:
         parameter.data = view
-    else:
-        torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
+    else:  # .data: writes to the buffer are no changes that autograd has to know of
+        torch.utils.swap_tensors(parameter, nn.Parameter(view.data, requires_grad=parameter.requires_grad))
     return parameter
 
 

@@ -1,7 +1,8 @@
 """Weights of which each rank keeps its shard: a bucket has memory for all of it only while its weights are read.
 
     need(units, ahead)     free all others; gather the missing ones, those ``ahead`` beside products; wait for ``units``
-    hold()                 all buckets at once, for code that reads or writes weights between steps
+    one_by_one()           one bucket at a time, for code that reads or writes weights between steps
+    hold()                 all buckets at once, for a step in which every value is looked at
 
 All ranks that share a bucket run the same ops in the same order, so they gather in the same order.
 """
@@ -24,12 +25,12 @@ class WholeWeights:
         self._buckets = dict(buckets)
         self._residency = Residency(reshards=reshards)
         self._works: dict[Unit, Any] = {}
-        self._num_holding = 0
+        self._is_holding = False
         self.most_bytes = 0  # of full weights at once, in needs
 
     def need(self, units: Sequence[Unit], ahead: Sequence[Unit] = ()) -> None:
         """Return when the weights of ``units`` are here; those of ``ahead`` are on their way."""
-        if self._num_holding:
+        if self._is_holding:
             return
         self._make(self._residency.need(units, ahead))
         held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
@@ -42,27 +43,36 @@ class WholeWeights:
         self._make(self._residency.end())
 
     @contextmanager
-    def hold(self, *, writes: bool = False) -> Iterator[None]:
-        """Inside, all are whole; ``writes``: what is written into them is this rank's shard afterwards.
-
-        The same call on all ranks.
-        """
-        if self._num_holding == 0:
-            self.drop()
-            self._make(Moves(gathered=tuple(self._buckets)))
-            for unit in self._buckets:
-                self._await(unit)
-        self._num_holding += 1
+    def hold(self) -> Iterator[None]:
+        """Inside, all are whole; the same call on all ranks."""
+        self.drop()
+        self._make(Moves(gathered=tuple(self._buckets)))
+        for unit in self._buckets:
+            self._await(unit)
+        self._is_holding = True
         try:
             yield
         finally:
-            self._num_holding -= 1
-            if writes:
-                for bucket in self._buckets.values():
-                    bucket.keep_own()
-            if self._num_holding == 0:
-                for unit in self._buckets:
-                    self._free(unit)
+            self._is_holding = False
+            for unit in self._buckets:
+                self._free(unit)
+
+    @contextmanager
+    def one_by_one(self, unit_of: Mapping[str, Unit], *, writes: bool = False) -> Iterator[Opened]:
+        """Inside, the weights of a parameter are here after a call with its name, until a call with another one.
+
+        All ranks call it for the same names in the same order. ``writes``: they may be replaced, and this
+        rank's shards of them are kept.
+        """
+        opened = Opened(self, {n: unit for n, unit in unit_of.items() if unit in self._buckets}, writes=writes)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+    def keep_own(self, unit: Unit) -> None:
+        """This rank's shard of a whole bucket takes the place of the kept one."""
+        self._buckets[unit].keep_own()
 
     def _make(self, moves: Moves) -> None:
         for unit in moves.freed:
@@ -82,3 +92,27 @@ class WholeWeights:
     def _free(self, unit: Unit) -> None:
         self._await(unit)
         give_memory_back(self._buckets[unit].parameters)
+
+
+class Opened:
+    """One bucket at a time is whole: that of the parameter that was named last."""
+
+    def __init__(self, weights: WholeWeights, unit_of: Mapping[str, Unit], *, writes: bool) -> None:
+        self._weights, self._unit_of, self._writes = weights, unit_of, writes
+        self._unit: Unit | None = None
+
+    def __call__(self, name: str) -> None:
+        unit = self._unit_of.get(name)
+        if unit is not None and unit != self._unit:
+            self._keep()
+            self._weights.need((unit,))
+            self._unit = unit
+
+    def close(self) -> None:
+        self._keep()
+        self._weights.drop()
+
+    def _keep(self) -> None:
+        if self._writes and self._unit is not None:
+            self._weights.keep_own(self._unit)
+        self._unit = None

@@ -8,7 +8,7 @@ than that takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,23 @@ from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of, pieces
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import call, wait_for_rank_0
+
+
+class OwnParameters(Mapping[str, Tensor]):
+    """This rank's part of each parameter, by name; ``opened`` brings one here when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], opened: Callable[[str], None]) -> None:
+        self._tensors, self._opened = tensors, opened
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._opened(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def collect(
@@ -36,6 +53,7 @@ def collect(
 
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
     """The full tensor of one row on the CPU of rank 0, None elsewhere."""
+    own.get(row.name)  # on every rank that has a part of it: it may be shared by several, which have to bring it here
     senders = senders_of(row, groups.mesh)
     if groups.rank == 0:
         return assemble(list(senders.values()), _shards([*senders], row, own, dtype, groups), row.shape)

@@ -10,7 +10,7 @@ Parameters on meta are equal on all ranks: their values come from the seed of th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -95,10 +95,16 @@ def take_constants(plan: Plan, groups: Groups, differ: list[InitialTensor]) -> N
 
 @torch.no_grad()
 def take_weights(
-    plan: Plan, program: RankProgram, source: WeightSource, groups: Groups, differ: list[InitialTensor], fresh: Fresh
+    plan: Plan,
+    program: RankProgram,
+    source: WeightSource,
+    groups: Groups,
+    differ: list[InitialTensor],
+    fresh: Fresh,
+    opened: Callable[[str], None],
 ) -> Fresh:
     """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns the parameters that are
-    still fresh.
+    still fresh. ``opened(name)`` is called before the weights of a parameter are replaced.
     """
     for held in differ:
         if held.kind == "parameter":
@@ -106,6 +112,7 @@ def take_weights(
             full = _from_rank_0(held, full, groups)
             for stage, parameter in _places(program, held.name):
                 local = shard(full, part_of(parameter, groups.mesh, groups.place))
+                opened(held.name)
                 stage.parameter(held.name).data.copy_(local)
         elif held.kind == "buffer":
             full = _from_rank_0(held, source.buffer(held.name) if groups.rank == 0 else None, groups)

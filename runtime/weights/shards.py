@@ -7,7 +7,7 @@ A rank asks its source for one full tensor at a time and keeps only its shard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +25,25 @@ from runtime.weights.sources import WeightSource
 
 
 def fill(
-    stages: Iterable[StageModule], source: WeightSource, mesh: Mesh, place: Mapping[str, int], device: torch.device
+    stages: Iterable[StageModule],
+    source: WeightSource,
+    mesh: Mesh,
+    place: Mapping[str, int],
+    device: torch.device,
+    later: Collection[str] = (),
 ) -> list[tuple[StageModule, LocalParameter]]:
     """Give every parameter and buffer of the stage modules its values on ``device``: shards of the rank at ``place``.
 
     Returns the parameters that have no values yet and are zero, for ``initialise``, or for a checkpoint: to draw fresh
-    values only to overwrite them would take minutes for a large model.
+    values only to overwrite them would take minutes for a large model. Those ``later`` stay on meta.
     """
     fresh = []
     for stage in stages:
         for parameter in stage.parameters:
+            if parameter.fqn in later:
+                if source.is_fresh(parameter.fqn):
+                    fresh.append((stage, parameter))
+                continue
             if source.is_fresh(parameter.fqn):
                 local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
                 fresh.append((stage, parameter))
@@ -45,8 +54,26 @@ def fill(
             planned = stage.module.get_buffer(stage.attributes[fqn])
             value = source.buffer(fqn).to(device=device, dtype=planned.dtype, copy=True)
             _assign(stage.module, stage.attributes[fqn], value)
-        _place_constants(stage.module, device)
+        _place_constants(stage.module, device, {stage.attributes[fqn] for fqn in stage.attributes if fqn in later})
     return fresh
+
+
+@torch.no_grad()
+def fill_later(
+    stages: Iterable[StageModule],
+    source: WeightSource,
+    mesh: Mesh,
+    place: Mapping[str, int],
+    later: Collection[str],
+    opened: Callable[[str], None],
+) -> None:
+    """Values of the parameters that ``fill`` left on meta, which have memory now, unless they are fresh."""
+    for stage in stages:
+        for parameter in stage.parameters:
+            if parameter.fqn in later and not source.is_fresh(parameter.fqn):
+                opened(parameter.fqn)
+                target = stage.parameter(parameter.fqn).data
+                target.copy_(_values(source, parameter, part_of(parameter, mesh, place), target.device))
 
 
 def share(trained: StageModule, other: StageModule, device: torch.device) -> None:
@@ -59,10 +86,15 @@ def share(trained: StageModule, other: StageModule, device: torch.device) -> Non
 
 @torch.no_grad()
 def initialise(
-    fresh: Iterable[tuple[StageModule, LocalParameter]], source: WeightSource, mesh: Mesh, place: Mapping[str, int]
+    fresh: Iterable[tuple[StageModule, LocalParameter]],
+    source: WeightSource,
+    mesh: Mesh,
+    place: Mapping[str, int],
+    opened: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Fresh values for the parameters that ``fill`` left without."""
+    """Fresh values for the parameters that ``fill`` left without; ``opened(name)`` is called before each is written."""
     for stage, parameter in fresh:
+        opened(parameter.fqn)
         stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, part_of(parameter, mesh, place)))
 
 
@@ -158,14 +190,14 @@ def _assign(module: nn.Module, attribute: str, value: Tensor) -> None:
         owner._buffers[name] = value
 
 
-def _place_constants(module: nn.Module, device: torch.device) -> None:
+def _place_constants(module: nn.Module, device: torch.device, later: Collection[str] = ()) -> None:
     """Buffers that lowering made itself (constants of the graph) hold their values already: they only move."""
     for owner in module.modules():
         for name, value in owner._buffers.items():
             if value is not None and not value.is_meta:
                 owner._buffers[name] = value.to(device)
     for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if value.is_meta:
+        if value.is_meta and name not in later:
             raise PlanError(
                 f"the constant {name} of the model has no values: the model was built on the meta device",
                 fix="build the model inside `with planner.meta_parameters():`, which keeps other tensors real",
