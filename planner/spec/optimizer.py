@@ -74,6 +74,11 @@ class OptimizerSpec(Section):
         "for muon, of a matrix [a, b]: match_rms_adamw: lr · 0.2 · √max(a, b), for an lr that suits adamw too; "
         "original: lr · √max(1, a / b)",
     )
+    split: Literal["parts", "heads"] = key(
+        "parts",
+        "for muon: parts: a fused weight is a matrix for each of q, k and v; heads: one for each head of these, fused "
+        "or not",
+    )
     no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
         "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"
     )

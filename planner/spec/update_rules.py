@@ -31,7 +31,7 @@ UPDATE_RULES = {
     "sgd": UpdateRule(("momentum_buffer",), ("momentum", "nesterov")),
     "lion": UpdateRule(("exp_avg",), ("betas",)),
     "adagrad": UpdateRule(("sum",), ("eps",)),
-    "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr"), for_others="adamw"),
+    "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr", "split"), for_others="adamw"),
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
 NEWTON_SCHULZ_STEPS = 5
