@@ -28,7 +28,7 @@ from planner.spec.messages import describe_value
 from planner.spec.torch_optimizers import PREFIX
 from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
 
-Rule = Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"]
+Rule = Literal[tuple(UPDATE_RULES)]  # pyright: ignore[reportInvalidTypeForm]  # pydantic reads it at run time
 
 
 def _rule(value: Any) -> str:
