@@ -25,7 +25,7 @@ from planner.spec.fields import (
 )
 from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
-from planner.spec.torch_optimizers import PREFIX
+from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
 from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
 
 Rule = Literal[tuple(UPDATE_RULES)]  # pyright: ignore[reportInvalidTypeForm]  # pydantic reads it at run time
@@ -34,10 +34,23 @@ Rule = Literal[tuple(UPDATE_RULES)]  # pyright: ignore[reportInvalidTypeForm]  #
 def _rule(value: Any) -> str:
     if isinstance(value, str) and (value in UPDATE_RULES or value.startswith(PREFIX)):
         return value
-    nearest = difflib.get_close_matches(str(value)[:100], UPDATE_RULES, n=1)
-    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    meant = _meant(str(value)[:100])
+    if meant.startswith(PREFIX):
+        try:
+            tried_moments(meant, ())
+        except PlanError as error:
+            raise SpecError(f"cannot be {describe_value(value)}: {error.what}", fix=error.fix) from None
+    hint = f"did you mean '{meant}'? " if meant else ""
     fix = f"{hint}choose one of: {', '.join(UPDATE_RULES)}; or name a class of torch: {PREFIX}RMSprop"
     raise SpecError(f"cannot be {describe_value(value)}", fix=fix)
+
+
+def _meant(name: str) -> str:
+    """A rule of that name in any case, a class of torch, or the nearest rule; "" if there is none."""
+    if name.lower() in UPDATE_RULES:
+        return name.lower()
+    nearest = difflib.get_close_matches(name, UPDATE_RULES, n=1)
+    return class_in_any_case(name) or next(iter(nearest), "")
 
 
 _RULES = {"anyOf": [{"enum": list(UPDATE_RULES)}, {"type": "string", "pattern": f"^{PREFIX}."}]}
