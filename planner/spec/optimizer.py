@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -28,7 +28,10 @@ from planner.spec.messages import describe_value
 from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
 from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
 
-Rule = Literal[tuple(UPDATE_RULES)]  # pyright: ignore[reportInvalidTypeForm]  # pydantic reads it at run time
+if TYPE_CHECKING:
+    Rule = str
+else:
+    Rule = Literal[tuple(UPDATE_RULES)]  # pydantic reads it
 
 
 def _rule(value: Any) -> str:
