@@ -123,7 +123,7 @@ Peft = Annotated[
     typer.Option(
         "--peft",
         metavar="CONFIG|DIR",
-        help="Train adapters of the package peft: an adapter_config.json, or a directory of saved adapters.",
+        help="Wrap MODEL by the package peft: an adapter_config.json, or a directory of saved adapters.",
     ),
 ]
 Output = Annotated[
@@ -244,11 +244,13 @@ def search_command(
             help="Write a spec with the fastest layout to this file. `-o FILE.yaml` without --format does the same.",
         ),
     ] = None,
+    peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
     """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model
+    from planner.capture.model.with_adapters import named
     from planner.search.progress import shown_progress
     from planner.search.table import result_sections, result_to_dict
     from planner.search.winner import chosen, winner_text
@@ -260,7 +262,7 @@ def search_command(
     if devices is not None:
         asked = asked.with_devices(devices)
     with shown_progress() as progress:
-        result = find_layouts(load_model(model), asked, top=top, progress=progress)
+        result = find_layouts(load_model(named(model, peft)), asked, top=top, progress=progress)
     if best is not None:
         write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), best, "--best")
     if format is SearchFormat.table:

@@ -130,6 +130,7 @@ def memory_command(
     spec: SpecFile,
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
+    peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
     """Run a step and set the memory that the plan predicts beside what each rank holds. Exit 1 if they differ: by more
@@ -137,9 +138,10 @@ def memory_command(
 
     Starts the local processes itself.
     """
+    from planner.capture.model.with_adapters import named
     from runtime.memory.run import compare_memory
 
-    report = compare_memory(model, str(spec))
+    report = compare_memory(named(model, peft), str(spec))
     write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)

@@ -117,6 +117,7 @@ OF_UPDATE_RULES = [
     "optimizer.momentum",
     "optimizer.nesterov",
     "optimizer.adjust_lr",
+    "optimizer.split",
     "optimizer.options",
 ]
 # tests/numeric/test_update_rules.py, tests/numeric/test_muon.py

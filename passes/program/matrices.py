@@ -3,7 +3,8 @@
 hidden      a weight of products alone, with another such weight after it: no embedding, no table that is added, and no
             output projection, which has none between it and the loss
 q, k, v     a fused weight is one matrix for each part into which its result is cut: [q | k | v], or head by head. Parts
-            that are put together again (halves of a rotation) are one
+            that are put together again (halves of a rotation) are one. By heads, each head of a part that attention
+            reads is one
 experts     a stack is one matrix for each expert
 """
 
@@ -57,7 +58,7 @@ class Matrices:
             yield start, start + self.sizes[index]
 
 
-def find_matrices(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, Matrices]:
+def find_matrices(graph: fx.Graph, parameters: Mapping[str, str], *, by_heads: bool = False) -> dict[str, Matrices]:
     """Of each hidden weight, by fqn. ``parameters``: placeholder → fqn."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -65,7 +66,7 @@ def find_matrices(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, M
             continue
         reads = list(_reads(node, -2))
         if reads and all(read is not None for read in reads) and any(_has_weights_after(r.product) for r in reads if r):
-            found[parameters[node.name]] = _matrices(node, [read for read in reads if read is not None])
+            found[parameters[node.name]] = _matrices(node, [read for read in reads if read is not None], by_heads)
     return found
 
 
@@ -122,16 +123,16 @@ def _is_of_weight(node: fx.Node) -> bool:
 # ---- the parts of a fused weight
 
 
-def _matrices(weight: fx.Node, reads: list[Read]) -> Matrices:
+def _matrices(weight: fx.Node, reads: list[Read], by_heads: bool) -> Matrices:
     shape = weight.meta["val"].shape
     whole = Matrices(len(shape) - 2, 1, (shape[-2],))
-    found = {_by_cuts(read, shape) for read in reads}
+    found = {_by_cuts(read, shape, by_heads) for read in reads}
     made = found.pop() if len(found) == 1 else None
     return whole if made is None else made
 
 
-def _by_cuts(read: Read, shape: Sequence[int]) -> Matrices | None:
-    """As the result of a product is cut."""
+def _by_cuts(read: Read, shape: Sequence[int], by_heads: bool) -> Matrices | None:
+    """As the result of a product is cut; ``by_heads``: and then into heads, if each has its rows side by side."""
     product, of_result = read.product, -2 if read.product.target is aten.linear.default else -1
     if read.rows is None or product.target is aten.einsum.default or read.operand is not product.args[1]:
         return None
@@ -140,11 +141,14 @@ def _by_cuts(read: Read, shape: Sequence[int]) -> Matrices | None:
     if product.meta["val"].shape[-1] != size:
         return None
     rows = torch.arange(size).expand(product.meta["val"].shape)
-    return _pattern(len(shape) + dim, size, list(_parts(product, rows)))
+    parts = list(_parts(product, rows))
+    heads = [head for part in parts for head in _heads(*part)] if by_heads else []
+    made = _pattern(len(shape) + dim, size, heads) if heads else None
+    return made or _pattern(len(shape) + dim, size, [_distinct(of_part) for _, of_part in parts])
 
 
-def _parts(node: fx.Node, rows: Tensor) -> Iterator[Tensor]:
-    """The rows of each part into which the value is cut. ``rows``: that of each element; along other dims it does not
+def _parts(node: fx.Node, rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Each part into which the value is cut, and its rows. ``rows``: that of each element; along other dims it does not
     change, and has no strides."""
     users = [user for user in node.users if user.op == "call_function"]
     if len(users) == 1 and (seen := _seen(users[0], rows)) is not None:
@@ -155,7 +159,7 @@ def _parts(node: fx.Node, rows: Tensor) -> Iterator[Tensor]:
     held = [_distinct(x) for _, x in parts]
     is_tiled = sum(map(len, held)) == len(_distinct(rows)) == len(torch.cat(held).unique()) if held else False
     if len(parts) < 2 or not is_tiled or _meet_again([user for user, _ in parts]):
-        yield _distinct(rows)
+        yield node, rows
         return
     for user, x in parts:
         yield from _parts(user, x)
@@ -188,9 +192,26 @@ def _cuts(users: list[fx.Node], rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]
             yield None
 
 
+def _heads(part: fx.Node, rows: Tensor) -> list[Tensor]:
+    """The rows of each head, if attention reads the part as heads, such as [b, h, s, d]; else those of the part."""
+    by_dim = _each_once(rows)
+    is_read = any(_is_of_heads(node) for node in walk([part], readers, stop=_is_product))
+    return list(by_dim.flatten(0, -2)) if by_dim.dim() > 1 and is_read else [by_dim.flatten()]
+
+
+def _is_of_heads(node: fx.Node) -> bool:
+    """Attention, or a product of two activations, which is half of one."""
+    return node.target in ATTENTION or (node.target in PRODUCTS and not _is_of_weight(node))
+
+
 def _distinct(rows: Tensor) -> Tensor:
     """The rows, each once, in their order."""
-    return rows[tuple(0 if stride == 0 else slice(None) for stride in rows.stride())].flatten()
+    return _each_once(rows).flatten()
+
+
+def _each_once(rows: Tensor) -> Tensor:
+    """Without the dims along which they do not change."""
+    return rows[tuple(0 if stride == 0 else slice(None) for stride in rows.stride())]
 
 
 def _meet_again(parts: list[fx.Node]) -> bool:
@@ -209,7 +230,11 @@ def _is_join(node: fx.Node) -> bool:
 
 
 def _is_beyond(node: fx.Node) -> bool:
-    return _is_join(node) or node.target in PRODUCTS or node.target in ATTENTION or is_grouped(node.target)
+    return _is_join(node) or _is_product(node)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS or node.target in ATTENTION or is_grouped(node.target)
 
 
 def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:

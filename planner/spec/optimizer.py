@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -26,19 +26,35 @@ from planner.spec.fields import (
 )
 from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
-from planner.spec.torch_optimizers import PREFIX
+from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
 from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
 
-Rule = Literal["adamw", "adam", "sgd", "lion", "adagrad", "muon"]
+if TYPE_CHECKING:
+    Rule = str
+else:
+    Rule = Literal[tuple(UPDATE_RULES)]  # pydantic reads it
 
 
 def _rule(value: Any) -> str:
     if isinstance(value, str) and (value in UPDATE_RULES or value.startswith(PREFIX)):
         return value
-    nearest = difflib.get_close_matches(str(value)[:100], UPDATE_RULES, n=1)
-    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    meant = _meant(str(value)[:100])
+    if meant.startswith(PREFIX):
+        try:
+            tried_moments(meant, ())
+        except PlanError as error:
+            raise SpecError(f"cannot be {describe_value(value)}: {error.what}", fix=error.fix) from None
+    hint = f"did you mean '{meant}'? " if meant else ""
     fix = f"{hint}choose one of: {', '.join(UPDATE_RULES)}; or name a class of torch: {PREFIX}RMSprop"
     raise SpecError(f"cannot be {describe_value(value)}", fix=fix)
+
+
+def _meant(name: str) -> str:
+    """A rule of that name in any case, a class of torch, or the nearest rule; "" if there is none."""
+    if name.lower() in UPDATE_RULES:
+        return name.lower()
+    nearest = difflib.get_close_matches(name, UPDATE_RULES, n=1)
+    return class_in_any_case(name) or next(iter(nearest), "")
 
 
 _RULES = {"anyOf": [{"enum": list(UPDATE_RULES)}, {"type": "string", "pattern": f"^{PREFIX}."}]}
@@ -74,6 +90,11 @@ class OptimizerSpec(Section):
         "match_rms_adamw",
         "for muon, of a matrix [a, b]: match_rms_adamw: lr · 0.2 · √max(a, b), for an lr that suits adamw too; "
         "original: lr · √max(1, a / b)",
+    )
+    split: Literal["parts", "heads"] = key(
+        "parts",
+        "for muon: parts: a fused weight is a matrix for each of q, k and v; heads: one for each head of these, fused "
+        "or not",
     )
     no_decay: Annotated[Literal["none", "vectors"], NullIsNone] = key(
         "none", "parameters without weight decay: none | vectors, such as biases and the weights of norms"

@@ -36,6 +36,12 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
     raise PlanError(f"torch.optim has no {wanted}", where="optimizer.name", fix=f"{hint}name one of its classes")
 
 
+def class_in_any_case(name: str) -> str | None:
+    """For ``rmsprop`` the name under which the spec takes it; None if torch.optim has no such class."""
+    classes = (n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer")
+    return next((PREFIX + known for known in classes if known.lower() == name.lower()), None)
+
+
 def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, Any]:
     """The keyword arguments of the class, beside lr. ``capturable`` keeps its count of updates on the device."""
     known = inspect.signature(class_of(name)).parameters

@@ -17,21 +17,23 @@ from planner.spec.torch_optimizers import PREFIX, Options, tried_moments
 class UpdateRule:
     """``moments``: kinds of values of an element. ``keys``: of the spec's section, beside lr and weight_decay.
 
-    ``for_others``: the rule of parameters that are no hidden matrices, if this one is for matrices alone.
+    ``for_others``: the rule of parameters that are no hidden matrices, if this one is for matrices alone. ``of_torch``:
+    the class of torch.optim that computes the same, with which ``verify`` compares it.
     """
 
     moments: tuple[str, ...]
     keys: tuple[str, ...] = ()
     for_others: str = ""
+    of_torch: str = ""
 
 
 UPDATE_RULES = {
-    "adamw": UpdateRule(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
-    "adam": UpdateRule(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
-    "sgd": UpdateRule(("momentum_buffer",), ("momentum", "nesterov")),
+    "adamw": UpdateRule(("exp_avg", "exp_avg_sq"), ("betas", "eps"), of_torch="AdamW"),
+    "adam": UpdateRule(("exp_avg", "exp_avg_sq"), ("betas", "eps"), of_torch="Adam"),
+    "sgd": UpdateRule(("momentum_buffer",), ("momentum", "nesterov"), of_torch="SGD"),
     "lion": UpdateRule(("exp_avg",), ("betas",)),
-    "adagrad": UpdateRule(("sum",), ("eps",)),
-    "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr"), for_others="adamw"),
+    "adagrad": UpdateRule(("sum",), ("eps",), of_torch="Adagrad"),
+    "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr", "split"), for_others="adamw"),
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
 NEWTON_SCHULZ_STEPS = 5

@@ -42,7 +42,10 @@ class _Row:
 def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
     """Raises PlanError for groups that contradict each other, name nothing, or ask for matrices of a vector."""
     asked = {optimizer.name, *(group.name for group in optimizer.groups.values())}
-    matrices = find_matrices(program.graph.graph, program.parameters) if asked & MATRIX_RULES else {}
+    by_heads = optimizer.split == "heads"
+    matrices = {}
+    if asked & MATRIX_RULES:
+        matrices = find_matrices(program.graph.graph, program.parameters, by_heads=by_heads)
     aliases: dict[str, list[str]] = {}
     for alias, first in program.aliases.items():
         aliases.setdefault(first, []).append(alias)

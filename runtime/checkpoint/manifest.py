@@ -25,9 +25,10 @@ from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.lines import NO_LINE, Line, Place
 from runtime.checkpoint.regular_files import read_small
 
-MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 2
-_READ = (1, VERSION)  # 1: without lines
+MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 3
+_READ = (1, 2, VERSION)  # 1: without lines; 2: without adapters
 MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
+_LATER = {"line", "adapters"}  # fields that earlier versions lack
 _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
@@ -94,6 +95,14 @@ class LossScaleEntry(_Strict):
     num_good: Size
 
 
+class AdaptersEntry(_Strict):
+    """Of a model that peft has wrapped: the config of each adapter, and the hash of its modules' settings
+    (planner.capture.model.describe_adapters)."""
+
+    configs: dict[str, dict[str, JsonValue]]
+    modules: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class Manifest(_Strict):
     """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
@@ -101,7 +110,7 @@ class Manifest(_Strict):
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT
-    version: Literal[1, 2] = VERSION
+    version: Literal[1, 2, 3] = VERSION
     step: Size
     line: Line = Line(id=NO_LINE)
     written: Annotated[str, Field(pattern=r"^[0-9T:+.-]{10,40}$")]
@@ -114,6 +123,7 @@ class Manifest(_Strict):
     files: Annotated[tuple[FileEntry, ...], FailFast()]
     tensors: Annotated[dict[str, TensorEntry], FailFast()]
     texts: dict[Literal["config.json", "generation_config.json"], JsonValue]
+    adapters: AdaptersEntry | None = None
     extra: dict[str, JsonValue]
 
     @property
@@ -218,7 +228,7 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
             "it was written by another version of meshwright", where=str(path), fix="load it with that version"
         )
     # Pydantic would report every absent name with a copy of all the others.
-    if odd := content.keys() ^ Manifest.model_fields.keys() - ({"line"} - content.keys()):
+    if odd := content.keys() ^ Manifest.model_fields.keys() - (_LATER - content.keys()):
         raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
     del content
     try:

@@ -49,29 +49,57 @@ def save_merged(
     max_shard_bytes: int,
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    adapted = adapted_of(plan)
-    base = _merged_without_values(adapted)
-    mergings = {m.entry.name: m for m in mergings_of(adapted, base, plan.spec.get("precision", {}).get("parameters"))}
-    files = files_of([m.entry for m in mergings.values()], max_shard_bytes)
+    merge = Merge.of(adapted_of(plan), plan.spec.get("precision", {}).get("parameters"), max_shard_bytes)
 
     def tensors() -> Iterator[Tensor | None]:
-        for entry in (entry for entries in files.values() for entry in entries):
-            merging = mergings[entry.name]
-            values = gathered(plan, own, groups, kept, _needed(adapted, merging))
-            yield _merged(adapted, merging, values) if groups.rank == 0 else None
+        for merging in merge.mergings:
+            values = gathered(plan, own, groups, kept, merge.needed(merging))
+            yield merge.merged(merging, values) if groups.rank == 0 else None
 
-    texts = texts_of(plan, kept)
-    if "config.json" in texts and not _is_tied(base):
-        texts["config.json"] = {**texts["config.json"], "tie_word_embeddings": False}
-    write_agreed(groups, Path(directory), files, tensors(), texts)
+    write_agreed(groups, Path(directory), merge.files, tensors(), merge.texts(texts_of(plan, kept)))
 
 
 def check_merge(plan: Plan) -> None:
     """Raise PlanError if peft cannot merge the adapters of the planned model."""
-    _merged_without_values(adapted_of(plan))
+    merged_without_values(adapted_of(plan))
 
 
-def _merged_without_values(adapted: Adapted) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """``files`` of the merged base, and how each of their tensors is made, in their order."""
+
+    adapted: Adapted
+    files: dict[str, list[Entry]]
+    mergings: tuple[Merging, ...]
+    is_tied: bool
+
+    @classmethod
+    def of(cls, adapted: Adapted, cast: str | None, max_shard_bytes: int) -> Merge:
+        """``cast``: dtype of all floating tensors. Raises PlanError if peft cannot merge the adapters."""
+        base = merged_without_values(adapted)
+        made = {merging.entry.name: merging for merging in mergings_of(adapted, base, cast)}
+        files = files_of([merging.entry for merging in made.values()], max_shard_bytes)
+        ordered = tuple(made[entry.name] for entries in files.values() for entry in entries)
+        return cls(adapted, files, ordered, _is_tied(base))
+
+    def needed(self, merging: Merging) -> list[str]:
+        """Names in the model of the tensors that it reads."""
+        if not merging.layers:
+            return [merging.source] if merging.source else []
+        return [f"{path}.{name}" for path, _ in merging.layers for name in _names(self.adapted, path)]
+
+    def merged(self, merging: Merging, values: Mapping[str, Tensor]) -> Tensor:
+        """``values``: the needed tensors in full, on the CPU."""
+        return _merged(self.adapted, merging, values)
+
+    def texts(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json without a tie that the merge has undone."""
+        if "config.json" not in texts or self.is_tied:
+            return dict(texts)
+        return {**texts, "config.json": {**texts["config.json"], "tie_word_embeddings": False}}
+
+
+def merged_without_values(adapted: Adapted) -> nn.Module:
     """The base after a merge on the meta device. Raises PlanError if peft cannot merge it."""
     methods = ", ".join(str(config.peft_type.value) for config in adapted.module.peft_config.values())
     fix = "save them by save_adapters; peft loads them beside the base"
@@ -107,13 +135,6 @@ def _layer_of(adapted: Adapted, name: str) -> tuple[str, str] | None:
         if wrapper is not None:
             return wrapper, ".".join(parts[length:])
     return None
-
-
-def _needed(adapted: Adapted, merging: Merging) -> list[str]:
-    """Names in the model of the tensors that the merge reads."""
-    if not merging.layers:
-        return [merging.source] if merging.source else []
-    return [f"{path}.{name}" for path, _ in merging.layers for name in _names(adapted, path)]
 
 
 def _names(adapted: Adapted, path: str) -> list[str]:

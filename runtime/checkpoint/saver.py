@@ -28,6 +28,7 @@ from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.lines import NO_LINE, Line
 from runtime.checkpoint.manifest import (
     MANIFEST,
+    AdaptersEntry,
     Axis,
     LossScaleEntry,
     Manifest,
@@ -36,6 +37,7 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
+from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.staging import Staging
@@ -64,6 +66,7 @@ class Content:
     loss_scale: LossScaleEntry | None
     texts: dict[str, Any]
     extra: dict[str, JsonValue]
+    adapters: dict[str, Any] | None = None
     arrived: Callable[[], None] = lambda: None  # returns when the pieces have their values
 
 
@@ -91,6 +94,7 @@ def content_of(
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,
+        adapters=hub_of(plan).adapters,
         arrived=staging.wait if staging is not None else lambda: None,
     )
 
@@ -216,6 +220,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
         files=files,
         tensors=tensors,
         texts=content.texts,  # pyright: ignore[reportArgumentType]
+        adapters=None if content.adapters is None else AdaptersEntry(**content.adapters),
         extra=content.extra,
     )
 

@@ -26,7 +26,11 @@ def checkpoint_command(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="HF_DIR", help="Export the weights of DIR, or of its last save, in Hugging Face format."),
+        typer.Option(
+            metavar="HF_DIR",
+            help="Export the weights of DIR, or of its last save, in Hugging Face format; an adapter is merged "
+            "into its base.",
+        ),
     ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="With --export: export the running mean of the weights (optimizer.ema).")
@@ -46,8 +50,9 @@ def checkpoint_command(
         )
     if export is not None:
         save = resolve(directory)
-        export_save(save, verify_save(save), export, averaged=ema)
-        write_text(f"{save} → {export}")
+        manifest = verify_save(save)
+        export_save(save, manifest, export, averaged=ema)
+        write_text(f"{save} → {export}{_told_of_adapters(manifest)}")
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
@@ -66,6 +71,13 @@ def checkpoint_command(
         write_text(problem)
     if problem or not all(is_good for _, is_good in rows):
         raise typer.Exit(DAMAGED)
+
+
+def _told_of_adapters(manifest: Manifest) -> str:
+    if manifest.adapters is None:
+        return ""
+    kinds = ", ".join(str(config.get("peft_type", "adapter")) for config in manifest.adapters.configs.values())
+    return f": the base with its adapter ({kinds}) merged, under the base's own names"
 
 
 def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Format, NoCache, Output, write_text
+from planner.cli import Format, NoCache, Output, Peft, write_text
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, read_text, shorten
 
@@ -100,11 +100,19 @@ def diff_command(
     ] = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
+    peft: Peft = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
     no_cache: NoCache = False,
 ) -> None:
     """Compare two plans: differences in sharding, collectives, stages, memory and time."""
-    text, differ = diff_text(first, second, model, as_json=format is Format.json)
+    from planner.capture.model.with_adapters import named
+
+    if peft is not None and model is None:
+        raise PlanError(
+            "--peft wraps the model of --model, which is not given", where="--peft", fix="add --model MODEL"
+        )
+    adapted = None if model is None else named(model, peft)
+    text, differ = diff_text(first, second, adapted, as_json=format is Format.json)
     write_text(text, output)
     if exit_code and differ:
         raise typer.Exit(DIFFERENT)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Format, Model, NoCache, Output, SpecFile, show_table, write_text
+from planner.cli import Format, Model, NoCache, Output, Peft, SpecFile, show_table, write_text
 
 EPILOG = (
     "Examples: meshwright evaluate examples/gpt.py:build examples/gpt.yaml --data book.txt --load checkpoints "
@@ -60,12 +60,14 @@ def evaluate_command(
     nproc: Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
+    peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
     """Evaluate a language model on held-out text: perplexity or cloze accuracy. Works with every layout.
 
     Starts the local processes itself; under torchrun it is one of them.
     """
+    from planner.capture.model.with_adapters import named
     from runtime.evaluation.run import Evaluation, evaluate
 
     if perplexity and cloze:
@@ -77,7 +79,8 @@ def evaluate_command(
         raise PlanError(
             "--ema selects the weights of a save, but --load is not given", where="--ema", fix="add --load DIR"
         )
-    asked = Evaluation(model, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
+    adapted = named(model, peft)
+    asked = Evaluation(adapted, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
     found = evaluate(asked, nproc)
     if found is None:
         return

@@ -15,8 +15,10 @@ from pathlib import Path
 from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.adapters_load import check_adapters
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import check_average, look, resolve
 from runtime.compiled.compiler import check_compiler_here
@@ -56,6 +58,11 @@ class Evaluation:
         spec = Spec.load(self.spec).longest
         return spec.with_average() if self.averaged else spec
 
+    @property
+    def adapters(self) -> Path | None:
+        """A directory of trained adapters to load; a save of training has its own."""
+        return adapter_directory(self.model) if self.load is None else None
+
     def check_load(self) -> None:
         """Raises PlanError if there is nothing to load."""
         if self.load is not None:
@@ -91,6 +98,8 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     decided = plan(load_model(asked.model), spec)
     if asked.load is None and (weights := pretrained_directory(asked.model)):
         check_pretrained(decided, weights)
+    if trained := asked.adapters:
+        check_adapters(decided, trained)
     _num_rows(asked, spec, decided, tokens)
     return num_ranks_of(decided, spec, num_ranks)
 
@@ -126,6 +135,8 @@ def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
             engine.load_pretrained(weights)
         elif leads:
             print(f"no --load: the weights are the initial ones of {asked.model}", file=sys.stderr, flush=True)
+        if asked.adapters is not None:
+            engine.load_adapters(asked.adapters)
         weights_of = engine.averaged_weights() if asked.averaged else nullcontext()
         with weights_of, _shown(num_rows, enabled=leads) as progress:
             found = _measured(engine, asked, tokens, progress)

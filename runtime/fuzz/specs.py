@@ -79,6 +79,7 @@ FOLLOWS = {
 # it computes in bfloat16 whatever the model's dtype is (tests/numeric/test_muon.py)
 EXCLUDED = {
     "optimizer.adjust_lr": "it is for muon, which is not drawn",
+    "optimizer.split": "it is for muon, which is not drawn",
     "optimizer.options": "it is for classes of torch.optim (tests/numeric/test_update_rules.py)",
     "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",

@@ -114,7 +114,7 @@ def run_rank(job: Job) -> Trained:
             engine.load_pretrained(weights)
         if save is None and (trained := adapter_directory(job.model)) is not None:
             engine.load_adapters(trained)
-        elif save is None and job.plan is not None and leads:
+        if save is None and weights is None and job.plan is not None and leads:
             print(FRESH, file=sys.stderr, flush=True)
         # after the engine has taken its weights: the one process trains the model itself
         one = None if alone is None else OneProcess(alone, spec, None, decided.parameters)

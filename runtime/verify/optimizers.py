@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from passes.program.matrices import Matrices
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.torch_optimizers import PREFIX, class_of
-from planner.spec.update_rules import options_of
+from planner.spec.update_rules import UPDATE_RULES, options_of
 from planner.updates.groups import Settings, base_of, settings_of
 
 
@@ -111,19 +111,9 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
         own = [{key: group[key] for key in ("params", "factor", "weight_decay")} for group in groups]
         made: Any = class_of(rule)
         return made(own, lr=lr, **dict(options_of(o)))
-    match rule:
-        case "adam":
-            return torch.optim.Adam(groups, lr=lr)
-        case "sgd":
-            return torch.optim.SGD(groups, lr=lr)
-        case "adagrad":
-            return torch.optim.Adagrad(groups, lr=lr)
-        case "lion":
-            return Lion(groups, lr=lr)
-        case "muon":
-            return WholeMatrices(groups, lr=lr)
-        case _:
-            return torch.optim.AdamW(groups, lr=lr)
+    own_classes: dict[str, Any] = {"lion": Lion, "muon": WholeMatrices}
+    made = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
+    return made(groups, lr=lr)
 
 
 @dataclass(frozen=True, slots=True)

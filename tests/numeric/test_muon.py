@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import Plan, plan
-from runtime import Engine
 from tests.models import families
 from tests.tools.laboratory import session_lab
+from tests.tools.optimizer_ranks import trained
 
 STEPS = 5
 RULE = {"name": "muon", "lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip_grad_norm": 1.0}
@@ -58,12 +56,26 @@ def parts(name: str, fqn: str, shape: tuple[int, ...]) -> list[tuple[Any, ...]] 
     return rows
 
 
-def alone(name: str, adjust_lr: str, dtype: torch.dtype, device: str = "cpu") -> tuple[list[float], dict[str, Tensor]]:
+HEAD = 8  # elements of a head, of each model here
+
+
+def heads(fqn: str, shape: tuple[int, ...]) -> list[tuple[Any, ...]] | None:
+    """Those of ``parts`` with each head by itself."""
+    if not fqn.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return parts("", fqn, shape)
+    return [(slice(start, start + HEAD),) for start in range(0, shape[0], HEAD)]
+
+
+def alone(
+    name: str, adjust_lr: str, dtype: torch.dtype, device: str = "cpu", *, split: str = "parts"
+) -> tuple[list[float], dict[str, Tensor]]:
     """torch's Muon over copies of the matrices, torch's AdamW over all else."""
     entry = families.build(name)
     model, losses = entry.model.to(device, dtype), []
     given = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    boxes = {n: parts(name, n, tuple(p.shape)) for n, p in given.items()}
+    boxes = {
+        n: heads(n, tuple(p.shape)) if split == "heads" else parts(name, n, tuple(p.shape)) for n, p in given.items()
+    }
     copies = {
         (n, i): nn.Parameter(p.detach()[b].clone()) for n, p in given.items() for i, b in enumerate(boxes[n] or ())
     }
@@ -86,37 +98,10 @@ def alone(name: str, adjust_lr: str, dtype: torch.dtype, device: str = "cpu") ->
     return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def spec_of(entry: families.Entry, layout: dict[str, Any], dtype: str = "float64", **more: Any) -> dict[str, Any]:
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(kind).removeprefix("torch.")}
-        for key, (shape, kind, _) in entry.inputs.items()
-    }
-    return {
-        "batch": {"global": 8, "micro": 2},
-        "inputs": inputs,
-        "precision": {"parameters": dtype},
-        "tensor_parallel": {"vocabulary_multiple": 8},
-        **layout,
-        "optimizer": RULE | layout.get("optimizer", {}) | more,
-    }
-
-
-def steps(decided: Plan, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
-    with Engine(decided, timeout_seconds=60) as engine:
-        losses = [engine.train_step(batch).loss for batch in batches]
-        return losses, engine.gather_parameters(), engine.optimizer.measured_bytes()
-
-
 def both(host: Any, name: str, layout: dict[str, Any], adjust_lr: str, dtype: str) -> Any:
-    entry = families.build(name)
-    decided = plan(entry.model, spec_of(entry, layout, dtype, adjust_lr=adjust_lr))
-    world = prod(layout["mesh"].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
-    batches = [entry.batch(8, step) for step in range(STEPS)]
-    return (
-        host.run_ranks(world, steps, decided, batches)[0],
-        alone(name, adjust_lr, getattr(torch, dtype)),
-        decided.memory[0].optimizer,
-    )
+    rule, split = RULE | {"adjust_lr": adjust_lr}, layout.get("optimizer", {}).get("split", "parts")
+    found, decided = trained(host, families.build(name), layout, rule, dtype, STEPS)
+    return found, alone(name, adjust_lr, getattr(torch, dtype), split=split), decided.memory[0].optimizer
 
 
 def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw", dtype: str = "float64") -> None:
@@ -141,6 +126,13 @@ def test_muon_is_that_of_torch_on_whole_matrices(name: str, layout: str) -> None
 @pytest.mark.thorough
 def test_the_original_rate() -> None:
     check("gpt", {"mesh": {"tp": 2}}, "original")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", ["tp2·dp2", "pp2·dp2"])
+def test_heads_are_updated_one_by_one(name: str, layout: str) -> None:
+    check(name, {**LAYOUTS[layout], "optimizer": {"split": "heads"}})
 
 
 @pytest.mark.sampled(1)

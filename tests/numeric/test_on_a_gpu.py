@@ -37,7 +37,7 @@ from tests.models import (
 from tests.numeric import test_muon, test_update_rules
 from tests.numeric.test_expert_layouts import OPENED, STACKED, built, check, layer_of
 from tests.numeric.test_expert_layouts import batch_of as tokens_of
-from tests.tools import length_ranks
+from tests.tools import length_ranks, optimizer_ranks
 from tests.tools.comparison import LIMITS
 from tests.tools.graphed_runs import spec_of
 from tests.tools.simulated_mesh import run_mesh
@@ -173,7 +173,7 @@ def test_a_save_of_a_gpu_goes_on_there_to_the_bit_and_on_a_cpu_within_rounding(t
 def test_an_update_rule_is_that_of_torch(name: str) -> None:
     rule, entry = test_update_rules.RULES[name], families.build("gpt")
     batches = [entry.batch(8, step) for step in range(test_update_rules.STEPS)]
-    with Engine(plan(entry.model, test_update_rules.spec_of(entry, rule, {"mesh": {}})), device=GPU) as engine:
+    with Engine(plan(entry.model, optimizer_ranks.spec_of(entry, {"mesh": {}}, rule)), device=GPU) as engine:
         losses = [engine.train_step(batch).loss for batch in batches]
     assert losses == pytest.approx(test_update_rules.alone("gpt", rule, "cuda")[0], rel=1e-10)
 
@@ -181,7 +181,7 @@ def test_an_update_rule_is_that_of_torch(name: str) -> None:
 def test_muon_is_that_of_torch() -> None:
     entry = families.build("gpt")
     batches = [entry.batch(8, step) for step in range(test_muon.STEPS)]
-    with Engine(plan(entry.model, test_muon.spec_of(entry, {"mesh": {}})), device=GPU) as engine:
+    with Engine(plan(entry.model, optimizer_ranks.spec_of(entry, {"mesh": {}}, test_muon.RULE)), device=GPU) as engine:
         losses, found = [engine.train_step(batch).loss for batch in batches], engine.gather_parameters()
     wanted, truth = test_muon.alone("gpt", "match_rms_adamw", torch.float64, "cuda")
     assert losses == pytest.approx(wanted, rel=1e-6)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import plan
-from runtime import Engine
 from tests.models import families
 from tests.tools.laboratory import session_lab
+from tests.tools.optimizer_ranks import trained
 
 STEPS = 4
 BASE = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad_norm": 1.0}
@@ -63,30 +61,10 @@ def alone(name: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]
     return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def steps(decided: Any, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=60) as engine:
-        return [engine.train_step(batch).loss for batch in batches], engine.gather_parameters()
-
-
 def both(host: Any, name: str, layout: dict[str, Any], dtype: str) -> Any:
     entry = families.build(name)
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(kind).removeprefix("torch.")}
-        for key, (shape, kind, _) in entry.inputs.items()
-    }
     optimizer = BASE | {"no_decay": "vectors", "groups": globs_of(entry.model), "schedule": {"warmup": 2}}
-    spec = {
-        "batch": {"global": 8, "micro": 2},
-        "inputs": inputs,
-        "precision": {"parameters": dtype},
-        "tensor_parallel": {"vocabulary_multiple": 8},
-        **layout,
-        "optimizer": optimizer | layout.get("optimizer", {}),
-    }
-    decided = plan(entry.model, spec)
-    world = prod(layout["mesh"].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
-    batches = [entry.batch(8, step) for step in range(STEPS)]
-    found = host.run_ranks(world, steps, decided, batches)[0]
+    found, decided = trained(host, entry, layout, optimizer, dtype, STEPS)
     return found, alone(name, getattr(torch, dtype)), {row.name: row.group for row in decided.parameters}
 
 
@@ -94,7 +72,7 @@ def both(host: Any, name: str, layout: dict[str, Any], dtype: str) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
-    (losses, found), (wanted, truth), groups = session_lab().call(both, name, LAYOUTS[layout], "float64")
+    (losses, found, _), (wanted, truth), groups = session_lab().call(both, name, LAYOUTS[layout], "float64")
     assert losses == pytest.approx(wanted, rel=1e-10)
     for fqn, value in found.items():
         assert (value - truth[fqn]).abs().max() <= 1e-9, fqn
@@ -104,7 +82,7 @@ def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
 @pytest.mark.slow
 def test_groups_of_experts_that_may_rest() -> None:
     layout = {"mesh": {"ep": 2, "dp": 2}}
-    (losses, found), (wanted, truth), groups = session_lab().call(both, "mixtral", layout, "float32")
+    (losses, found, _), (wanted, truth), groups = session_lab().call(both, "mixtral", layout, "float32")
     assert losses == pytest.approx(wanted, rel=3e-6)
     assert any("weight_decay 0" in group for fqn, group in groups.items() if "experts" in fqn)
     assert all((value - truth[fqn]).abs().max() <= 1e-4 for fqn, value in found.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from planner.spec.update_rules import UPDATE_RULES
 from runtime import Engine
 from tests.models import families
 from tests.tools.laboratory import session_lab
+from tests.tools.optimizer_ranks import spec_of, trained
 
 STEPS = 8
 RULES: dict[str, dict[str, Any]] = {
@@ -77,33 +77,9 @@ def alone(name: str, rule: dict[str, Any], device: str = "cpu") -> tuple[list[fl
     return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
 
 
-def spec_of(entry: families.Entry, rule: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(kind).removeprefix("torch.")}
-        for key, (shape, kind, _) in entry.inputs.items()
-    }
-    return {
-        "batch": {"global": 8, "micro": 2},
-        "inputs": inputs,
-        "precision": {"parameters": "float64"},
-        "tensor_parallel": {"vocabulary_multiple": 8},
-        **layout,
-        "optimizer": rule | layout.get("optimizer", {}),
-    }
-
-
-def steps(decided: Any, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
-    with Engine(decided, timeout_seconds=60) as engine:
-        losses = [engine.train_step(batch).loss for batch in batches]
-        return losses, engine.gather_parameters(), engine.optimizer.measured_bytes()
-
-
 def both(host: Any, name: str, rule: dict[str, Any], layout: dict[str, Any]) -> Any:
-    entry = families.build(name)
-    decided = plan(entry.model, spec_of(entry, rule, layout))
-    world = prod(layout["mesh"].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
-    batches = [entry.batch(8, step) for step in range(STEPS)]
-    return host.run_ranks(world, steps, decided, batches)[0], alone(name, rule), decided.memory[0].optimizer
+    found, decided = trained(host, families.build(name), layout, rule, "float64", STEPS)
+    return found, alone(name, rule), decided.memory[0].optimizer
 
 
 @pytest.mark.covering(1)
@@ -123,7 +99,7 @@ def test_a_rule_trains_as_that_of_torch(rule: str, layout: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> None:
     entry = families.build("gpt")
-    made = plan(entry.model, spec_of(entry, RULES[rule], {"mesh": {}}))
+    made = plan(entry.model, spec_of(entry, {"mesh": {}}, RULES[rule]))
     batches = [entry.batch(8, step) for step in range(4)]
     with Engine(made) as engine:
         for batch in batches[:2]:
@@ -133,7 +109,7 @@ def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> Non
         wanted = engine.gather_parameters()
     entry = families.build("gpt")
     other = {"mesh": {}, "optimizer": {"zero": 0}}
-    with Engine(plan(entry.model, spec_of(entry, RULES[rule], other))) as engine:
+    with Engine(plan(entry.model, spec_of(entry, other, RULES[rule]))) as engine:
         engine.load(tmp_path)
         assert [engine.train_step(batch).loss for batch in batches[2:]] == losses
         found = engine.gather_parameters()
@@ -149,7 +125,7 @@ def test_memory_is_that_of_the_moments() -> None:
     entry = families.build("gpt")
     found = {}
     for name, rule in (("adamw", {}), *RULES.items()):
-        made = plan(entry.model, spec_of(entry, rule, {"mesh": {}}))
+        made = plan(entry.model, spec_of(entry, {"mesh": {}}, rule))
         found[name] = made.memory[0].optimizer / made.memory[0].gradients
     assert found == {
         "adamw": 2, "adam": 2, "sgd": 0, "sgd, momentum": 1, "sgd, nesterov": 1, "lion": 1, "adagrad": 1,

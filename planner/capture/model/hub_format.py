@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from planner.capture.model.adapted import Adapted, adapted
+from planner.capture.model.describe_adapters import describe_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class HubFormat:
     ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``rename``: a checkpoint's name →
     the model's, if transformers changed names since the checkpoint was made. ``converted``: conversions beyond
     ``rename``, since several tensors of the checkpoint make one parameter. ``adapted``: of a model that peft has
-    wrapped; ``config``, ``rename`` and ``converted`` are then the base's.
+    wrapped; ``config``, ``rename`` and ``converted`` are then the base's. ``adapters``: what describes these adapters
+    without the model (``describe_adapters``).
     """
 
     config: dict[str, Any] | None = None
@@ -34,6 +36,7 @@ class HubFormat:
     buffers: tuple[str, ...] = ()
     may_be_unexpected: tuple[str, ...] = ()
     may_be_absent: tuple[str, ...] = ()
+    adapters: dict[str, Any] | None = None
     rename: Callable[[str], str] = field(default=lambda name: name, compare=False)
     converted: Callable[[str], bool] = field(default=lambda name: False, compare=False)
     adapted: Adapted | None = field(default=None, compare=False, repr=False)
@@ -65,6 +68,7 @@ def hub_format(model: nn.Module) -> HubFormat:
         tuple(name for name, _ in model.named_buffers(remove_duplicate=False)),
         _patterns(model, "_keys_to_ignore_on_load_unexpected"),
         _patterns(model, "_keys_to_ignore_on_load_missing"),
+        adapters=None if wrapped is None else describe_adapters(wrapped),
         adapted=wrapped,
         **({"rename": rename, "converted": converted} if rename and converted else {}),
     )

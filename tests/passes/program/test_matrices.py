@@ -71,6 +71,16 @@ def read_whole(x: Tensor) -> Tensor:
     return x[..., :WIDTH] * x.mean(-1, keepdim=True) + x[..., WIDTH : 2 * WIDTH] * x[..., 2 * WIDTH :]
 
 
+def spelled_out(x: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for part in x.chunk(3, -1))
+    return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def last_first(x: Tensor) -> Tensor:
+    """Heads are the last dim of the projection: no head has its rows side by side."""
+    return attend(*(part.unflatten(-1, (HEAD, HEADS)).permute(0, 3, 1, 2) for part in x.chunk(3, -1)))
+
+
 THIRDS = Matrices(0, 1, (WIDTH, WIDTH, WIDTH))
 WHOLE = Matrices(0, 1, (3 * WIDTH,))
 CUTS = {
@@ -84,7 +94,14 @@ CUTS = {
 }
 
 
-def found_in(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Matrices]:
+EACH_HEAD = Matrices(0, 1, (HEAD,) * 3 * HEADS)
+CUTS_BY_HEADS = {
+    **CUTS, chunked: EACH_HEAD, rotating: EACH_HEAD, by_head: EACH_HEAD, by_index: EACH_HEAD, spelled_out: EACH_HEAD,
+    last_first: THIRDS,
+}  # fmt: skip
+
+
+def found_in(model: nn.Module, inputs: dict[str, Tensor], *, by_heads: bool = False) -> dict[str, Matrices]:
     spec = {
         "mesh": {},
         "batch": {"global": 2, "micro": 2},
@@ -93,7 +110,7 @@ def found_in(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Matrices]
         },
     }
     program = plan(model, spec).to_run()[0].program
-    return find_matrices(program.graph.graph, program.parameters)
+    return find_matrices(program.graph.graph, program.parameters, by_heads=by_heads)
 
 
 @pytest.mark.parametrize("body", CUTS, ids=lambda body: body.__name__)
@@ -101,6 +118,14 @@ def test_a_fused_weight_is_a_matrix_for_each_part(body: Any) -> None:
     found = found_in(Cut(body), {"x": torch.randn(2, 4, WIDTH), "y": torch.zeros(2, 4, dtype=torch.int64)})
     assert found.keys() == {"first.weight", "fused.weight", "last.weight"}
     assert found["fused.weight"] == CUTS[body]
+
+
+@pytest.mark.parametrize("body", CUTS_BY_HEADS, ids=lambda body: body.__name__)
+def test_by_heads_each_head_that_attention_reads_is_a_matrix(body: Any) -> None:
+    inputs = {"x": torch.randn(2, 4, WIDTH), "y": torch.zeros(2, 4, dtype=torch.int64)}
+    found = found_in(Cut(body), inputs, by_heads=True)
+    assert found["fused.weight"] == CUTS_BY_HEADS[body]
+    assert found["first.weight"] == found["last.weight"] == Matrices(0, 1, (WIDTH,))
 
 
 def test_the_ranges_of_matrices_tile_their_dim() -> None:
@@ -127,3 +152,18 @@ def test_families(name: str, fqn: str, wanted: Matrices) -> None:
     tables = {n for n, m in entry.model.named_modules() if isinstance(m, nn.Embedding)}
     assert not any(f"{table}.weight" in found for table in tables)
     assert not any("lm_head" in n or n.startswith("head.") for n in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "fqn", "wanted"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.weight", Matrices(0, 1, (8,) * 4)),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", Matrices(1, 1, (8,) * 12)),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", Matrices(0, 1, (8,) * 12)),
+        ("falcon-new", "transformer.h.0.self_attention.query_key_value.weight", Matrices(0, 1, (8,) * 8)),
+        ("phi3", "model.layers.0.mlp.gate_up_proj.weight", Matrices(0, 1, (88, 88))),
+    ],
+)
+def test_families_by_heads(name: str, fqn: str, wanted: Matrices) -> None:
+    entry = families.build(name)
+    assert found_in(entry.model, entry.batch(2, 0), by_heads=True)[fqn] == wanted

@@ -179,7 +179,21 @@ def test_a_class_of_torch_that_cannot_run_is_one_error(optimizer, what):
     assert "fix: " in error
 
 
-@pytest.mark.parametrize(("name", "hint"), [("xyz", ""), ("adamx", "did you mean 'adam'? ")])
+def test_a_name_of_torch_that_cannot_run_says_why():
+    error = dict_error(optimizer={"name": "adafactor"})
+    assert "cannot be the string 'adafactor': torch.optim:Adafactor updates an element by the values of others" in error
+    assert "it cannot run on the shards of ZeRO-1" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("xyz", ""),
+        ("adamx", "did you mean 'adam'? "),
+        ("AdamW", "did you mean 'adamw'? "),
+        ("rmsprop", "did you mean 'torch.optim:RMSprop'? "),
+    ],
+)
 def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     assert dict_error(optimizer={"name": name}).splitlines() == [
         f"optimizer.name cannot be the string '{name}'",

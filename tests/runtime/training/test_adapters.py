@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ inputs: {input_ids: {shape: [6], dtype: int64, high: 256}, labels: {like: input_
 """
 
 
-def run(base: Path, *words: str, command: str = "train") -> Any:
-    spec, text = base.parent / "spec.yaml", base.parent / "text.txt"
-    spec.write_text(SPEC)
+def run(base: Path, *words: str, command: str = "train", spec: str = SPEC) -> Any:
+    file, text = base.parent / "spec.yaml", base.parent / "text.txt"
+    file.write_text(spec)
     text.write_text("To train an adapter, a text is needed. " * 20)
-    data = ["--data", str(text), "--steps", "2", "--quiet"] if command == "train" else []
-    return CliRunner().invoke(app, [command, f"hf:{base}", str(spec), *data, *words])
+    data = ["--data", str(text)] if command in ("train", "evaluate") else []
+    data += ["--steps", "2", "--quiet"] if command == "train" else []
+    return CliRunner().invoke(app, [command, f"hf:{base}", str(file), *data, *words])
 
 
 def test_a_run_writes_adapters_that_peft_loads_and_a_merge_that_transformers_loads(base: Path) -> None:
@@ -94,6 +96,87 @@ def test_a_run_writes_adapters_that_peft_loads_and_a_merge_that_transformers_loa
     assert any(value.abs().max() > 0 for name, value in wrapped.named_parameters() if "lora_B" in name)
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged")
     assert_same(merged.state_dict(), wrapped.merge_and_unload().state_dict())
+
+
+def saving(out: Path, config: Path) -> tuple[str, ...]:
+    return "--peft", str(config), "--save", str(out / "run"), "--save-merged", str(out / "merged")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", [*OF_THE_BASE, "mean"])
+def test_an_export_of_a_save_is_the_merge_of_the_run(base: Path, kind: str) -> None:
+    out, settings = base.parent, OF_THE_BASE.get(kind, {})
+    assert run(base, *saving(out, config_in(out, **settings)), spec=SPEC + "optimizer: {ema: 0.5}\n").exit_code == 0
+    options = ["--ema"] if kind == "mean" else []
+    done = CliRunner().invoke(app, ["checkpoint", str(out / "run"), "--export", str(out / "exported"), *options])
+    assert done.exit_code == 0, done.output
+    assert "the base with its adapter (LORA) merged, under the base's own names" in done.stdout
+    files = [{path.name: path.read_bytes() for path in (out / name).iterdir()} for name in ("merged", "exported")]
+    assert files[0].keys() == files[1].keys()
+    assert (files[0] == files[1]) == (kind != "mean")
+
+
+def test_an_export_keeps_the_dtypes_of_the_base(base: Path) -> None:
+    ranks.save_random("llama", base, dtype=torch.bfloat16, vocab_size=256)
+    out = base.parent
+    assert run(base, *saving(out, config_in(out))).exit_code == 0
+    assert CliRunner().invoke(app, ["checkpoint", str(out / "run"), "--export", str(out / "exported")]).exit_code == 0
+    assert_same(ranks.stored(out / "exported"), ranks.stored(out / "merged"))
+    assert (out / "exported/config.json").read_bytes() == (out / "merged/config.json").read_bytes()
+
+
+def refused_export(model: Any, directory: Path) -> str:
+    with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:
+        engine.save(directory / "run")
+    done = CliRunner().invoke(app, ["checkpoint", str(directory / "run"), "--export", str(directory / "exported")])
+    assert done.exit_code == 2, done.output
+    assert not (directory / "exported").exists()
+    return " ".join(done.output.split())
+
+
+PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}
+
+
+def second_adapter(model: Any) -> None:
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+
+
+def scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "words"),
+    [
+        ({}, second_adapter, "the save has the adapters default, second, and an export merges one"),
+        ({}, scaled, "the layers of peft were changed after they were made"),
+        (PROMPT, lambda model: None, "resume the run with --save-adapters"),
+    ],
+    ids=["two", "scaled", "prompt"],
+)
+def test_an_export_that_would_be_another_model_is_refused(
+    tmp_path: Path, settings: dict[str, Any], change: Callable[[Any], None], words: str
+) -> None:
+    model = ranks.save_random("llama", tmp_path / "base")
+    chosen = {**(LORA if not settings else {"task_type": "CAUSAL_LM"}), **settings}
+    wrapped = peft.get_peft_model(model, peft.get_peft_config(chosen))
+    change(wrapped)
+    assert words in refused_export(wrapped, tmp_path)
+
+
+def test_an_export_of_a_base_that_is_none_of_transformers_is_refused(tmp_path: Path) -> None:
+    from examples.gpt import GPT
+
+    wrapped = peft.get_peft_model(GPT(ranks.VOCABULARY, 8, 16, 2, 2), peft.LoraConfig(r=2, target_modules=["up"]))
+    ids = {"shape": [8], "dtype": "int64", "high": ranks.VOCABULARY}
+    spec = ranks.spec_of(inputs={"input_ids": ids, "targets": {"like": "input_ids"}})
+    with Engine(plan(wrapped, Spec.load(spec))) as engine:
+        engine.save(tmp_path / "run")
+    done = CliRunner().invoke(app, ["checkpoint", str(tmp_path / "run"), "--export", str(tmp_path / "exported")])
+    assert done.exit_code == 2
+    assert "a model that is none of transformers" in " ".join(done.output.split())
 
 
 def test_saved_adapters_are_trained_further(base: Path) -> None:
@@ -148,9 +231,52 @@ def test_an_adapter_of_another_base_is_one_error_before_a_rank_starts(base: Path
     assert run(base, "--peft", str(config_in(base.parent)), "--save-adapters", str(saved)).exit_code == 0
     config = json.loads((saved / "adapter_config.json").read_text())
     (saved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/else"}))
-    done = run(base, "--peft", str(saved))
+    for command in ("train", "evaluate"):
+        done = run(base, "--peft", str(saved), command=command)
+        assert done.exit_code == 2
+        assert "the adapter was trained on the base someone/else" in " ".join(done.output.split())
+
+
+def perplexity(model: Path, base: Path, *words: str) -> float:
+    spec, text = base.parent / "spec.yaml", base.parent / "text.txt"
+    options = ["--data", str(text), "--format", "json", *words]
+    done = CliRunner().invoke(app, ["evaluate", f"hf:{model}", str(spec), *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)["perplexity"]
+
+
+def test_a_save_saved_adapters_and_their_merge_have_one_perplexity(base: Path) -> None:
+    out, config = base.parent, str(config_in(base.parent))
+    spec = SPEC + "optimizer: {lr: 0.05}\n"
+    assert run(base, *saving(out, Path(config)), "--save-adapters", str(out / "adapters"), spec=spec).exit_code == 0
+    found = perplexity(base, base, "--peft", config, "--load", str(out / "run"))
+    assert perplexity(base, base, "--peft", str(out / "adapters")) == found
+    assert perplexity(out / "merged", base) == pytest.approx(found, rel=1e-5)
+    assert perplexity(base, base, "--peft", config) == perplexity(base, base)  # a new adapter adds nothing
+    assert perplexity(base, base) != pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_memory_and_search_count_what_is_trained(base: Path) -> None:
+    words = ("--peft", str(config_in(base.parent)), "--format", "json")
+    measured = run(base, *words, command="memory")
+    assert measured.exit_code == 0, measured.output
+    bytes_of = {row["category"]: row["measured"] for row in json.loads(measured.stdout)["rows"]}
+    assert 0 < bytes_of["gradients"] < bytes_of["parameters"] / 2
+    spec = SPEC.replace("{}", "auto", 1) + "cluster: dgx-h100\ndevices: 2\n"
+    searched = [run(base, *more, command="search", spec=spec) for more in (words, words[2:])]
+    assert searched[0].exit_code == 0, searched[0].output
+    adapted, whole = (json.loads(done.stdout) for done in searched)
+    assert adapted != whole
+
+
+def test_peft_of_a_comparison_needs_its_model(tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text(SPEC)
+    files = [str(tmp_path / name) for name in ("a.yaml", "b.yaml")]
+    done = CliRunner().invoke(app, ["diff", *files, "--peft", str(config_in(tmp_path))])
     assert done.exit_code == 2
-    assert "the adapter was trained on the base someone/else" in " ".join(done.output.split())
+    assert "--peft wraps the model of --model" in " ".join(done.output.split())
 
 
 def test_parameters_of_the_base_stay_as_they_were(base: Path) -> None:

@@ -19,6 +19,7 @@ from runtime.train import train
 from runtime.training.job import Job, spec_of
 from runtime.training.planned import differing, stored_plan
 from tests.tools.paths import ROOT
+from tests.tools.pretrained_ranks import save_random
 
 MODEL = f"hf:{ROOT / 'examples' / 'gpt2_small.json'}"
 SPEC: dict[str, Any] = {
@@ -60,6 +61,16 @@ def test_a_run_of_a_saved_plan_never_loads_the_model(
     assert len(losses) == 2
     assert 0 < losses[1] < losses[0] < 7
     assert capfd.readouterr().err.count("MODEL has no weights: they are drawn as `initialization`") == 1
+
+
+def test_a_run_of_a_saved_plan_reads_the_weights_of_its_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_random("llama", tmp_path / "base", vocab_size=256)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+    plan(load_model(f"hf:{tmp_path / 'base'}"), Spec.load(SPEC)).save(tmp_path / "plan.pt")
+    train(job(tmp_path, model=f"hf:{tmp_path / 'base'}", num_steps=1, quiet=True))
+    assert "MODEL has no weights" not in capfd.readouterr().err
 
 
 def test_a_plan_of_another_spec_is_refused_with_the_key(saved: Path, tmp_path: Path) -> None:
