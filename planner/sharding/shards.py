@@ -76,9 +76,7 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
         buffers,
         (
             *sums_of_the_loss(decisions),
-            *step_collectives(
-                decisions.mesh, buffers, zero, decisions.num_noted, decisions.rules
-            ),
+            *step_collectives(decisions.mesh, buffers, zero, decisions.num_noted, decisions.rules),
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
         spec.optimizer.reshard,

@@ -76,6 +76,7 @@ stage 1 of rank 3
   compile_pieces       38 → 38 nodes: nothing changed
   recompute            38 → 38 nodes: nothing changed
   await_parameters     38 → 38 nodes: nothing changed
+  gather_weights       38 → 38 nodes: nothing changed
 """,  # noqa: E501
     )
 

@@ -38,7 +38,8 @@ note_choices
 cut_regions regions_are_those_of_the_plan
 compile_pieces pieces_are_those_of_the_plan
 recompute
-await_parameters parameters_are_awaited""",
+await_parameters parameters_are_awaited
+gather_weights weights_are_whole""",
     )
 
 

@@ -1,0 +1,57 @@
+"""Bytes in shards by formula: parameters, gradients and moments of a rank for each ``zero``; full ones for a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner import plan
+from planner.cost.whole import most_gradients
+from tests.models.plannable import build, spec_of
+
+DP = 4
+# bytes of an element, by (zero, precision): parameters, gradients, optimizer; (whole, share of one rank)
+FORMULA = {
+    (0, "float32"): ((4, 0), (4, 0), (8, 0)),
+    (1, "float32"): ((4, 0), (4, 0), (0, 8)),
+    (2, "float32"): ((4, 0), (0, 4), (0, 8)),
+    (3, "float32"): ((0, 4), (0, 4), (0, 8)),
+    (1, "bfloat16"): ((2, 0), (4, 0), (0, 12)),
+    (2, "bfloat16"): ((2, 0), (0, 4), (0, 12)),
+    (3, "bfloat16"): ((0, 2), (0, 4), (0, 12)),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("zero", "precision"), FORMULA, ids=str)
+def test_bytes_of_a_rank_are_those_of_the_formula(model: str, zero: int, precision: str):
+    asked = {"zero": zero, "alignment": "none"}
+    given = {"mesh": {"dp": DP}, "batch": {"global": 8, "micro": 1}, "optimizer": asked}
+    made = plan(build(model), spec_of(model, **given, precision={"parameters": precision}))
+    elements = sum(buffer.num_elements for buffer in made.optimizer.buffers)  # buckets end on multiples of dp
+    registered = made.memory[0].parameters - _bytes(FORMULA[zero, precision][0], elements)
+    assert registered == _registered(model, precision)
+    assert made.memory[0].gradients == _bytes(FORMULA[zero, precision][1], elements)
+    assert made.memory[0].optimizer == _bytes(FORMULA[zero, precision][2], elements)
+    assert (made.memory[0].whole > 0) == (zero >= 2)
+
+
+def _bytes(of_element: tuple[int, int], elements: int) -> int:
+    whole, share = of_element
+    return whole * elements + share * elements // DP
+
+
+def _registered(model: str, precision: str) -> int:
+    """Bytes of the model's own buffers: those that are left without a data-parallel layout."""
+    spec = spec_of(model, mesh={}, optimizer={"alignment": "none"}, precision={"parameters": precision})
+    made = plan(build(model), spec)
+    size = {"float32": 4, "bfloat16": 2}[precision]
+    return made.memory[0].parameters - size * sum(buffer.num_elements for buffer in made.optimizer.buffers)
+
+
+@pytest.mark.parametrize(
+    ("units", "waits", "most"),
+    [([], False, 0), ([[7]], False, 7), ([[3, 4], [5, 1], [2]], False, 12), ([[3, 4], [5, 1], [2]], True, 15)],
+)
+def test_full_gradients_are_those_of_a_unit_and_of_one_bucket_on_its_way(units, waits: bool, most: int):
+    assert most_gradients(units, waits=waits) == most
