@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tools.laboratory import Case, Lab
+from tests.tools.sharded_jobs import losses_and_bits, saved_and_loaded
 
 LAYOUTS: list[dict[str, int]] = [
     {"dp": 2},
@@ -65,3 +68,23 @@ FEATURES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_sharded_weights_beside_other_features_equal_one_process(lab: Lab, name: str) -> None:
     layout, rest = FEATURES[name]
     assert lab.check(Case("gpt", layout, rest)).wrong == []
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_files_of_weights_bring_one_bucket_at_a_time(lab: Lab, tmp_path: Path, layout: dict[str, int]) -> None:
+    case = Case("gpt2", layout, {"optimizer": {"zero": 3}}, job=saved_and_loaded, job_arguments=(str(tmp_path),))
+    ranks = lab.run(case)
+    assert ranks[0]["trained"].keys() == ranks[0]["loaded"].keys()
+    assert all(torch.equal(x, ranks[0]["loaded"][name]) for name, x in ranks[0]["trained"].items())
+    assert all(0 < found["whole"] <= found["largest"] for found in ranks)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_one_microbatch_gives_the_bits_of_zero_1(lab: Lab, zero: int) -> None:
+    unclipped = [{"optimizer": {"zero": z, "clip_grad_norm": None}} for z in (1, zero)]  # the norm sums other shards
+    cases = [Case("gpt", {"dp": 2}, rest, 4, 2, losses_and_bits) for rest in unclipped]
+    truth, found = (lab.run(case)[0] for case in cases)
+    assert found["losses"] == truth["losses"]
+    assert all(torch.equal(x, found["parameters"][name]) for name, x in truth["parameters"].items())

@@ -33,6 +33,16 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
         [({"pp": 2, "vpp": 2}, FOLDED), ({"dp": 2}, {}), ({"tp": 2, "pp": 2, "vpp": 2}, FOLDED), ({"pp": 2}, {})],
     ),
     "ZeRO off and on": ("gpt", {}, [({"dp": 2}, ZERO_OFF), ({"dp": 2}, {}), ({"dp": 2, "tp": 2}, ZERO_OFF)]),
+    "gradients and weights in shards": (
+        "gpt2",
+        {},
+        [
+            ({"dp": 2}, {"optimizer": {"zero": 3}}),
+            ({"tp": 2, "dp": 2}, {"optimizer": {"zero": 2}}),
+            ({"dp": 1}, {}),
+            ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3}}),
+        ],
+    ),
     "a running mean": ("gpt", AVERAGED, [({"tp": 2, "pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 1}, {})]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),
