@@ -40,6 +40,10 @@ class Candidate:
         return self.estimate.cost.step_seconds
 
     @property
+    def memory(self) -> Sequence[MemoryRow]:
+        return self.estimate.memory
+
+    @property
     def fullest(self) -> MemoryRow:
         """Of the pp rank that holds the most."""
         return max(self.estimate.memory, key=lambda row: row.total)
@@ -61,6 +65,7 @@ class Found:
     num_fixed: int = 0
     least_fixed: tuple[float, Point | None] = (inf, None)
     num_estimated: int = 0
+    num_too_large: int = 0  # known without an estimate
     gave_up: bool = False
 
 
@@ -72,15 +77,16 @@ class BestFirst:
         points: Iterable[Point],
         at_least: Callable[[Point], float],
         estimate: Callable[[Point], Estimated],
-        fixed: Callable[[Point], float],
+        fixed: Callable[[Point], Sequence[float]],
         memory_bytes: float,
     ) -> None:
-        """``fixed``: bytes that the fullest rank holds all the time, the same for all points ``of_weights`` of which
-        are equal; never more than an estimate's total."""
+        """``fixed``: bytes that each pp rank holds all the time, the same for all points ``of_weights`` of which are
+        equal; never more than an estimate's totals."""
         self.bounds = sorted(((at_least(point), point.key, point) for point in points), key=lambda row: row[:2])
         self._estimate, self._fixed, self.memory_bytes = estimate, fixed, memory_bytes
         self._known: dict[Point, Candidate] = {}
-        self._fixed_bytes: dict[Any, float] = {}
+        self._fixed_bytes: dict[Any, tuple[float, ...]] = {}
+        self._passing: dict[Any, list[float]] = {}  # of each pp rank: bytes that come and go, whatever ``zero`` is
         self._groups: dict[tuple[str, Any], list[tuple[float, Any, Point]]] | None = None
 
     def search(
@@ -103,7 +109,10 @@ class BestFirst:
                 continue
             if self._is_surely_too_large(point):
                 found.num_fixed += 1
-                found.least_fixed = min(found.least_fixed, (self._fixed_bytes[of_weights(point)], point), key=_first)
+                found.least_fixed = min(found.least_fixed, (max(self._fixed_of(point)), point), key=_first)
+                continue
+            if rows is None and self._is_known_to_pass(point):
+                found.num_too_large += 1
                 continue
             candidate = self.of(point)
             found.num_estimated += 1
@@ -140,13 +149,25 @@ class BestFirst:
         known = self._known.get(point)
         if known is None:
             known = self._known[point] = Candidate(point, self._estimate(point))
+            passing = [row.total - row.parameters - row.gradients - row.optimizer - row.whole for row in known.memory]
+            self._passing.setdefault(_twin(point, 0), passing)
         return known
 
     def _is_surely_too_large(self, point: Point) -> bool:
+        return max(self._fixed_of(point)) > self.memory_bytes
+
+    def _is_known_to_pass(self, point: Point) -> bool:
+        """Whether it passes the memory of a device by the figures of the same layout with another ``zero``."""
+        passing = self._passing.get(_twin(point, 0), ())
+        return any(
+            fixed + more > self.memory_bytes for fixed, more in zip(self._fixed_of(point), passing, strict=False)
+        )
+
+    def _fixed_of(self, point: Point) -> tuple[float, ...]:
         key = of_weights(point)
         if key not in self._fixed_bytes:
-            self._fixed_bytes[key] = self._fixed(point)
-        return self._fixed_bytes[key] > self.memory_bytes
+            self._fixed_bytes[key] = tuple(self._fixed(point))
+        return self._fixed_bytes[key]
 
 
 def _first(row: tuple[float, Point | None]) -> tuple[Any, ...]:

@@ -94,10 +94,13 @@ class _Search:
         pruned = dict(self.space.pruned)
         if num_large or found.num_fixed:
             pruned["estimated: memory larger than a device"] = num_large
+            pruned["not estimated: with another zero its memory is known to be larger than a device"] = (
+                found.num_too_large
+            )
             pruned["not estimated: weights, gradients and optimizer state alone are larger than a device"] = (
                 found.num_fixed
             )
-        num_slower = len(order.bounds) - len(order.known) - found.num_fixed
+        num_slower = len(order.bounds) - len(order.known) - found.num_fixed - found.num_too_large
         pruned["not estimated: the lower bound of its time exceeds the slowest layout shown"] = num_slower
         return Result(
             self.spec, self.cluster, self.devices, tuple(found.best), lost,
@@ -156,10 +159,10 @@ class _Search:
     def _estimate(self, point: Point) -> Estimated:
         return estimate(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
 
-    def _fixed(self, point: Point) -> float:
-        """Bytes of weights, gradients and optimizer on the fullest rank."""
+    def _fixed(self, point: Point) -> list[float]:
+        """Bytes of weights, gradients and optimizer on each pp rank."""
         holds = rank_holdings(self.works[point.cut][point.layout.recompute], point.layout, self.spec)
-        return max(held.parameters + held.gradients + held.optimizer for held in holds)
+        return [held.parameters + held.gradients + held.optimizer for held in holds]
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:
