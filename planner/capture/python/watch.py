@@ -22,6 +22,7 @@ from passes.errors import PlanError, Where
 from passes.program.constants import is_made_of
 from passes.program.known_values import node_of, value_of
 from passes.program.source_lines import where_of
+from planner.capture.again.recording import CallRecorder
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
@@ -113,6 +114,26 @@ class ForwardWatch:
         if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
             self._call(kwargs)
         self._records = False
+
+    def calls_recorded(self, kwargs: Mapping[str, Any], recorders: Iterable[CallRecorder]) -> bool:
+        """A call without export for each of ``recorders``; whether all ended, and computed the same as those before.
+
+        If not, none of them counts.
+        """
+        before = len(self._calls)
+        for recorder in recorders:
+            with suppress(Exception), CertainDraws(self.check), recorder.running() as end:
+                end(self._model(**kwargs))
+            if recorder.found is None or self.unlike is not None:
+                del self._calls[before:]
+                return False
+        self._records = len(self._calls) == before
+        return not self._records
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether all calls computed the same, and left no state that a next one could read."""
+        return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.notes
 
     def _call(self, kwargs: Mapping[str, Any]) -> None:
         with suppress(Exception), CertainDraws(self.check), self._mode:
