@@ -31,7 +31,7 @@ from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.assumptions import Assumption
 from planner.capture.again.earlier import Earlier
 from planner.capture.again.first_export import FirstExport, Unlike, copied_export
-from planner.capture.again.recording import CallRecorder
+from planner.capture.again.recording import CallRecorder, FurtherCall
 from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
 from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.call_sites import CallSites
@@ -75,8 +75,8 @@ class Forward:
     def watch(self) -> ForwardWatch:
         return ForwardWatch(self.model, self.exchange, self.mode)
 
-    def recorder(self, *, is_silent: bool = False) -> CallRecorder:
-        return CallRecorder(self.model, self.kwargs, self.mode, is_silent=is_silent)
+    def recorder(self) -> CallRecorder:
+        return CallRecorder(self.model, self.kwargs, self.mode)
 
     def questions(self, assumed: Assumptions, *answer: Any) -> Questions:
         return Questions(CallSites(self.model), assumed, *answer)
@@ -110,7 +110,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bo
     """
     watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
     others: list[tuple[Questions, ExportedProgram]] = []
-    copies, recorder = list[ExportedProgram](), forward.recorder(is_silent=not keeps)
+    copies, recorder = list[ExportedProgram](), forward.recorder() if keeps else None
     with watch.installed():
         with gradients.watched():
             exported = _export(forward, watch, asked, copies if keeps else None)
@@ -118,7 +118,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bo
             return Traced(exported, [], [], asked, [])
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_draws(forward.kwargs))
-            if not _recorded(forward, watch, [recorder, forward.recorder(is_silent=True)]):
+            if not _are_alike(forward, watch, [recorder or FurtherCall(forward.mode), FurtherCall(forward.mode)]):
                 quietly(lambda: watch.call_again(forward.kwargs))
             if watch.is_unknown:
                 watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
@@ -132,18 +132,18 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bo
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_schedules(forward.kwargs))
     made = Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
-    if keeps and recorder.found is not None and watch.left_nothing and not asked.asked:
+    if recorder is not None and recorder.found is not None and watch.left_nothing and not asked.asked:
         with suppress(Unlike):
             made.first = FirstExport(copies[0], recorder.found)
     return made
 
 
-def _recorded(forward: Forward, watch: ForwardWatch, recorders: list[CallRecorder]) -> bool:
-    """Further calls without export, but with its modes. Whether all ended, and computed the same as those before; if
-    not, they do not count: a branch may have asked for more than they can answer.
+def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) -> bool:
+    """Whether further calls in export's modes end, and compute the same as those before. If not, they do not count: a
+    branch may have asked for more than they can answer.
     """
     with quietness(), forward.questions(Assumptions()).answered():
-        return watch.calls_recorded(forward.kwargs, recorders)
+        return watch.calls_alike(forward.kwargs, calls)
 
 
 def _resized(forward: Forward, first: FirstExport, is_known: bool) -> Traced | None:
@@ -152,10 +152,10 @@ def _resized(forward: Forward, first: FirstExport, is_known: bool) -> Traced | N
     """
     watch, gradients, recorder = forward.watch(), PythonGradients(forward.model), forward.recorder()
     with suppress(Exception), watch.installed():
-        further = [] if is_known else [forward.recorder(is_silent=True)]
+        further = [] if is_known else [FurtherCall(forward.mode)]
         with gradients.watched():
-            is_whole = _recorded(forward, watch, [recorder, *further])
-        if is_whole and recorder.found is not None and watch.left_nothing:
+            are_alike = _are_alike(forward, watch, [recorder, *further])
+        if are_alike and recorder.found is not None and watch.left_nothing:
             exported = _named(first.at(recorder.found), forward.model)
             notes, told = [*gradients.notes, *watch.notes], list(gradients.regions.told())
             return Traced(exported, notes, told, forward.questions(Assumptions()), [])

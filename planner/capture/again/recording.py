@@ -28,38 +28,50 @@ from planner.capture.gradients.autocast import autocast_now
 _LIFTS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default}
 
 
-class CallRecorder:
-    """Records one forward of ``model`` on ``kwargs`` within ``running``. ``found``: its recording, if it ended.
+class FurtherCall:
+    """One more forward without export, within ``running``: in the modes of export on which results and strides depend.
 
-    If ``is_silent``, it runs under the same modes, and the recording stays empty.
+    ``has_ended``: whether the forward came to its end.
     """
 
-    def __init__(
-        self, model: nn.Module, kwargs: Mapping[str, Tensor], mode: FakeTensorMode, *, is_silent: bool = False
-    ) -> None:
-        self.found: Recording | None = None
-        self._is_silent = is_silent
-        self._model, self._kwargs, self._mode = model, kwargs, mode
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.has_ended = False
+        self._mode = mode
 
     @contextmanager
     def running(self) -> Iterator[Callable[[Any], None]]:
-        """Around one forward; the result is to be called with its output."""
-        model = self._model
+        """Around the forward; the result is to be called with its output."""
+        with _ignore_backend_decomps(), self._mode, enable_python_dispatcher():
+            yield self._end
+
+    def _end(self, output: Any) -> None:
+        self.has_ended = True
+
+
+class CallRecorder(FurtherCall):
+    """Records the forward of ``model`` on ``kwargs``, too. ``found``: its recording, if it has ended."""
+
+    def __init__(self, model: nn.Module, kwargs: Mapping[str, Tensor], mode: FakeTensorMode) -> None:
+        super().__init__(mode)
+        self.found: Recording | None = None
         held = {parameter(name): t for name, t in model.named_parameters(remove_duplicate=False)}
         held |= {parameter(name): t for name, t in model.named_buffers(remove_duplicate=False)}
-        held |= {batch_tensor(key): t for key, t in self._kwargs.items()}
-        recorder = (_Silent if self._is_silent else _Mode)(Recording(self._mode, held))
+        held |= {batch_tensor(key): t for key, t in kwargs.items()}
+        self._recorder = _Mode(Recording(mode, held))
+
+    @contextmanager
+    def running(self) -> Iterator[Callable[[Any], None]]:
         with ExitStack() as stack:
             modes = _ignore_backend_decomps(), self._mode, _NonStrictTorchFunctionHandler()
-            for mode in (*modes, enable_python_dispatcher(), enable_pre_dispatch(), recorder):
+            for mode in (*modes, enable_python_dispatcher(), enable_pre_dispatch(), self._recorder):
                 stack.enter_context(mode)
             stack.enter_context(proxy_tensor.disable_autocast_cache())
-            yield lambda output: self._end(recorder, output)
+            yield self._end
 
-    def _end(self, recorder: _Mode, output: Any) -> None:
-        if not self._is_silent:
-            recorder.recording.output = [recorder.operand(leaf) for leaf in pytree.tree_leaves(output)]
-        self.found = recorder.recording
+    def _end(self, output: Any) -> None:
+        recorder = self._recorder
+        recorder.recording.output = [recorder.operand(leaf) for leaf in pytree.tree_leaves(output)]
+        self.found, self.has_ended = recorder.recording, True
 
 
 class _Mode(proxy_tensor.ProxyTorchDispatchMode):
@@ -113,10 +125,3 @@ class _Mode(proxy_tensor.ProxyTorchDispatchMode):
         name = constant(len(self.recording.held))
         self.recording.held[name], self._known[tensor] = tensor, Operand(name)
         return self._known[tensor]
-
-
-class _Silent(_Mode):
-    """Records nothing; a branch that asks for values has its answer from an earlier call, or ends the forward."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _LIFTS.get(func, func)(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from passes.errors import PlanError, Where
 from passes.program.constants import is_made_of
 from passes.program.known_values import node_of, value_of
 from passes.program.source_lines import where_of
-from planner.capture.again.recording import CallRecorder
+from planner.capture.again.recording import FurtherCall
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
@@ -115,16 +115,13 @@ class ForwardWatch:
             self._call(kwargs)
         self._records = False
 
-    def calls_recorded(self, kwargs: Mapping[str, Any], recorders: Iterable[CallRecorder]) -> bool:
-        """A call without export for each of ``recorders``; whether all ended, and computed the same as those before.
-
-        If not, none of them counts.
-        """
+    def calls_alike(self, kwargs: Mapping[str, Any], calls: Iterable[FurtherCall]) -> bool:
+        """Make ``calls``; whether all ended, and computed the same as those before. If not, none of them counts."""
         before = len(self._calls)
-        for recorder in recorders:
-            with suppress(Exception), CertainDraws(self.check), recorder.running() as end:
+        for call in calls:
+            with suppress(Exception), CertainDraws(self.check), call.running() as end:
                 end(self._model(**kwargs))
-            if recorder.found is None or self.unlike is not None:
+            if not call.has_ended or self.unlike is not None:
                 del self._calls[before:]
                 return False
         self._records = len(self._calls) == before
