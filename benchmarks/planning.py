@@ -63,18 +63,22 @@ JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
 
 GRAPHS = "regions for CUDA graphs of the first job, attn + mlp"
 ROUNDS, MOST_ADDED = 7, 0.2
+LENGTHS = "three lengths of a sequence beside the greatest one"
+LENGTHS_PLANNED, MOST_TIMES = [256, 512, 1024], 2.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", choices=[*JOBS, GRAPHS], help="run this job here and print JSON")
+    parser.add_argument("--job", choices=[*JOBS, *OTHERS], help="run this job here and print JSON")
     arguments = parser.parse_args()
     if arguments.job:
-        print(json.dumps(measure_graphs() if arguments.job == GRAPHS else measure(arguments.job)))
+        other = OTHERS.get(arguments.job)
+        print(json.dumps(measure(arguments.job) if other is None else other[0]()))
         return
     for name in JOBS:
         print(report(name, run(name)), flush=True)
-    print(report_graphs(run(GRAPHS)), flush=True)
+    for name, (_, shown) in OTHERS.items():
+        print(shown(run(name)), flush=True)
 
 
 def run(name: str) -> dict[str, Any]:
@@ -170,6 +174,53 @@ def report_graphs(row: dict[str, float]) -> str:
         f"(reach {MOST_ADDED:+.0%}); decide_regions and decide_slots alone {row['steps'] * 1e3:.1f} ms; "
         f"least of {ROUNDS}\n"
     )
+
+
+def measure_lengths() -> dict[str, Any]:
+    """Plans of one length and of three, in turn: the least CPU seconds of each, for GPT-2 and for examples/gpt.py."""
+    import torch
+
+    from examples.gpt import GPT
+    from planner import api
+    from planner.capture.model.reference import load_model
+
+    torch.set_num_threads(1)
+    sizes = {"vocabulary": 50257, "width": 768, "num_heads": 12, "num_layers": 12, "length": LENGTHS_PLANNED[-1]}
+    builds: dict[str, tuple[str, str, Callable[[], Any]]] = {
+        "GPT-2 124M": ("input_ids", "labels", lambda: model_of(GPT2, load_model)),
+        "GPT of examples/gpt.py, 12 layers": ("input_ids", "targets", lambda: GPT(**sizes)),
+    }
+    found: dict[str, Any] = {}
+    for name, (ids, labels, build) in builds.items():
+        seconds: dict[str, list[float]] = {"one": [], "three": []}
+        for _ in range(ROUNDS):
+            for kind, shape in (("one", LENGTHS_PLANNED[-1:]), ("three", [LENGTHS_PLANNED])):
+                given = {ids: {"shape": shape, "dtype": "int64", "high": 50257}, labels: {"like": ids}}
+                spec = {"mesh": {"tp": 2, "pp": 2, "dp": 2}, "batch": {"global": 16, "micro": 2}, "inputs": given}
+                with torch.device("meta"):
+                    model = build()
+                gc.collect()
+                start = time.process_time()
+                api.plan(model, spec)
+                seconds[kind].append(time.process_time() - start)
+        found[name] = {kind: min(spent) for kind, spent in seconds.items()}
+    return found
+
+
+def report_lengths(found: dict[str, dict[str, float]]) -> str:
+    lines = [
+        f"{name}: CPU {row['one']:.2f} s one, {row['three']:.2f} s three: {row['three'] / row['one']:.2f} times "
+        f"(reach {MOST_TIMES:.0f})"
+        for name, row in found.items()
+    ]
+    return "\n".join([f"## {LENGTHS}: {LENGTHS_PLANNED}", "", *lines, f"least of {ROUNDS}", ""])
+
+
+# name -> its measurement, and its lines
+OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
+    GRAPHS: (measure_graphs, report_graphs),
+    LENGTHS: (measure_lengths, report_lengths),
+}
 
 
 def time_phases(api: Any) -> dict[str, float]:

@@ -24,6 +24,7 @@ from passes.partition.placements import Placements
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.program import Program
+from planner.capture.again.earlier import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
@@ -72,10 +73,10 @@ def capture(
     example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
     Raises PlanError if the model cannot be captured: problem, place (module and the user's line), fix.
     """
-    checked = _checked(model, spec, "capture", (nn.Module,)).longest
+    checked = _checked(model, spec, "capture", (nn.Module,))
     with _planning(checked):
-        seen = spec_to_capture(checked, example_inputs)
-        made = capture_model(model, seen, inputs_of(seen, example_inputs))
+        seen = spec_to_capture(checked.longest, example_inputs)
+        made = capture_model(model, seen, inputs_of(seen, example_inputs), _earlier(checked))
         made.remember_model()
     return made
 
@@ -105,12 +106,13 @@ def plan(
             what = "example_inputs have one length, and the spec's inputs several"
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
         check_rate_function(checked.optimizer.schedule.kind)
-        longest = checked.longest
-        found = (_decide_the_fastest if checked.mesh.has_auto else _decide)(model, longest, example_inputs)
+        earlier = (model.earlier if isinstance(model, Captured) else None) or _earlier(checked)
+        decide = _decide_the_fastest if checked.mesh.has_auto else _decide
+        found = decide(model, checked.longest, example_inputs, earlier=earlier)
         if not checked.lengths:
             return found
         alone = model.model if isinstance(model, Captured) else model
-        return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held))
+        return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held, earlier))
 
 
 def find_layouts(
@@ -159,10 +161,20 @@ def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator
         raise spec.locate(error) from error.__cause__
 
 
-def _captured(model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None) -> Captured:
+def _earlier(spec: Spec) -> Earlier | None:
+    """What the captures of several lengths share."""
+    return Earlier() if spec.lengths else None
+
+
+def _captured(
+    model: nn.Module | Captured,
+    spec: Spec,
+    example_inputs: Mapping[str, torch.Tensor] | None,
+    earlier: Earlier | None = None,
+) -> Captured:
     """``model``, captured for ``spec``, unless it is already."""
     if not isinstance(model, Captured):
-        return capture_model(model, spec, inputs_of(spec, example_inputs))
+        return capture_model(model, spec, inputs_of(spec, example_inputs), earlier)
     model.check_spec(spec, inputs_of(spec, example_inputs or model.example_for(spec)))
     return model
 
@@ -173,6 +185,7 @@ def _search(
     example_inputs: Mapping[str, torch.Tensor] | None,
     top: int,
     progress: Progress,
+    earlier: Earlier | None = None,
 ) -> tuple[Captured, Result]:
     """Capture once, then search."""
     if spec.cluster is None:
@@ -185,7 +198,7 @@ def _search(
     if example_inputs is None and isinstance(model, Captured):
         example_inputs = model.example_for(spec)
     seen = spec_to_capture(spec, example_inputs)
-    captured = _captured(model, seen, example_inputs)
+    captured = _captured(model, seen, example_inputs, earlier)
     prepared = prepare(captured, seen)
     asked = spec if example_inputs is None else seen.model_copy(update={"mesh": spec.mesh})
     spent = time.perf_counter() - start
@@ -194,16 +207,19 @@ def _search(
 
 
 def _decide_the_fastest(
-    model: nn.Module | Captured, spec: Spec, example_inputs: Mapping[str, torch.Tensor] | None
+    model: nn.Module | Captured,
+    spec: Spec,
+    example_inputs: Mapping[str, torch.Tensor] | None,
+    earlier: Earlier | None = None,
 ) -> Plan:
     """The plan of the fastest layout that also fits by the plan's own rows of memory."""
     with shown_if_slow("searching the fastest layout"):
-        captured, result = _search(model, spec, example_inputs, _MOST_PLANNED, lambda what, done, total: None)
+        captured, result = _search(model, spec, example_inputs, _MOST_PLANNED, lambda what, done, total: None, earlier)
     by_micro, notes = {captured.micro: captured}, []
     for candidate in result.best:
         asked = planned_spec(result.spec, candidate.point)
         micro = int(asked.batch.micro)
-        by_micro[micro] = by_micro.get(micro) or _captured(captured.model, asked, example_inputs)
+        by_micro[micro] = by_micro.get(micro) or _captured(captured.model, asked, example_inputs, earlier)
         found = _decide(by_micro[micro], asked, example_inputs)
         most = max((row.total for row in found.memory), default=0)
         if most <= result.memory_bytes:
@@ -218,11 +234,14 @@ def _decide(
     spec: Spec,
     example_inputs: Mapping[str, torch.Tensor] | None,
     held: Held | None = None,
+    earlier: Earlier | None = None,
 ) -> Plan:
-    """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided."""
+    """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided;
+    ``earlier``: captures of the model at other lengths.
+    """
     cluster = None if spec.cluster is None else read_cluster(spec.cluster)
     mesh = _mesh(spec)
-    captured = _captured(model, spec, example_inputs)
+    captured = _captured(model, spec, example_inputs, earlier)
     prepared = prepare(captured, spec)
     program, terms = prepared.program, prepared.terms
     rules = decide_rules(spec.optimizer, program)

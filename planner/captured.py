@@ -28,6 +28,7 @@ from passes.program.copied import copied
 from passes.program.documents import NO_DOCUMENTS, Documents, find_documents
 from passes.program.program import Program
 from passes.rng.places import name_draws
+from planner.capture.again.earlier import Earlier
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
@@ -60,6 +61,7 @@ class Captured:
     _programs: dict[int, Program]  # size of the batch in microbatches → its program, which is never rewritten
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
+    earlier: Earlier | None = None  # captures of the model at other lengths
 
     @cached_property
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -93,7 +95,13 @@ class Captured:
                 larger = wider(self._example, times)
                 module, loss = apply_loss(self.model, self.loss)
                 self._programs[times] = capture(
-                    module, larger, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True
+                    module,
+                    larger,
+                    has_rule=has_rule,
+                    loss=loss,
+                    dtype=self.dtype,
+                    is_known=True,
+                    earlier=self.earlier,
                 )
         return copied(self._programs[times])
 
@@ -152,13 +160,17 @@ class Prepared:
     documents: Documents = NO_DOCUMENTS
 
 
-def capture_model(model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor]) -> Captured:
-    """``model``, captured for ``inputs``: one microbatch, on any device. Raises PlanError."""
+def capture_model(
+    model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor], earlier: Earlier | None = None
+) -> Captured:
+    """``model``, captured for ``inputs``: one microbatch, on any device. ``earlier``: captures at other lengths. Raises
+    PlanError."""
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
         module, loss = apply_loss(model, spec.loss)
-        program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec))
-    return Captured(model, spec.loss, dtype_of(spec), time.perf_counter() - start, dict(inputs), {1: program})
+        program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec), earlier=earlier)
+    seconds = time.perf_counter() - start
+    return Captured(model, spec.loss, dtype_of(spec), seconds, dict(inputs), {1: program}, earlier=earlier)
 
 
 def prepare(captured: Captured, spec: Spec) -> Prepared:

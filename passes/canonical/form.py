@@ -34,6 +34,7 @@ from passes.program.ops.aten import aten
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.recorded import OWN_BACKWARD, recorded
 from passes.program.source_lines import where_of
+from passes.program.unwritten import Unwritten
 
 KEPT_META = ("nn_module_stack", "stack_trace")
 
@@ -59,7 +60,7 @@ def canonicalize(
     writer.copy_body(source, env)
     by_name = {node.name: node for node in source.graph.nodes}
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
-    module = fx.GraphModule(torch.nn.Module(), writer.graph)
+    module = Unwritten(torch.nn.Module(), writer.graph)
     prune(module)
     if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
         prune(module)
@@ -69,7 +70,6 @@ def canonicalize(
 def prune(module: fx.GraphModule) -> None:
     """Drop nodes without readers; random ops are not kept for their side effect on the generator."""
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    module.recompile()
 
 
 class _Writer:

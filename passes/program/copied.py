@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
 from passes.program.program import Program
+from passes.program.unwritten import Unwritten
 
 
 def copied(program: Program) -> Program:
@@ -29,7 +29,7 @@ def program_of(program: Program, graph: fx.Graph) -> Program:
 
     return replace(
         program,
-        graph=_NeverRun(program.graph, graph),
+        graph=Unwritten(program.graph, graph),
         parameters=left(program.parameters),
         aliases=dict(program.aliases),
         buffers=left(program.buffers),
@@ -42,10 +42,3 @@ def program_of(program: Program, graph: fx.Graph) -> Program:
         untrained=list(program.untrained),
         assumptions=list(program.assumptions),
     )
-
-
-class _NeverRun(fx.GraphModule):
-    """A graph that is decided on and never runs: no code is written for it."""
-
-    def recompile(self) -> Any:
-        return None

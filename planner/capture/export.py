@@ -11,68 +11,45 @@ Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters,
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
 from torch.export.graph_signature import InputKind, OutputKind
 
-from passes.canonical.certain_draws import CertainDraws
 from passes.canonical.decompose import HasRule
 from passes.canonical.form import canonicalize, prune
 from passes.canonical.side_calls import order_side_calls
-from passes.errors import PlanError, Where, first_line, message_of
-from passes.program.assumptions import Assumption
+from passes.errors import PlanError, Where
 from passes.program.ops.recorded import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from planner.capture.again.earlier import Earlier
 from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.data_dependence import (
-    FIX,
-    NUMBER_OF_DATA,
     depends_on_data,
     refuse_dynamic_shapes,
     refuse_numbers_from_tensors,
 )
 from planner.capture.functional import UnknownWrite, is_write, make_functional
-from planner.capture.gradients.autocast import write_casts
-from planner.capture.gradients.call_sites import CallSites
 from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import refuse_parameter_writes
-from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
-from planner.capture.model.sliced_lists import name_sliced_modules
 from planner.capture.outputs import find_loss, select_outputs
-from planner.capture.own_loss.lines import loss_lines
 from planner.capture.python.eager_answers import EagerAnswers
-from planner.capture.python.watch import ForwardWatch
 from planner.capture.real_forward import refuse_another_forward
 from planner.capture.same_forward import refuse_other_constants
-from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.dense import is_dynamic
-from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
-from planner.slow_steps import see_one
-
-FORWARD_MUST_WORK = (
-    "call the model's forward with one microbatch of these inputs: it must also work on tensors without values (no "
-    "numpy, no lists of elements)"
-)
+from planner.capture.trace import FORWARD_MUST_WORK, Forward, quietly, traced
 
 
 @calls_recorded()
@@ -84,12 +61,14 @@ def capture(
     loss: str = "auto",
     dtype: torch.dtype | None = None,
     is_known: bool = False,
+    earlier: Earlier | None = None,
 ) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
     ``has_rule``: whether an op has a rule; others are written out if that helps. ``dtype`` casts
     floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: for a model that was captured at
-    another batch size before, when its Python side was checked: exported once, for its graph alone.
+    another batch size before, when its Python side was checked: exported once, for its graph alone. ``earlier``:
+    captures at other sizes, from the first of which this one may follow without an export.
 
     Raises PlanError if the model cannot be traced or would not train as traced, naming the user's line, and if no
     output is a loss.
@@ -102,9 +81,7 @@ def capture(
     while True:
         try:
             with answers.given():
-                program = _captured(
-                    model, inputs, mode, exchange, has_rule=has_rule, loss=loss, dtype=dtype, is_known=is_known
-                )
+                program = _captured(model, inputs, mode, exchange, earlier, has_rule, loss, dtype, is_known)
         except PlanError as error:
             cannot_be_traced = depends_on_data(error) or error.fix == FORWARD_MUST_WORK
             if not cannot_be_traced or not answers.give_in(error.where):
@@ -112,6 +89,8 @@ def capture(
         else:
             program.notes += answers.notes
             program.traced = list(answers.traced.values())
+            if earlier is not None and program.traced:
+                earlier.first = None
             if dtype is None and not is_known:
                 refuse_another_forward(model, inputs, program)
             return program
@@ -122,7 +101,7 @@ def _captured(
     inputs: Mapping[str, torch.Tensor],
     mode: FakeTensorMode,
     exchange: Exchange,
-    *,
+    earlier: Earlier | None,
     has_rule: HasRule,
     loss: str,
     dtype: torch.dtype | None,
@@ -131,8 +110,8 @@ def _captured(
     # a tensor of its own for each input: one tensor given twice would be captured as one input
     kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
     with exchange.made(), caches_off(model):
-        traced = _traced(model, kwargs, exchange, mode, is_known=is_known)
-        exported = traced.exported
+        made = traced(Forward(model, kwargs, exchange, mode), earlier, is_known=is_known)
+        exported = made.exported
         lifted = {
             s.target: exported.constants.get(s.target)
             for s in exported.graph_signature.input_specs
@@ -141,79 +120,17 @@ def _captured(
         held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
-        others = [(asked, _functional(other, held)[0].graph_module) for asked, other in traced.others]
-        refuse_other_constants(exported, [other for _, other in traced.others])
+        if made.first is not None and earlier is not None and exported is made.exported:
+            earlier.first = made.first
+        others = [(asked, _functional(other, held)[0].graph_module) for asked, other in made.others]
+        refuse_other_constants(exported, [other for _, other in made.others])
         skipped = skipped_parameters(exported.graph_module, others[:1])  # the first assumes that no mask selects
-        traced.told.extend(compute_all_rows(exported.graph_module, traced.asked, others))
-    program = _program(model, exported, constants, held, loss, traced.notes, written, has_rule)
-    program.rewrites.extend(traced.told)
-    program.assumptions = traced.assumptions
+        made.told.extend(compute_all_rows(exported.graph_module, made.asked, others))
+    program = _program(model, exported, constants, held, loss, made.notes, written, has_rule)
+    program.rewrites.extend(made.told)
+    program.assumptions = made.assumptions
     program.skipped = frozenset(fqn for name, fqn in program.parameters.items() if name in skipped)
     return program
-
-
-@dataclass
-class _Traced:
-    """An export, notes for the user, the rewrites; and exports with other answers to the questions ``asked``."""
-
-    exported: torch.export.ExportedProgram
-    notes: list[str]
-    told: list[tuple[str, Where]]
-    asked: Questions
-    others: list[tuple[Questions, torch.export.ExportedProgram]]
-    assumptions: list[Assumption] = field(default_factory=list)
-
-
-def _traced(
-    model: nn.Module, kwargs: dict[str, torch.Tensor], exchange: Exchange, mode: FakeTensorMode, *, is_known: bool
-) -> _Traced:
-    """The export in which no check of values raises."""
-    assumed = Assumptions()
-
-    def trial() -> None:
-        watch = ForwardWatch(model, exchange, mode)
-        with watch.installed(), PythonGradients(model).watched():
-            _export(model, kwargs, watch, Questions(CallSites(model), assumed))
-
-    traced = assumed.settled(lambda: _attempted(model, kwargs, exchange, mode, assumed, is_known), trial)
-    traced.assumptions = assumed.found(traced.exported.graph_signature.user_inputs)  # pyright: ignore
-    return traced
-
-
-def _attempted(
-    model: nn.Module,
-    kwargs: dict[str, torch.Tensor],
-    exchange: Exchange,
-    mode: FakeTensorMode,
-    assumed: Assumptions,
-    is_known: bool,
-) -> _Traced:
-    """The export; made twice if the forward left state that a next one may read, or asked a question that only data
-    answers. If the model ``is_known``, made once.
-    """
-    sites = CallSites(model)
-    watch, gradients, asked = ForwardWatch(model, exchange, mode), PythonGradients(model), Questions(sites, assumed)
-    others: list[tuple[Questions, torch.export.ExportedProgram]] = []
-    with watch.installed():
-        with gradients.watched():
-            exported = _export(model, kwargs, watch, asked)
-        if is_known:
-            return _Traced(exported, [], [], asked, [])
-        with PythonGradients(model, gradients).watched():
-            _quietly(lambda: watch.refuse_draws(kwargs))
-            _quietly(lambda: watch.call_again(kwargs))
-            if watch.is_unknown:
-                watch.settle_unknown(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
-        for answer in OTHER_ANSWERS if asked.asked else ():
-            with watch.as_before(), PythonGradients(model, gradients).watched():
-                others.append((again := Questions(sites, assumed, answer), _export(model, kwargs, watch, again)))
-        if watch.doubts:
-            with watch.moved_on(), PythonGradients(model, gradients).watched():
-                watch.settle(exported, lambda: _export(model, kwargs, watch, Questions(sites, assumed)))
-        watch.refuse_changing()
-        with PythonGradients(model, gradients).watched():
-            _quietly(lambda: watch.refuse_schedules(kwargs))
-    return _Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
 
 
 def _constant(value: Any, exchange: Exchange) -> Any:
@@ -259,60 +176,12 @@ def _functional(
 
 def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     try:
-        return _quietly(lambda: exported.run_decompositions({}))
+        return quietly(lambda: exported.run_decompositions({}))
     except Exception as error:
         raise PlanError(
             f"the model cannot be captured: its in-place ops cannot be made functional: {error}",
             fix="write them out of place (`x = x + y` for `x += y`)",
         ) from error
-
-
-def _export(
-    model: nn.Module, kwargs: dict[str, torch.Tensor], watch: ForwardWatch, asked: Questions
-) -> torch.export.ExportedProgram:
-    def check(args: Any, kwargs: Any) -> None:
-        see_one("ops")
-        watch.check(args, kwargs)
-
-    try:
-        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model):
-            exported = _quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
-        write_casts(exported.graph_module)
-        name_sliced_modules(exported.graph_module, model)
-        return exported
-    except (PlanError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # of the user's forward: it may derive from any class
-        where = CallSites(model).of(error)
-        if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
-            raise PlanError(
-                f"the model does not accept these inputs: {error}",
-                where="inputs",
-                fix="name the keys under `inputs` as the arguments of the model's forward",
-            ) from error
-        text = message_of(error).strip()
-        what = text.splitlines()[0] if text and isinstance(error, Exception) else first_line(error)
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            op = what.removesuffix(".default").removesuffix(".Tensor")
-            what = f"the result of {op} depends on the values of tensors"
-            raise PlanError(f"the model cannot be captured: {what} (data-dependent)", where=where, fix=FIX) from error
-        if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
-            raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
-        raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
-
-
-def _quietly(run: Any) -> Any:
-    """torch.export warns, logs and prints half graphs, transformers gives advice: none of it concerns a plan."""
-    levels = [(logger, logger.level) for logger in map(logging.getLogger, ("torch", "transformers"))]
-    for logger, _ in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            return run()
-    finally:
-        for logger, level in levels:
-            logger.setLevel(level)
 
 
 def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) -> bool:

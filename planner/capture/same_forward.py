@@ -70,7 +70,7 @@ def _reader_of_another_constant(first: ExportedProgram, second: ExportedProgram)
     own, other = (_held_values(exported, {}) for exported in (first, second))
     for holder in first.graph.find_nodes(op="placeholder"):
         name = holder.name
-        if name in own and (name not in other or _fingerprint(own[name]) != _fingerprint(other[name])):
+        if name in own and (name not in other or fingerprint(own[name]) != fingerprint(other[name])):
             return next(iter(holder.users), holder)
     return None
 
@@ -108,7 +108,7 @@ class _Keys:
         if value is not None:
             self.values[node] = value
         if isinstance(value, Tensor):
-            self.keys[node] = _fingerprint(value)
+            self.keys[node] = fingerprint(value)
         elif node.op == "placeholder":
             self.keys[node] = f"{node.name} {self._names.get(node.name)}"
         else:
@@ -159,7 +159,8 @@ def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> di
     return found
 
 
-def _fingerprint(value: Tensor) -> str:
+def fingerprint(value: Tensor) -> str:
+    """Equal for tensors on the CPU of one dtype, shape and values."""
     plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     content = plain.contiguous().flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode() + content).hexdigest()

@@ -22,6 +22,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
+from passes.program.unwritten import Unwritten
+
 OURS = ("passes.", "planner.")
 PLAIN = (bool, int, float, str, type(None))
 OF_TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory": torch.memory_format}
@@ -154,7 +156,7 @@ class Reader:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = {key: self.read(value) for key, value in meta}
             self.nodes[name] = node
-        return fx.GraphModule({}, graph)
+        return Unwritten({}, graph)
 
 
 READS: dict[str, Callable[[Reader, Any], Any]] = {

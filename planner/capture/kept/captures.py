@@ -25,6 +25,7 @@ from passes.canonical.decompose import HasRule
 from passes.program.program import Program
 from passes.rules.own import own_rule_texts
 from planner.capture import export
+from planner.capture.again.earlier import Earlier
 from planner.capture.kept import store
 from planner.capture.kept.codec import decode, encode
 from planner.capture.kept.sources import facts_of, files_read, user_files, was_named
@@ -44,9 +45,10 @@ def capture(
     loss: str = "auto",
     dtype: torch.dtype | None = None,
     is_known: bool = False,
+    earlier: Earlier | None = None,
 ) -> Program:
     """As ``planner.capture.export.capture``, or its cached result; each time a new program. Raises PlanError."""
-    asked, place = _Asked(model, inputs, has_rule, loss, dtype, is_known), store.place_of()
+    asked, place = _Asked(model, inputs, has_rule, loss, dtype, is_known, earlier), store.place_of()
     return asked.made()[0] if place is None else _kept_or_made(asked, place)
 
 
@@ -60,6 +62,7 @@ class _Asked:
     loss: str
     dtype: torch.dtype | None
     is_known: bool
+    earlier: Earlier | None
     name: str = field(init=False)
     seconds: float = 0.0
 
@@ -78,6 +81,7 @@ class _Asked:
         LOGGER.debug("captured: %s", self.name)
         start = time.monotonic()
         options: dict[str, Any] = {"loss": self.loss, "dtype": self.dtype, "is_known": self.is_known}
+        options["earlier"] = self.earlier
         made = export.capture(self.model, self.inputs, has_rule=self.has_rule, **options)
         self.seconds = time.monotonic() - start
         try:

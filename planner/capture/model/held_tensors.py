@@ -164,4 +164,3 @@ def put_in_place(module: fx.GraphModule, held: Mapping[str, Held], placeholders:
             made.meta["val"] = target(value.meta["val"], *args)
             value = last = made
         constant.replace_all_uses_with(value)
-    module.recompile()

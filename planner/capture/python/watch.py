@@ -22,6 +22,7 @@ from passes.errors import PlanError, Where
 from passes.program.constants import is_made_of
 from passes.program.known_values import node_of, value_of
 from passes.program.source_lines import where_of
+from planner.capture.again.recording import FurtherCall
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
@@ -113,6 +114,23 @@ class ForwardWatch:
         if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
             self._call(kwargs)
         self._records = False
+
+    def calls_alike(self, kwargs: Mapping[str, Any], calls: Iterable[FurtherCall]) -> bool:
+        """Make ``calls``; whether all ended, and computed the same as those before. If not, none of them counts."""
+        before = len(self._calls)
+        for call in calls:
+            with suppress(Exception), CertainDraws(self.check), call.running() as end:
+                end(self._model(**kwargs))
+            if not call.has_ended or self.unlike is not None:
+                del self._calls[before:]
+                return False
+        self._records = len(self._calls) == before
+        return not self._records
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether all calls computed the same, and left no state that a next one could read."""
+        return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.notes
 
     def _call(self, kwargs: Mapping[str, Any]) -> None:
         with suppress(Exception), CertainDraws(self.check), self._mode:

@@ -1,0 +1,226 @@
+"""One forward of a model under torch.export, watched: its graph, and what Python does beside it.
+
+    export                  the graph, with the calls that Python made
+    further calls           without export: they must compute the same
+    further exports         if the forward left state, or asked a question that only data answers
+
+A model that was exported at other sizes before is recorded instead (``earlier``).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.export import ExportedProgram
+
+from passes.canonical.certain_draws import CertainDraws
+from passes.errors import PlanError, Where, first_line, message_of
+from passes.program.assumptions import Assumption
+from planner.capture.again.earlier import Earlier
+from planner.capture.again.first_export import FirstExport, Unlike, copied_export
+from planner.capture.again.recording import CallRecorder, FurtherCall
+from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
+from planner.capture.gradients.autocast import write_casts
+from planner.capture.gradients.call_sites import CallSites
+from planner.capture.gradients.python_side import PythonGradients
+from planner.capture.model.exchange import Exchange
+from planner.capture.model.sliced_lists import name_sliced_modules
+from planner.capture.own_loss.lines import loss_lines
+from planner.capture.python.watch import ForwardWatch
+from planner.capture.selection.assumed import Assumptions
+from planner.capture.selection.questions import OTHER_ANSWERS, Questions
+from planner.slow_steps import see_one
+
+FORWARD_MUST_WORK = (
+    "call the model's forward with one microbatch of these inputs: it must also work on tensors without values (no "
+    "numpy, no lists of elements)"
+)
+
+
+@dataclass
+class Traced:
+    """An export, notes for the user, the rewrites; and exports with other answers to the questions ``asked``."""
+
+    exported: ExportedProgram
+    notes: list[str]
+    told: list[tuple[str, Where]]
+    asked: Questions
+    others: list[tuple[Questions, ExportedProgram]]
+    assumptions: list[Assumption] = field(default_factory=list)
+    first: FirstExport | None = None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A model with its tensors exchanged, and one microbatch for it: all without memory, of one ``mode``."""
+
+    model: nn.Module
+    kwargs: dict[str, torch.Tensor]
+    exchange: Exchange
+    mode: FakeTensorMode
+
+    def watch(self) -> ForwardWatch:
+        return ForwardWatch(self.model, self.exchange, self.mode)
+
+    def recorder(self) -> CallRecorder:
+        return CallRecorder(self.model, self.kwargs, self.mode)
+
+    def questions(self, assumed: Assumptions, *answer: Any) -> Questions:
+        return Questions(CallSites(self.model), assumed, *answer)
+
+
+def traced(forward: Forward, earlier: Earlier | None, *, is_known: bool) -> Traced:
+    """The export in which no check of values raises. ``is_known``: for its graph alone; its Python side is not checked.
+
+    ``earlier``: captures of the same model at other sizes. If the first was kept, this one is recorded where possible.
+    """
+    found = None if earlier is None or earlier.first is None else _resized(forward, earlier.first, is_known)
+    if found is not None:
+        return found
+    assumed, keeps = Assumptions(), earlier is not None and earlier.first is None and not is_known
+
+    def trial() -> None:
+        watch = forward.watch()
+        with watch.installed(), PythonGradients(forward.model).watched():
+            _export(forward, watch, forward.questions(assumed))
+
+    made = assumed.settled(lambda: _attempted(forward, assumed, is_known, keeps), trial)
+    made.assumptions = assumed.found(made.exported.graph_signature.user_inputs)  # pyright: ignore
+    if made.assumptions:
+        made.first = None
+    return made
+
+
+def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bool) -> Traced:
+    """The export; made twice if the forward left state that a next one may read, or asked a question that only data
+    answers. If the model ``is_known``, made once. ``keeps``: a copy of it, for other sizes.
+    """
+    watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
+    others: list[tuple[Questions, ExportedProgram]] = []
+    copies, recorder = list[ExportedProgram](), forward.recorder() if keeps else None
+    with watch.installed():
+        with gradients.watched():
+            exported = _export(forward, watch, asked, copies if keeps else None)
+        if is_known:
+            return Traced(exported, [], [], asked, [])
+        with PythonGradients(forward.model, gradients).watched():
+            quietly(lambda: watch.refuse_draws(forward.kwargs))
+            if not _are_alike(forward, watch, [recorder or FurtherCall(forward.mode), FurtherCall(forward.mode)]):
+                quietly(lambda: watch.call_again(forward.kwargs))
+            if watch.is_unknown:
+                watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
+        for answer in OTHER_ANSWERS if asked.asked else ():
+            with watch.as_before(), PythonGradients(forward.model, gradients).watched():
+                others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))
+        if watch.doubts:
+            with watch.moved_on(), PythonGradients(forward.model, gradients).watched():
+                watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
+        watch.refuse_changing()
+        with PythonGradients(forward.model, gradients).watched():
+            quietly(lambda: watch.refuse_schedules(forward.kwargs))
+    made = Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
+    if recorder is not None and recorder.found is not None and watch.left_nothing and not asked.asked:
+        with suppress(Unlike):
+            made.first = FirstExport(copies[0], recorder.found)
+    return made
+
+
+def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) -> bool:
+    """Whether further calls in export's modes end, and compute the same as those before. If not, they do not count: a
+    branch may have asked for more than they can answer.
+    """
+    with quietness(), forward.questions(Assumptions()).answered():
+        return watch.calls_alike(forward.kwargs, calls)
+
+
+def _resized(forward: Forward, first: FirstExport, is_known: bool) -> Traced | None:
+    """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind: then it
+    is exported, and that reports why.
+    """
+    watch, gradients, recorder = forward.watch(), PythonGradients(forward.model), forward.recorder()
+    with suppress(Exception), watch.installed():
+        further = [] if is_known else [FurtherCall(forward.mode)]
+        with gradients.watched():
+            are_alike = _are_alike(forward, watch, [recorder, *further])
+        if are_alike and recorder.found is not None and watch.left_nothing:
+            exported = _named(first.at(recorder.found), forward.model)
+            notes, told = [*gradients.notes, *watch.notes], list(gradients.regions.told())
+            return Traced(exported, notes, told, forward.questions(Assumptions()), [])
+    return None
+
+
+def _export(
+    forward: Forward, watch: ForwardWatch, asked: Questions, copies: list[ExportedProgram] | None = None
+) -> ExportedProgram:
+    """``copies``: gets a copy of the graph as torch.export made it. Raises PlanError."""
+    model, kwargs = forward.model, forward.kwargs
+
+    def check(args: Any, kwargs: Any) -> None:
+        see_one("ops")
+        watch.check(args, kwargs)
+
+    try:
+        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model):
+            exported = quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+        if copies is not None:
+            copies.append(copied_export(exported))
+        return _named(exported, model)
+    except (PlanError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # of the user's forward: it may derive from any class
+        where = CallSites(model).of(error)
+        if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
+            raise PlanError(
+                f"the model does not accept these inputs: {error}",
+                where="inputs",
+                fix="name the keys under `inputs` as the arguments of the model's forward",
+            ) from error
+        text = message_of(error).strip()
+        what = text.splitlines()[0] if text and isinstance(error, Exception) else first_line(error)
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            op = what.removesuffix(".default").removesuffix(".Tensor")
+            what = f"the result of {op} depends on the values of tensors"
+            raise PlanError(f"the model cannot be captured: {what} (data-dependent)", where=where, fix=FIX) from error
+        if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
+            raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
+        raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
+
+
+def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
+    """With the casts of autocast regions, and modules as the model names them."""
+    write_casts(exported.graph_module)
+    name_sliced_modules(exported.graph_module, model)
+    return exported
+
+
+def quietly(run: Any) -> Any:
+    with quietness():
+        return run()
+
+
+@contextmanager
+def quietness() -> Iterator[None]:
+    """torch.export warns, logs and prints half graphs, transformers gives advice: none of it concerns a plan."""
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, ("torch", "transformers"))]
+    for logger, _ in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
