@@ -26,6 +26,7 @@ from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.grouped_linear import grouped_linear
 from passes.ops.linear import linear
 from passes.ops.meeting import ends_of, grouped_mm
+from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.program.ops.aten import aten
@@ -108,7 +109,8 @@ def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
     found: Counter[str] = Counter()
     for node in graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), nn.Parameter):
-            reads = [read for user in node.users for read in _reads(user, node, module)]
+            readers = [user for user in node.users if user.target not in MARKS]
+            reads = [read for user in readers for read in _reads(user, node, module)]
             found[str(node.target)] = sum(reads) + (0 if all(reads) else 1)
     return found
 

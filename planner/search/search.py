@@ -9,7 +9,7 @@ losers    of every other choice of the winner's (another tp, another pp, …) th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,10 +159,10 @@ class _Search:
     def _estimate(self, point: Point) -> Estimated:
         return estimate(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
 
-    def _fixed(self, point: Point) -> list[float]:
+    def _fixed(self, point: Point) -> Sequence[float]:
         """Bytes of weights, gradients and optimizer on each pp rank."""
         holds = rank_holdings(self.works[point.cut][point.layout.recompute], point.layout, self.spec)
-        return [held.parameters + held.gradients + held.optimizer for held in holds]
+        return [float(held.parameters + held.gradients + held.optimizer) for held in holds]
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:

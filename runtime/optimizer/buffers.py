@@ -277,6 +277,8 @@ class GradientBuffers:
 
     def arrived(self, parameter: Tensor) -> None:
         """A contribution to a parameter's gradient of this microbatch is in its buffer."""
+        if not self.scattered and not self.last_microbatch:
+            return
         bucket = self._slot_of[id(parameter)].bucket
         if bucket.scatters:
             self.scattered.arrived(bucket, parameter)

@@ -25,8 +25,6 @@ from planner.capture.again.late_graph import LateGraph
 from planner.capture.again.operands import Operand, Recorded, Recording, batch_tensor, constant, parameter
 from planner.capture.gradients.autocast import autocast_now
 
-_LIFTS: dict[Any, Any] = {torch.ops.aten.lift_fresh.default: torch.ops.aten.lift_fresh_copy.default}
-
 
 class FurtherCall:
     """One more forward without export, within ``running``: in the modes of export on which results and strides depend.
@@ -90,7 +88,8 @@ class _Mode(proxy_tensor.ProxyTorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        func = _LIFTS.get(func, func)
+        if func is torch.ops.aten.lift_fresh.default:
+            func = torch.ops.aten.lift_fresh_copy.default
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_now()
         call = Recorded(func, self.operand(args), self.operand(kwargs), state)
         result = func(*args, **kwargs)

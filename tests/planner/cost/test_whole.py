@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner import plan
-from planner.cost.whole import most_gradients
+from planner.cost.whole import Filling, most_gradients
 from tests.models.plannable import build, spec_of
 
 DP = 4
@@ -50,8 +50,14 @@ def _registered(model: str, precision: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("units", "waits", "most"),
-    [([], False, 0), ([[7]], False, 7), ([[3, 4], [5, 1], [2]], False, 12), ([[3, 4], [5, 1], [2]], True, 15)],
+    ("buckets", "most"),
+    [
+        ([], 0),
+        ([Filling(7, 1, 5, 0)], 7),
+        ([Filling(3, 1, 2, 0), Filling(5, 3, 4, 1), Filling(2, 5, 6, 2)], 8),  # one fills, the one before is on its way
+        ([Filling(4, 0, 9, 0), Filling(5, 3, 4, 1), Filling(2, 5, 6, 2)], 11),  # read first and last: open throughout
+        ([Filling(3, 1, 2, 2), Filling(5, 3, 4, 1), Filling(2, 5, 6, 0)], 10),  # none begins before the last is full
+    ],
 )
-def test_full_gradients_are_those_of_a_unit_and_of_one_bucket_on_its_way(units, waits: bool, most: int):
-    assert most_gradients(units, waits=waits) == most
+def test_full_gradients_are_those_that_fill_and_the_sum_on_its_way(buckets: list[Filling], most: int):
+    assert most_gradients(buckets) == most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from passes.ops.global_sums import GlobalSums
 from passes.partition import writer
 from passes.partition.loss.shares import _Rewriter
 from passes.partition.options.forms import Form
-from runtime import intake
+from runtime import intake, update
 from runtime.optimizer import rules
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.lr import LearningRate
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline import executor
 from tests.tools.planted.fault import Fault, Function, Make
@@ -132,7 +132,8 @@ def _mean_half_as_fast(whole: Function) -> Function:
 
 
 def _step_of(change: int) -> Make:
-    return lambda whole: lambda self, step: whole(self, max(0, step + change))
+    """Of the engine's updates alone: one process has a rate of its own."""
+    return lambda whole: lambda spec: SimpleNamespace(at=lambda step: whole(spec).at(max(0, step + change)))
 
 
 def _sums_of_one_rank(whole: Function) -> Function:
@@ -178,8 +179,8 @@ FAULTS = {
     "adamw: first beta halved": Fault(rules, "torch_adamw", _half_of("beta1"), seed=0),
     "adamw: second beta halved": Fault(rules, "torch_adamw", _half_of("beta2"), seed=0),
     "adamw: bias correction left out": Fault(rules, "torch_adamw", _steps_from_zero, seed=0),
-    "learning rate: of the next step": Fault(LearningRate, "at", _step_of(1), seed=62),
-    "learning rate: of the step before": Fault(LearningRate, "at", _step_of(-1), seed=62),
+    "learning rate: of the next step": Fault(update, "LearningRate", _step_of(1), seed=62),
+    "learning rate: of the step before": Fault(update, "LearningRate", _step_of(-1), seed=62),
     "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),
     "mean of the weights: not updated": Fault(
         WeightAverage, "update", lambda whole: lambda self, found_inf: None, seed=177
