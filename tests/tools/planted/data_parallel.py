@@ -144,13 +144,13 @@ def _stale(whole: Function) -> Function:
 
 
 FAULTS = {
-    "sharded gradients: reduce-scatter left out": Fault(scattered, "reduce_scatter", changes.call_left_out, seed=0),
-    "sharded gradients: reduce-scatter doubled": Fault(scattered, "reduce_scatter", changes.call_twice, seed=0),
+    "sharded gradients: reduce-scatter left out": Fault(scattered, "reduce_scatter", changes.call_left_out, seed=3),
+    "sharded gradients: reduce-scatter doubled": Fault(scattered, "reduce_scatter", changes.call_twice, seed=3),
     "sharded gradients: of the last microbatch alone": Fault(
-        ScatteredGradients, "_settle", _last_microbatch_alone, seed=0
+        ScatteredGradients, "_settle", _last_microbatch_alone, seed=3
     ),
-    "sharded weights: all-gather in the wrong order": Fault(whole_weights, "all_gather", _shards_in_reverse, seed=0),
-    "sharded weights: those before the update": Fault(WholeWeights, "drop", _stale, seed=0),
+    "sharded weights: all-gather in the wrong order": Fault(whole_weights, "all_gather", _shards_in_reverse, seed=21),
+    "sharded weights: those before the update": Fault(WholeWeights, "drop", _stale, seed=21),
     "gradients: reduce-scatter over dp left out": Fault(
         buffers, "reduce_scatter", _over("dp", changes.call_left_out), seed=186
     ),
