@@ -149,7 +149,7 @@ class BestFirst:
         known = self._known.get(point)
         if known is None:
             known = self._known[point] = Candidate(point, self._estimate(point))
-            passing = [row.total - row.parameters - row.gradients - row.optimizer - row.whole for row in known.memory]
+            passing = [float(r.total - r.parameters - r.gradients - r.optimizer - r.whole) for r in known.memory]
             self._passing.setdefault(_twin(point, 0), passing)
         return known
 
