@@ -30,18 +30,20 @@ from passes.base import LowerContext, StageGraph
 from passes.ops.compiled import run_piece
 from passes.ops.parameter_gate import Units, need_again, need_weights
 from passes.ops.recompute import MARKS, begin_block, end_block
+from passes.ops.vocabulary import vocabulary_embedding
 
+BACK_WITHOUT_WEIGHT = (torch.ops.aten.embedding.default, vocabulary_embedding)
 Aliases = dict[fx.Node, frozenset[tuple[int, int]]]
 
 
 @dataclass
 class Visit:
-    """Ops of one block, one after the other, that read weights. ``runs_back``: a gradient comes back to one of them."""
+    """Ops of one block, one after the other, that read weights. ``back``: the units that their backward reads."""
 
     home: Any
     units: Units = ()
     readers: list[fx.Node] = field(default_factory=list)
-    runs_back: bool = False
+    back: Units = ()
 
 
 def gather_weights(stage: StageGraph, context: LowerContext) -> None:
@@ -56,9 +58,9 @@ def gather_weights(stage: StageGraph, context: LowerContext) -> None:
     for visit in visits:
         with stage.graph.inserting_before(visit.readers[0]):
             stage.graph.call_function(need_weights, (gate, visit.units, ahead[id(visit)]))
-        for reader in visit.readers if visit.runs_back else ():
+        for reader in visit.readers if visit.back else ():
             with stage.graph.inserting_after(reader):
-                stage.graph.call_function(need_again, (gate, reader, visit.units, behind[id(visit)]))
+                stage.graph.call_function(need_again, (gate, reader, visit.back, behind[id(visit)]))
     _before_recomputations(stage, context, visits, behind)
 
 
@@ -77,7 +79,8 @@ def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
         visit = visits[-1]
         visit.units = tuple(sorted({*visit.units, *read}))
         visit.readers.append(node)
-        visit.runs_back |= _gets_a_gradient(node, context)
+        if _gets_a_gradient(node, context) and node.target not in BACK_WITHOUT_WEIGHT:
+            visit.back = tuple(sorted({*visit.back, *read}))
     return visits
 
 
@@ -87,14 +90,14 @@ def moves_of(visits: Iterable[Visit], *, forward: bool) -> list[tuple[Units, Uni
     ahead, behind = _neighbours(visits)
     if forward:
         return [(visit.units, ahead[id(visit)]) for visit in visits]
-    return [(visit.units, behind[id(visit)]) for visit in reversed(visits) if visit.runs_back]
+    return [(visit.back, behind[id(visit)]) for visit in reversed(visits) if visit.back]
 
 
 def _neighbours(visits: list[Visit]) -> tuple[Mapping[int, Units], Mapping[int, Units]]:
-    """Of each visit the units of the next one, and of the one before through which a gradient goes."""
-    back = [visit for visit in visits if visit.runs_back]
+    """Of each visit the units of the next one, and those of the one before that a backward reads."""
+    back = [visit for visit in visits if visit.back]
     ahead = {id(visit): after.units for visit, after in pairwise(visits)} | {id(visits[-1]): ()}
-    behind = {id(visits[0]): ()} | {id(visit): before.units for before, visit in pairwise(back)}
+    behind = {id(visits[0]): ()} | {id(visit): before.back for before, visit in pairwise(back)}
     return ahead, {id(visit): () for visit in visits} | behind
 
 
@@ -160,7 +163,7 @@ def _before_recomputations(
             call = getattr(stage.root, handle.target)
             begin = next(n for n in handle.users if n.target is begin_block)
             visit = _visit_around(begin, of_home, context)
-            units, ahead = (visit.units, behind[id(visit)]) if visit is not None else ((), ())
+            units, ahead = (visit.back, behind[id(visit)]) if visit is not None else ((), ())
             call.before = partial(need_weights, context.gate, tuple(sorted({*units, *read})), ahead)
 
 

@@ -146,7 +146,8 @@ def _row(
     static, whole = beside
     buffers = shards.buffers_of_rank(rank)
     held = parameters_of_rank(decisions, rank)
-    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if not p.requires_grad)
+    laid_out = {name for buffer in buffers for name in buffer.by_name}
+    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
     own = sum(b.parameter_bytes for b in buffers)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     updating = max((h.update_bytes for h in homes if h is not None), default=0)

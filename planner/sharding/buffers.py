@@ -28,6 +28,7 @@ from planner.spec.update_rules import MATRIX_RULES, moments_of
 from planner.updates.rules import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+FROZEN = "frozen"  # in place of an update rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,14 @@ class Buffer:
     zero: int = 1
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether it has weights alone, which nothing updates."""
+        return self.rule == FROZEN
+
+    @property
     def scatters(self) -> bool:
         """Whether ranks keep the gradients of their shards alone: each backward sums and scatters those of a bucket."""
-        return self.zero >= 2 and self.layout.num_ranks > 1
+        return self.zero >= 2 and self.layout.num_ranks > 1 and not self.is_frozen
 
     @property
     def gathers(self) -> bool:
@@ -108,6 +114,8 @@ class Buffer:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that stay on one rank."""
+        if self.is_frozen:
+            return 0
         elements = self.layout.shard_elements() if self.scatters else self.layout.num_elements
         return elements * self.gradient_dtype.itemsize
 
@@ -152,6 +160,8 @@ class Buffer:
         """Bytes of one rank's moments, of a mean of the weights if there is one, and of its main parameters and
         gradients if the buffers are less precise.
         """
+        if self.is_frozen:
+            return 0
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
         return self.layout.shard_elements() * main * (len(self.moments) + self.averaged + copies)
@@ -193,7 +203,9 @@ def buffers_of_rank(
         gradients = "float32"
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
     for p in held:
-        if p.requires_grad:
+        if not p.requires_grad and optimizer.planned_zero == 3:
+            groups.setdefault((p.dtype, p.reduced_over, FROZEN), {}).setdefault(p.fqn, p)
+        elif p.requires_grad:
             rule = rules.of(p.fqn)
             key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment, rule)
             key += (p.placement.is_sharded,) if rule in MATRIX_RULES else ()  # other ranks hold parts of a matrix
@@ -201,15 +213,18 @@ def buffers_of_rank(
     made = []
     for group in groups.values():
         members = tuple(group.values())
-        if members[0].tied_stages:  # stages list their parameters in different orders, yet layouts have to be the same
+        is_frozen = not members[0].requires_grad
+        if (
+            members[0].tied_stages and not is_frozen
+        ):  # stages list them in different orders, and layouts are to be equal
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
-        if units is not None and members[0].tied_stages:
+        if units is not None and members[0].tied_stages and not is_frozen:
             units = {**units, **{p.fqn: p.fqn for p in members}}  # stages read them at other places
         layout = _layout(optimizer, sizes[members[0].reduced_over], members, units)
-        rule = rules.of(members[0].fqn)
-        moments = moments_of(rule, optimizer)
-        averaged = optimizer.ema is not None
+        rule = FROZEN if is_frozen else rules.of(members[0].fqn)
+        moments = () if is_frozen else moments_of(rule, optimizer)
+        averaged = optimizer.ema is not None and not is_frozen
         made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.planned_zero))
     return tuple(made)
 

@@ -79,7 +79,7 @@ def sums_of_the_loss(decisions: Decisions) -> tuple[CollectivePlan, ...]:
 def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:
     over = buffer.reduced_over
     num_ranks = mesh.size(over)
-    for bucket in buffer.layout.buckets:
+    for bucket in buffer.layout.buckets if not buffer.is_frozen else ():
         place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({_contents(bucket)})"
 
         def row(kind: str, axis: str, size: int, place: str = place) -> CollectivePlan:

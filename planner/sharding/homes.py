@@ -176,7 +176,7 @@ def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:
 
 def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -> Homes | None:
     """None for a buffer that is updated element by element."""
-    if rules.matrices_of(buffer.parameters[0].fqn) is None:
+    if buffer.is_frozen or rules.matrices_of(buffer.parameters[0].fqn) is None:
         return None
     axis = shared_over(buffer.parameters[0], mesh, sharded=buffer.layout.num_ranks > 1)
     num_ranks = mesh.size(axis) if axis else 1

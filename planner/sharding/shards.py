@@ -57,7 +57,7 @@ class Shards:
         ep_ranks = range(1 if self.elsewhere is None else ep)
         pp_ranks = sorted({buffer.pp_rank for buffer in self.buffers})
         found = [buffer for pp in pp_ranks for rank in ep_ranks for buffer in self.buffers_of_rank(pp, rank)]
-        return {name: buffer for buffer in found for name in buffer.by_name}
+        return {name: buffer for buffer in found if not buffer.is_frozen for name in buffer.by_name}
 
 
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:

@@ -27,7 +27,7 @@ from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, num_updates, owned_runs, updates_of
+from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, num_updates, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept
@@ -154,7 +154,8 @@ class TrainingState:
     def _runs(self) -> Iterator[OwnedRun]:
         """Trainable parameters as the optimizer owns them, then frozen ones in full; each once."""
         yield from owned_runs(self.optimizer)
-        seen = set()
+        yield from frozen_runs(self.optimizer)
+        seen = {name for b in self.optimizer.buffers.buffers if b.planned.is_frozen for name in b.planned.by_name}
         for stage in self.program.stages:
             for local in stage.parameters:
                 if not local.requires_grad and local.fqn not in seen:

@@ -12,7 +12,7 @@ the same order whichever of its parameters got a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,8 @@ class BufferTensors:
     def __init__(self, planned: Buffer, data_parallel: DataParallel, device: torch.device) -> None:
         self.planned, self.layout, self.data_parallel = planned, planned.layout, data_parallel
         parameters = _Memory(planned.dtype, device, self.layout.num_elements, is_kept=not planned.gathers)
-        gradients = _Memory(planned.gradient_dtype, device, self.layout.num_elements, is_kept=not planned.scatters)
+        num_gradients = 0 if planned.is_frozen else self.layout.num_elements
+        gradients = _Memory(planned.gradient_dtype, device, num_gradients, is_kept=not planned.scatters)
         self.kept_parameters, self.kept_gradients = parameters.kept, gradients.kept
         self.slots: dict[str, ParameterSlot] = {}
         self._places = {slot.name: slot for slot in self.layout.slots}
@@ -69,7 +70,8 @@ class BufferTensors:
         view = bucket.parameters[within.start : within.stop].view(shape)
         slot = self.slots.get(fqn)
         if slot is None:
-            main_grad = bucket.gradients[within.start : within.stop].view(shape)
+            summed = bucket.gradients[within.start : within.stop]
+            main_grad = summed if self.planned.is_frozen else summed.view(shape)
             slot = ParameterSlot(entry.local, [], entry.position, place.world, main_grad, self.buckets[place.bucket])
             self.slots[fqn] = slot
             slot.bucket.slots.append(slot)
@@ -135,14 +137,14 @@ class GradientBuffers:
         self.unmixed = Unmixed()
         self.launches: list[tuple[int, int]] = []
         self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
-        self._adopt(_entries(parameters))
+        self._adopt(_entries(parameters, {name for b in self.buffers for name in b.planned.by_name}))
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
         scattered = (entry for entry in indexed if entry[2].scatters)
         self.scattered = ScatteredGradients(scattered, chunk_of or {}, self.unmixed)
         gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.gathers}
         self.weights = WholeWeights(gathered, reshards=reshards)
         self._in_order = sorted(indexed, key=lambda entry: entry[2].position)
-        self._order = [entry for entry in self._in_order if not entry[2].scatters]
+        self._order = [e for e in self._in_order if not (e[2].scatters or self.buffers[e[0]].planned.is_frozen)]
         self._next = 0
         self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
@@ -155,7 +157,7 @@ class GradientBuffers:
         self._in_graphs: list[ParameterSlot] = []
         self._watched: list[nn.Parameter] = []
         for slot in self.slots:
-            for parameter in slot.parameters:
+            for parameter in slot.parameters if slot.local.requires_grad else ():
                 self._listen(parameter, slot)
         self.begin_step()
 
@@ -304,12 +306,14 @@ class GradientBuffers:
             bucket.work = dist.all_reduce(bucket.gradients, group=dp.group, async_op=True)
 
 
-def _entries(parameters: Iterable[tuple[LocalParameter, nn.Parameter]]) -> list[_Entry]:
-    """Trainable parameters, each module parameter once, with their positions in the backward (the reverse order)."""
-    trainable = [(local, p) for local, p in parameters if local.requires_grad]
+def _entries(parameters: Iterable[tuple[LocalParameter, nn.Parameter]], names: Collection[str]) -> list[_Entry]:
+    """Parameters of these names, each module parameter once, with their positions in the backward (the reverse
+    order).
+    """
+    laid_out = [(local, p) for local, p in parameters if local.fqn in names]
     entries: dict[int, _Entry] = {}
-    for place, (local, parameter) in enumerate(trainable):
-        entries.setdefault(id(parameter), _Entry(local, parameter, len(trainable) - 1 - place))
+    for place, (local, parameter) in enumerate(laid_out):
+        entries.setdefault(id(parameter), _Entry(local, parameter, len(laid_out) - 1 - place))
     return list(entries.values())
 
 

@@ -44,6 +44,16 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
             yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
 
 
+def frozen_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
+    """Those of the frozen parameters of which ranks keep shards."""
+    for buffer in optimizer.buffers.buffers:
+        for bucket in buffer.buckets if buffer.planned.is_frozen else ():
+            dp, locals_ = bucket.shared_by, buffer.planned.by_name
+            for fqn, owned in bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+                values = {"parameter": bucket.own_parameters[owned.local.start : owned.local.stop]}
+                yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
+
+
 def num_updates(optimizer: DistributedOptimizer) -> int:
     """The number of updates that were not skipped: a bias correction uses it."""
     states = optimizer.optimizer.state.values() if optimizer.optimizer is not None else ()

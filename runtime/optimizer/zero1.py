@@ -93,13 +93,14 @@ class DistributedOptimizer:
             parameters, planned, shared_by, device=device, chunk_of=chunk_of, reshards=settings.reshard
         )
         self.device = torch.device(device)
-        self.shards = [self._shard(buffer, bucket) for buffer in self.buffers.buffers for bucket in buffer.buckets]
+        trained = [(i, buffer) for i, buffer in enumerate(self.buffers.buffers) if not buffer.planned.is_frozen]
+        self.shards = [self._shard(buffer, bucket) for _, buffer in trained for bucket in buffer.buckets]
         parts = [self._parts(shard, asked or {}) for shard in self.shards]
         runs = [self._own_runs(shard, own) for shard in self.shards] if own else ()
         mains, base = [shard.main for shard in self.shards], base_of(settings)
         rules = [shard.buffer.planned.rule for shard in self.shards]
         moments = [shard.buffer.planned.moments for shard in self.shards]
-        places = [(i, bucket) for i, b in enumerate(self.buffers.buffers) for bucket in range(len(b.buckets))]
+        places = [(i, bucket) for i, buffer in trained for bucket in range(len(buffer.buckets))]
         found = (
             {main: exchanges[at] for main, at in zip(mains, places, strict=True) if at in exchanges}
             if exchanges

@@ -39,6 +39,15 @@ def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str
         assert lab.check(case).wrong == []
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt", "gpt2-prefix"])
+def test_an_adapted_model_with_its_base_in_shards_equals_one_process(lab: Lab, kind: str) -> None:
+    case = Case(kind, {"tp": 2, "dp": 2}, {"optimizer": {"zero": 3}})
+    frozen = [buffer for buffer in lab.plan(case).optimizer.buffers if buffer.rule == "frozen"]
+    assert sum(buffer.num_elements for buffer in frozen) >= 2 * sum(buffer.shard_elements for buffer in frozen) > 0
+    assert lab.check(case).wrong == []
+
+
 def held(plan: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[set[str], set[str]]:
     """Of one rank: the names of its parameters with a gradient buffer, and of those that train."""
     from runtime import Engine

@@ -26,6 +26,7 @@ CASES += [
     for layout in ({"dp": 2}, {"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1})
 ]
 CASES += [("mixtral", {"dp": 4, "ep": 2}, 3)]
+CASES += [("frozen", layout, 3) for layout in LAYOUTS[::2]]
 
 
 @pytest.mark.covering(1)

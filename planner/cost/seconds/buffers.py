@@ -123,7 +123,8 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
     for p, count, tied in held:
         low |= p.dtype in LOW
         if not p.is_trainable:
-            frozen += p.elements * p.itemsize * count
+            shards = layout.mesh.size(p.reduced_over) if layout.zero == 3 else 1
+            frozen += -(-p.elements * p.itemsize * count // shards)
             continue
         key = p.dtype, p.reduced_over, p.partial_over, tied, p.rule, p.shared_by
         sums = groups.setdefault(key, _Sums(p.itemsize))

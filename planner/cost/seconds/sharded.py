@@ -69,9 +69,9 @@ def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[s
     """Bytes of full weights, and of their gradients, by the axis that shares them. ``asked``: dtype of gradients."""
     weights, gradients = dict[str, int](), dict[str, int]()
     for p, count in held:
+        weights[p.reduced_over] = weights.get(p.reduced_over, 0) + p.starts * count * p.itemsize
         if p.is_trainable:
             size = SIZES[asked] if asked else max(4, p.itemsize)
-            weights[p.reduced_over] = weights.get(p.reduced_over, 0) + p.starts * count * p.itemsize
             gradients[p.reduced_over] = gradients.get(p.reduced_over, 0) + p.starts * count * size
     return weights, gradients
 

@@ -46,6 +46,11 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
     "a running mean": ("gpt", AVERAGED, [({"tp": 2, "pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 1}, {})]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),
+    "frozen, in shards": (
+        "frozen",
+        {},
+        [({"dp": 2}, {"optimizer": {"zero": 3}}), ({"pp": 2}, {}), ({"tp": 2, "dp": 2}, {"optimizer": {"zero": 3}})],
+    ),
     "one key head": ("falcon-7b", {}, [({"tp": 2}, {}), ({"dp": 2}, {}), ({"tp": 2, "dp": 2}, {})]),
     "cp to dp to tp": (
         "gpt2",
