@@ -313,4 +313,4 @@ def _on_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def _mesh(spec: Spec) -> Mesh:
-    return spec.mesh.to_mesh(fold_of(spec.pipeline.schedule))
+    return spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)

@@ -18,6 +18,7 @@ from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenera
 
 MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
+SHARD, REPLICA = "shard", "replica"  # the ranks that share dense parameters, in two axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,10 @@ class Mesh:
     """The sizes of all axes and their order; world_size = tp·cp·dp·pp = etp·ep·edp·pp. It is the plan's row.
 
     ``etp`` left out (0) is the same as tp; ``edp`` and ``world_size`` left out follow from the rest. The order is
-    case-insensitive and kept in lower case. ``fold``: which of the pp·vpp stages each pp rank runs. Raises PlanError,
-    with the spec's key as its place, when the sizes do not fit one another or the order does not hold every axis.
+    case-insensitive and kept in lower case. ``fold``: which of the pp·vpp stages each pp rank runs. ``shard``: ranks
+    of a group within which dense parameters are in shards, adjacent ones of the data axis; 0: all of it. Raises
+    PlanError, with the spec's key as its place, when the sizes do not fit one another or the order does not hold every
+    axis.
     """
 
     tp: int = 1
@@ -40,6 +43,7 @@ class Mesh:
     world_size: int = 0
     order: str = DEFAULT_ORDER
     fold: Fold = LOOP
+    shard: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "etp", self.etp or self.tp)
@@ -54,6 +58,7 @@ class Mesh:
         _check_divisible(self.world_size, "etp·ep·pp", (self.etp, self.ep, self.pp))
         self._fill("edp", "world_size / (etp·ep·pp)", self.world_size // (self.etp * self.ep * self.pp))
         _check_same_pp(self, self.dense, self.expert)
+        _check_shard(self)
 
     def _fill(self, name: str, formula: str, size: int) -> None:
         """If ``name`` was given (the row of a saved plan), it must follow from the other sizes."""
@@ -117,6 +122,16 @@ class Mesh:
         """The ranks that hold the same dense parameters and run other tokens: "dp", or "dp-cp" if cp > 1."""
         return "dp-cp" if self.cp > 1 else "dp"
 
+    @property
+    def replica(self) -> int:
+        """The number of groups that have equal shards."""
+        return self.size(self.data_axis) // self.shard if self.shard else 1
+
+    @property
+    def shared_axis(self) -> str:
+        """The ranks within which dense parameters are in shards."""
+        return SHARD if self.replica > 1 else self.data_axis
+
     def size(self, axis: str) -> int:
         """The size of an axis by its name: tp, cp, dp, pp, etp, ep, edp; or of several, as dp-cp."""
         return math.prod(getattr(self, name) for name in axis.split("-"))
@@ -128,7 +143,10 @@ class Mesh:
         """
         expert = self.expert_coordinate(rank)
         place = {**self.coordinate(rank), "etp": expert["tp"], "ep": expert["ep"], "edp": expert["dp"]}
-        return place | ({"dp-cp": self.dense.index_in("dp-cp", rank)} if self.cp > 1 else {})
+        place |= {"dp-cp": self.dense.index_in("dp-cp", rank)} if self.cp > 1 else {}
+        if self.replica > 1:
+            place[REPLICA], place[SHARD] = divmod(place[self.data_axis], self.shard)
+        return place
 
     def shown_place(self, rank: int) -> dict[str, int]:
         """A rank's place for a message: on tp, pp and dp, and on cp if cp > 1."""
@@ -157,9 +175,17 @@ class Mesh:
 
     def groups_over(self, axis: str) -> list[list[int]]:
         """All groups over one or several axes by their names in a plan, such as ``tp-dp`` or ``etp-edp``."""
+        if axis in (SHARD, REPLICA):
+            return [part for ranks in self.groups(self.data_axis) for part in self.parts_of(axis, ranks)]
         if "e" not in axis:
             return self.groups(axis)
         return self.expert_groups(axis.replace("etp", "tp").replace("edp", "dp"))
+
+    def parts_of(self, axis: str, ranks: list[int]) -> list[list[int]]:
+        """``ranks`` of the data axis, in its parts within which parameters are in shards, or with equal shards."""
+        if axis == SHARD:
+            return [ranks[first : first + self.shard] for first in range(0, len(ranks), self.shard)]
+        return [ranks[first :: self.shard] for first in range(self.shard)]
 
     def group_of(self, token: str, rank: int) -> list[int]:
         """The dense group of ``token`` that holds ``rank``."""
@@ -211,6 +237,16 @@ def _check_divisible(world_size: int, name: str, sizes: tuple[int, ...]) -> None
             f"world size {world_size} is not divisible by {name} = {values} = {product}",
             where="mesh",
             fix=f"choose sizes with a product that divides {world_size}, or launch a multiple of {product} ranks",
+        )
+
+
+def _check_shard(mesh: Mesh) -> None:
+    ranks = mesh.size(mesh.data_axis)
+    if mesh.shard and ranks % mesh.shard:
+        raise PlanError(
+            f"groups of {mesh.shard} ranks do not divide the {ranks} that share parameters ({mesh.data_axis})",
+            where="optimizer.shard_group",
+            fix=f"choose a divisor of {ranks}",
         )
 
 

@@ -16,6 +16,7 @@ from passes.stage_module import RankProgram
 from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.lower import lower
+from planner.mesh import REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.sharding.buffers import Buffer
 from planner.sharding.homes import combined_axes, homes_of
@@ -51,7 +52,8 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
     """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
     store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
-    options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined_axes(plan.optimizer)}
+    combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
+    options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined}
     groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
     store, number = default_store(), next(_engine_numbers)
@@ -178,7 +180,7 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
 
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
     """Over the buffers that the plan lays out for this rank."""
-    named = (groups.mesh.data_axis, "edp", "tp", "etp", "world", "embedding")
+    named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "world", "embedding")
     axes = {axis: groups.over(axis) for axis in named}
     return DistributedOptimizer(
         parameters_of(program),

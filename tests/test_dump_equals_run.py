@@ -24,7 +24,7 @@ from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 
 STEPS = 2
-AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp")
+AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp", "shard", "replica")
 OTHERS = ("broadcast", "reduce", "scatter", "gather", "all_to_all", "reduce_scatter", "all_gather_object", "barrier")
 ROUTED = (
     "all_to_all",
@@ -281,6 +281,11 @@ CASES = {
     "cp2 dp2, zero 3, all forwards twice": (
         "balance",
         {"mesh": {"cp": 2, "dp": 2}, "optimizer": {"zero": 3}},
+    ),
+    "dp4, zero 3, shards within two": ("gpt2", {"mesh": {"dp": 4}, "optimizer": {"zero": 3, "shard_group": 2}}),
+    "cp2 dp2, zero 1, shards within two": (
+        "llama",
+        {"mesh": {"cp": 2, "dp": 2}, "optimizer": {"shard_group": 2}, "precision": {"parameters": "bfloat16"}},
     ),
     "dp4 ep2, zero 3": ("mixtral", {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 3}}),
     "a loop, dp4 ep2, zero 3": ("loop of experts", {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 3}}),

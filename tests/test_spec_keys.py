@@ -61,6 +61,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.no_decay": ("vectors", {}),
     "optimizer.groups": ({"*": {"lr": 1e-3}}, {}),
     "optimizer.zero": (0, {}),
+    "optimizer.shard_group": (2, {"mesh.dp": 4, "batch.global": 8}),
     "optimizer.reshard": (False, {"optimizer.zero": 3}),
     "optimizer.alignment": ("none", {}),
     "optimizer.bucket_size": (1000, {}),

@@ -27,7 +27,7 @@ from math import ceil, log2
 from operator import mul
 
 from planner.cluster.cluster import Cluster
-from planner.mesh import Mesh
+from planner.mesh import REPLICA, SHARD, Mesh
 from planner.ranks import RankGenerator
 
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
@@ -84,6 +84,8 @@ def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
     devices = tuple(link.devices for link in cluster.links)
     if axis == "world":
         return _world(mesh.world_size, devices)
+    if axis in (SHARD, REPLICA):
+        return group_of(mesh.parts_of(axis, mesh.dense.group_of(mesh.data_axis, 0))[0], devices)
     names = axis.split("-")
     token = "-".join(EXPERT_AXES.get(name, name) for name in names)
     return _group(mesh.expert if names[0] in EXPERT_AXES else mesh.dense, token, devices)

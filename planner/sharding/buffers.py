@@ -176,7 +176,7 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     """The buffers of the ranks with this pp and ep rank."""
     mesh = decisions.mesh
     place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
-    sizes = {axis: mesh.size(axis) for axis in (mesh.data_axis, "edp")}
+    sizes = {axis: mesh.size(axis) for axis in (mesh.shared_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
     units = units_of(decisions) if spec.optimizer.planned_zero >= 2 else None
     return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules, units)
@@ -214,9 +214,7 @@ def buffers_of_rank(
     for group in groups.values():
         members = tuple(group.values())
         is_frozen = not members[0].requires_grad
-        if (
-            members[0].tied_stages and not is_frozen
-        ):  # stages list them in different orders, and layouts are to be equal
+        if members[0].tied_stages and not is_frozen:  # stages list them in other orders; layouts are to be equal
             members = tuple(sorted(members, key=lambda p: p.fqn))
         dtype = getattr(torch, gradients) if gradients else members[0].dtype
         if units is not None and members[0].tied_stages and not is_frozen:

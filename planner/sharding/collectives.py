@@ -3,6 +3,7 @@
 dp, dp-cp, edp       reduce-scatter of each bucket (zero 2 and 3: of each microbatch), all-gather of its parameters
                      (zero 3: planner.exchanges.weights); zero 0: one all-reduce
 tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
+replica              the same, if parameters are in shards within groups of dp
 tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
                      ranks, and back (planner.sharding.homes)
 dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
@@ -27,7 +28,7 @@ from planner.sharding.buffers import Buffer
 from planner.sharding.homes import SENT_BYTES, Homes, exchanged_elements, homes_of
 from planner.updates.rules import UpdateRules
 
-SUMS = ("tp", "etp", "embedding")  # in this order, which all ranks share though they hold different buffers
+SUMS = ("tp", "etp", "embedding", "replica")  # in this order, which all ranks share though they hold different buffers
 # Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
 NOTES_OF_A_RANK = 5
 

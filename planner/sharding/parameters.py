@@ -24,6 +24,7 @@ from passes.parameters import LocalParameter, axis_of
 from passes.program.matrices import Matrices
 from passes.types.types import I, Placement, Segment
 from planner.decisions import Decisions
+from planner.mesh import REPLICA
 from planner.sharding.parts import Part
 from planner.spec.sections import STYLES
 
@@ -145,12 +146,14 @@ def local_parameter(decisions: Decisions, node: fx.Node, stage: int, place: Mapp
         value.dtype,
         placement,
         shape,
-        (("embedding",) if tied else ()) + ((axis,) if partial else ()),
+        (("embedding",) if tied else ())
+        + ((axis,) if partial else ())
+        + ((REPLICA,) if mesh.replica > 1 and part.expert is None else ()),
         (placement.is_sharded or place[axis] == 0) and stage == min(stages),
         tied,
         bool(node.meta["grad"]),
         part.expert,
-        mesh.data_axis,
+        mesh.shared_axis,
     )
 
 

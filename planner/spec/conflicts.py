@@ -12,6 +12,7 @@ from planner.pipeline.split import stage_problems
 from planner.spec.fields import AUTO
 from planner.spec.lengths import batch_problems, length_problems
 from planner.spec.sections import needs_auto_mesh
+from planner.spec.update_rules import MATRIX_RULES
 
 if TYPE_CHECKING:
     from planner.spec.spec import Spec
@@ -96,9 +97,22 @@ def _zero_problems(spec: Spec) -> Iterator[PlanError]:
             where="optimizer.zero",
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
+    yield from _shard_problems(spec)
     if not spec.optimizer.reshard and zero not in (3, AUTO):
         what = f"optimizer.reshard = false is for zero 3, and optimizer.zero is {zero}"
         yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
+
+
+def _shard_problems(spec: Spec) -> Iterator[PlanError]:
+    at, fix = "optimizer.shard_group", "remove it"
+    if spec.optimizer.shard_group is None:
+        return
+    if spec.optimizer.zero == 0:
+        yield SpecError(f"{at}: with zero 0 nothing is in shards", where=at, fix=fix)
+    if spec.mesh.has_auto:
+        yield SpecError(f"{at}: a search shards over all ranks of dp", where=at, fix=f"{fix}, or give all sizes")
+    if spec.optimizer.name in MATRIX_RULES or any(g.name in MATRIX_RULES for g in spec.optimizer.groups.values()):
+        yield SpecError(f"{at}: muon gathers matrices over all ranks of dp", where=at, fix=fix)
 
 
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:

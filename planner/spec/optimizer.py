@@ -110,6 +110,9 @@ class OptimizerSpec(Section):
     reshard: Flag = key(
         True, "with zero 3: free the weights of a block after its last use; false: gather them once a step"
     )
+    shard_group: Size | None = key(
+        None, "ranks within which parameters are in shards, with copies beyond (HSDP); null: all that share them"
+    )
     clip_grad_norm: Positive | None = key(1.0, "maximum global gradient norm; null: no clipping")
     alignment: Annotated[Literal["nccl", "none"], NullIsNone] = key(
         "nccl", "nccl: buckets padded for the network; none: no padding"

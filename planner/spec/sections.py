@@ -83,9 +83,9 @@ class MeshSpec(Section):
         """Whether some size is left to the search."""
         return any(getattr(self, axis) == AUTO for axis in SIZES)
 
-    def to_mesh(self, fold: Fold = LOOP) -> Mesh:
+    def to_mesh(self, fold: Fold = LOOP, shard: int = 0) -> Mesh:
         """The mesh of these sizes, none of which is auto. Raises PlanError if they make none."""
-        return Mesh(**dict(self), fold=fold)
+        return Mesh(**dict(self), fold=fold, shard=shard)
 
     def problems(self) -> Iterator[PlanError]:
         if self.order == AUTO and not self.has_auto:

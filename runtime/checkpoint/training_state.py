@@ -161,8 +161,9 @@ class TrainingState:
                 if not local.requires_grad and local.fqn not in seen:
                     seen.add(local.fqn)
                     values = stage.parameter(local.fqn).data.view(-1)
-                    num_equal = self.groups.mesh.size(local.reduced_over)
-                    yield OwnedRun(local, Range(0, len(values)), {"parameter": values}, num_equal)
+                    over = self.groups.mesh.data_axis if local.expert is None else "edp"
+                    equal = self.groups.mesh.size(over), self.groups.place[over]
+                    yield OwnedRun(local, Range(0, len(values)), {"parameter": values}, *equal)
 
     def _written_range(self, run: OwnedRun) -> Range:
         """Of the run's elements those that this rank writes: of equal copies each rank has its share."""
@@ -170,7 +171,7 @@ class TrainingState:
         if local.tied_stages and place["pp"] != mesh.pp_rank_of(min(local.tied_stages)):
             return Range(0, 0)
         copies = 1 if local.placement.is_sharded else mesh.size(local.axis)
-        index = place[local.reduced_over] % run.num_equal * copies + place[local.axis] % copies
+        index = run.copy * copies + place[local.axis] % copies
         count, size = run.num_equal * copies, len(run.range)
         if count > 1 and size < _SPREAD_FROM:
             return Range(0, 0 if index else size)

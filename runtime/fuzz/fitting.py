@@ -67,6 +67,8 @@ def _fit_optimizer(found: Choices) -> None:
         found["optimizer.zero"] -= 2
     if found["optimizer.zero"] != 3:
         found["optimizer.reshard"] = True
+    if found["mesh.dp"] * found["mesh.cp"] % 4 or not found["optimizer.zero"]:
+        found["optimizer.shard_group"] = None
 
 
 def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:

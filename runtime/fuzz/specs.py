@@ -36,6 +36,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "optimizer.groups": ("none", "blocks"),
     "optimizer.zero": (1, 0, 2, 3),
     "optimizer.reshard": (True, False),
+    "optimizer.shard_group": (None, 2),
     "optimizer.clip_grad_norm": (1.0, None, 0.01),
     "optimizer.alignment": ("nccl", "none"),
     "optimizer.bucket_size": (None, 64, 1000),

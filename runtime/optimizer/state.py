@@ -15,6 +15,7 @@ from torch import Tensor
 
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Range
+from runtime.optimizer.slots import DataParallel
 from runtime.optimizer.zero1 import DistributedOptimizer
 
 AVERAGE = "ema"
@@ -24,13 +25,14 @@ AVERAGE = "ema"
 class OwnedRun:
     """Elements ``range`` of the flattened part that this rank holds of a parameter; ``values`` of them by kind, 1-d.
 
-    ``num_equal`` ranks of its ``reduced_over`` own the same elements: 1 if they are sharded.
+    ``num_equal`` ranks own the same elements, and this is number ``copy`` of them.
     """
 
     local: LocalParameter
     range: Range
     values: dict[str, Tensor]
     num_equal: int = 1
+    copy: int = 0
 
 
 def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
@@ -41,7 +43,7 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
         tensors = _tensors(optimizer, index)
         for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
             values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
-            yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
+            yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
 
 
 def frozen_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
@@ -51,7 +53,14 @@ def frozen_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
             dp, locals_ = bucket.shared_by, buffer.planned.by_name
             for fqn, owned in bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
                 values = {"parameter": bucket.own_parameters[owned.local.start : owned.local.stop]}
-                yield OwnedRun(locals_[fqn], owned.param, values, dp.size // dp.num_shards)
+                yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
+
+
+def _copies(optimizer: DistributedOptimizer, shared_by: DataParallel, local: LocalParameter) -> tuple[int, int]:
+    """How many ranks own the same elements, and which of them this one is."""
+    within, here = shared_by.size // shared_by.num_shards, 0 if shared_by.sharded else shared_by.rank
+    copy, copies = optimizer.copy_of_shards if local.expert is None else (0, 1)
+    return within * copies, copy * within + here
 
 
 def num_updates(optimizer: DistributedOptimizer) -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.parameters import LocalParameter
+from planner.mesh import REPLICA
 from planner.sharding.buffers import Buffer
 from planner.updates.groups import Settings, base_of
 from runtime.optimizer.average import WeightAverage
@@ -229,6 +230,12 @@ class DistributedOptimizer:
         seen: set[int] = set()
         return {kind: _new_bytes(tensors, seen) for kind, tensors in kinds.items()}
 
+    @property
+    def copy_of_shards(self) -> tuple[int, int]:
+        """Of groups with equal shards of dense parameters: which is this rank's, and how many there are."""
+        size, rank = size_and_rank(self.groups.get(REPLICA))
+        return rank, size
+
     # ---- pieces
 
     def _shared_over(self, axis: str) -> DataParallel:
@@ -281,6 +288,8 @@ class DistributedOptimizer:
             grad, dp = shard.grad, shard.data_parallel
             if not dp.sharded and dp.rank != 0:
                 continue  # each of them has all of the gradient
+            if REPLICA in shard.buffer.planned.partial_over and self.copy_of_shards[0] != 0:
+                continue
             if shard.whole is not None and size_and_rank(self.groups.get(shard.buffer.planned.axis))[1] != 0:
                 grad = grad.index_fill(0, shard.whole, 0.0)
             for start, stop in shard.counted:

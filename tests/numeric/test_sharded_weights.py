@@ -38,6 +38,28 @@ def test_sharded_gradients_and_weights_equal_one_process(
     assert lab.check(Case(model, layout, {"optimizer": {"zero": zero}, **precision})).wrong == []
 
 
+GROUPS: list[tuple[str, dict[str, int], int]] = [
+    *(("gpt2", {"dp": 4}, zero) for zero in (1, 2, 3)),
+    ("gpt", {"tp": 2, "dp": 4}, 3),
+    ("gpt2", {"pp": 2, "dp": 4}, 3),
+    ("gpt", {"cp": 2, "dp": 2}, 3),
+    ("experts", {"dp": 4, "ep": 2}, 3),
+    ("frozen", {"dp": 4}, 3),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("model", "layout", "zero"), GROUPS, ids=str)
+def test_shards_within_groups_with_copies_beyond_equal_one_process(
+    lab: Lab, model: str, layout: dict[str, int], zero: int
+) -> None:
+    case = Case(model, layout, {"optimizer": {"zero": zero, "shard_group": 2}}, micro=1)
+    made = lab.plan(case)
+    assert made.mesh.replica == 2
+    assert any(row.axis == "replica" for row in made.collectives)
+    assert lab.check(case).wrong == []
+
+
 FEATURES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "weights stay whole for a step": ({"dp": 2}, {"optimizer": {"zero": 3, "reshard": False}}),
     "small buckets": ({"dp": 2}, {"optimizer": {"zero": 3, "bucket_size": 1000}}),

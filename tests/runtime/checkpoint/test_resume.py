@@ -43,6 +43,15 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
             ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3}}),
         ],
     ),
+    "shards within groups": (
+        "frozen",
+        {},
+        [
+            ({"dp": 4}, {"optimizer": {"zero": 3, "shard_group": 2}}),
+            ({"tp": 2}, {}),
+            ({"cp": 2, "dp": 2}, {"optimizer": {"zero": 2, "shard_group": 2}}),
+        ],
+    ),
     "a running mean": ("gpt", AVERAGED, [({"tp": 2, "pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 1}, {})]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),
