@@ -103,7 +103,7 @@ def test_sizes_that_make_no_mesh_are_refused(arguments, what):
 @pytest.mark.parametrize(("row", "what"), [({"edp": 3}, "edp = 3"), ({"world_size": 8}, "tp·cp·dp·pp = 4")])
 def test_the_row_of_a_saved_plan_must_agree_with_its_sizes(row, what):
     saved = encode(Mesh(tp=2, pp=2, etp=1))
-    assert list(saved) == ["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp", "world_size", "order", "fold"]
+    assert list(saved) == ["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp", "world_size", "order", "fold", "shard"]
     assert decode(Mesh, saved, "plan.mesh") == Mesh(tp=2, pp=2, etp=1)
     with pytest.raises(PlanError, match="the plan contradicts itself") as error:
         decode(Mesh, {**saved, **row}, "plan.mesh")

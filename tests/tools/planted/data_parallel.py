@@ -161,10 +161,10 @@ FAULTS = {
         buffers, "reduce_scatter", _over("dp", changes.call_on_wrong_axis), seed=186
     ),
     "gradients: all-reduce over dp left out": Fault(
-        buffers, "dist", _of_all_reduce(_over("dp", changes.call_left_out)), seed=179
+        buffers, "dist", _of_all_reduce(_over("dp", changes.call_left_out)), seed=43
     ),
     "gradients: all-reduce over dp doubled": Fault(
-        buffers, "dist", _of_all_reduce(_over("dp", changes.call_twice)), seed=179
+        buffers, "dist", _of_all_reduce(_over("dp", changes.call_twice)), seed=43
     ),
     "gradients: all-reduce on the wrong axis": Fault(
         buffers, "dist", _of_all_reduce(_over("dp", changes.call_on_wrong_axis)), seed=628
