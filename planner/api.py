@@ -30,6 +30,7 @@ from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
+from planner.cost.resharding import decide_reshard
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.lengths import Held, plan_lengths
@@ -270,11 +271,12 @@ def _decide(
         costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
+        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, cluster)
         memory = memory_rows(lowered, schedule, slots, recomputed)
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)
-    return Plan.of(tables, decisions, shards, regions, recomputed, compiled)
+    return Plan.of(tables, decisions, lowered.shards, regions, recomputed, compiled)
 
 
 def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:

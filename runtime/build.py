@@ -191,6 +191,7 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups),
+        reshards=plan.to_run()[1].reshards,
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
 

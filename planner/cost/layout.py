@@ -12,7 +12,7 @@ class Layout:
     """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind.
 
     ``recompute``: none, full or selective, for all blocks alike. ``sizes``: blocks of each stage.
-    ``zero``: what the ranks of dp keep shards of.
+    ``zero``: what the ranks of dp keep shards of; ``reshards``: weights are freed after each use.
     """
 
     mesh: Mesh
@@ -23,3 +23,4 @@ class Layout:
     schedule: str
     sizes: tuple[int, ...]
     zero: int = 1
+    reshards: bool = True

@@ -30,7 +30,7 @@ def cost_row(
     if cluster is None:
         return None
     work = planned_work(lowered, spec, recomputed)
-    return cost_of(work, _layout(lowered.decisions, spec, schedule), cluster, spec)
+    return cost_of(work, _layout(lowered, spec, schedule), cluster, spec)
 
 
 def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> float:
@@ -48,7 +48,7 @@ def planned_stage_seconds(
 ) -> StageCosts:
     """Seconds of one microbatch's forward, backward and deferred weight gradients, on each stage."""
     work = planned_work(lowered, spec, recomputed)
-    return stage_seconds(work, _layout(lowered.decisions, spec, schedule), cluster)
+    return stage_seconds(work, _layout(lowered, spec, schedule), cluster)
 
 
 def costs_of_stages(
@@ -59,14 +59,13 @@ def costs_of_stages(
         return None
     work = planned_work(lowered, spec, recomputed)
     if cluster is not None:
-        return stage_seconds(
-            work, _layout(lowered.decisions, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster
-        )
+        return stage_seconds(work, _layout(lowered, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster)
     return flops_of_stages(work, AS_PLANNED, stage_ranges(_sizes(lowered.decisions)))
 
 
-def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
+def _layout(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> Layout:
     """The plan's decisions in the form of a layout, for its cost."""
+    decisions = lowered.decisions
     return Layout(
         decisions.mesh,
         spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
@@ -75,7 +74,8 @@ def _layout(decisions: Decisions, spec: Spec, schedule: SchedulePlan) -> Layout:
         AS_PLANNED,
         schedule.kind,
         _sizes(decisions),
-        spec.optimizer.zero,  # pyright: ignore[reportArgumentType] - as micro
+        spec.optimizer.planned_zero,
+        lowered.shards.reshards,
     )
 
 

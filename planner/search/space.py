@@ -173,7 +173,8 @@ class Space:
             for schedule in self._schedules(mesh, rows // micro):
                 laid = replace(mesh, fold=fold_of(schedule))
                 for recompute, zero in product(self._recompute(), self._zero(mesh)):
-                    chosen = (cut.sequence_parallel, recompute, schedule, sizes, zero)
+                    reshards = self.spec.optimizer.reshard is not False
+                    chosen = (cut.sequence_parallel, recompute, schedule, sizes, zero, reshards)
                     yield Point(cut, Layout(laid, micro, rows // micro, *chosen))
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:

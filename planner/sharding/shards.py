@@ -79,5 +79,5 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
             *step_collectives(decisions.mesh, buffers, zero, decisions.num_noted, decisions.rules),
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
-        spec.optimizer.reshard,
+        spec.optimizer.reshard is not False,
     )

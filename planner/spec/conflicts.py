@@ -98,7 +98,7 @@ def _zero_problems(spec: Spec) -> Iterator[PlanError]:
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
     yield from _shard_problems(spec)
-    if not spec.optimizer.reshard and zero not in (3, AUTO):
+    if spec.optimizer.reshard is False and zero not in (3, AUTO):
         what = f"optimizer.reshard = false is for zero 3, and optimizer.zero is {zero}"
         yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
 

@@ -35,6 +35,7 @@ from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
 from planner.tables.regather import regather_notes
 from planner.tables.rows import Diagnostic, StagePlan
+from planner.tables.sharded import sharded_notes
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
 from planner.tables.weight_gradients import weight_gradient_notes
@@ -84,6 +85,7 @@ def tables_of(
             *documents_notes(spec, decisions, sites, places),
             *regather_notes(lowered, places),
             *padded_notes(decisions, shards, places),
+            *sharded_notes(spec, lowered, memory, cluster),
         ),
         summary=summary_row(decisions, parameters),
     )

@@ -66,7 +66,7 @@ def _fit_optimizer(found: Choices) -> None:
     if found["cuda_graphs.impl"] != "none" and found["optimizer.zero"] > 1:
         found["optimizer.zero"] -= 2
     if found["optimizer.zero"] != 3:
-        found["optimizer.reshard"] = True
+        found["optimizer.reshard"] = "auto"
     if found["mesh.dp"] * found["mesh.cp"] % 4 or not found["optimizer.zero"]:
         found["optimizer.shard_group"] = None
 

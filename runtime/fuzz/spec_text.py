@@ -63,7 +63,7 @@ def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
         found["batch"]["micro"] = 1
     found["pipeline"] = {}
     found["cuda_graphs"] = {}
-    found["optimizer"] |= {"zero": 3 - found["optimizer"]["zero"], "reshard": True}
+    found["optimizer"] |= {"zero": 3 - found["optimizer"]["zero"], "reshard": "auto"}
     found["optimizer"] |= {"shard_group": None, "bucket_size": None}
     return found
 

@@ -78,6 +78,7 @@ class DistributedOptimizer:
         own: Mapping[str, Settings] | None = None,
         exchanges: Mapping[tuple[int, int], BucketExchange] | None = None,
         chunk_of: Mapping[int, int] | None = None,
+        reshards: bool = True,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
         each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
@@ -91,7 +92,7 @@ class DistributedOptimizer:
         self.groups = dict(groups or {})
         shared_by = {axis: self._shared_over(axis) for axis in dict.fromkeys(b.reduced_over for b in planned)}
         self.buffers = GradientBuffers(
-            parameters, planned, shared_by, device=device, chunk_of=chunk_of, reshards=settings.reshard
+            parameters, planned, shared_by, device=device, chunk_of=chunk_of, reshards=reshards
         )
         self.device = torch.device(device)
         trained = [(i, buffer) for i, buffer in enumerate(self.buffers.buffers) if not buffer.planned.is_frozen]

@@ -30,7 +30,7 @@ class Exchanged:
         self._work, self._layout, self._pricing = work, layout, pricing
         self._asked = spec.precision.gradients
         self._gathers = layout.zero == 3
-        self._per_microbatch = 1.0 if spec.optimizer.reshard else 1 / layout.num_microbatches
+        self._per_microbatch = 1.0 if layout.reshards else 1 / layout.num_microbatches
         self._known: dict[int, tuple[float, float]] = {}
 
     def beside(self, stage: UnitSeconds, first: int, end: int) -> UnitSeconds:
@@ -97,7 +97,7 @@ def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout
     else:
         most = max((a + b for a, b in pairwise(gradients)), default=sum(gradients))
     found = most + tied_gradients
-    if layout.zero == 3 and spec.optimizer.reshard:
+    if layout.zero == 3 and layout.reshards:
         found += max((a + b for a, b in pairwise(weights)), default=sum(weights))
     elif layout.zero == 3:
         found += sum(weights) + tied_weights

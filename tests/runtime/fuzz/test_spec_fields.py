@@ -34,6 +34,7 @@ def test_an_option_of_a_key_reaches_the_spec(name: str):
         "cuda_graphs": {"cuda_graphs.impl": "emulate"},
         "optimizer.momentum": {"optimizer.name": "sgd"},
         "optimizer.reshard": {"optimizer.zero": 3},
+        "optimizer.shard_group": {"mesh.dp": 4},
         "optimizer.nesterov": {"optimizer.name": "sgd", "optimizer.momentum": 0.9},
         "audit": {"audit.every": 1},
         "tensor_parallel": {"tensor_parallel.sequence_parallel": True},

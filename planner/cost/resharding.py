@@ -1,0 +1,36 @@
+"""Decide when weights in shards are freed (``optimizer.reshard: auto``): after each use, or once a step if they fit.
+
+once a step     each weight is gathered once, whatever the number of microbatches is; all of a rank are whole at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from passes.pieces import Piece
+from planner.cluster.cluster import Cluster
+from planner.cost.memory import memory_rows
+from planner.cost.planned import too_large
+from planner.pipeline.schedule import SchedulePlan
+from planner.regions.static_memory import GraphSlots
+from planner.saved.lowered import Lowered
+from planner.spec.fields import AUTO
+
+
+def decide_reshard(
+    asked: Any,
+    lowered: Lowered,
+    schedule: SchedulePlan,
+    slots: Sequence[GraphSlots],
+    recomputed: Sequence[Piece],
+    cluster: Cluster | None,
+) -> Lowered:
+    """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true."""
+    has_choice = schedule.num_microbatches > 1 and any(buffer.gathers for buffer in lowered.shards.buffers)
+    if asked != AUTO or cluster is None or not has_choice:
+        return lowered
+    once = replace(lowered, shards=replace(lowered.shards, reshards=False))
+    is_too_large = any(too_large(memory_rows(once, schedule, slots, recomputed), cluster))
+    return lowered if is_too_large else once
