@@ -20,6 +20,7 @@ from planner.mesh import REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.sharding.buffers import Buffer
 from planner.sharding.homes import combined_axes, homes_of
+from planner.sharding.residency import Residency
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from planner.updates.groups import settings_of
@@ -181,7 +182,7 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
 def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
     """Over the buffers that the plan lays out for this rank."""
     named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "world", "embedding")
-    axes = {axis: groups.over(axis) for axis in named}
+    axes, shards = {axis: groups.over(axis) for axis in named}, plan.to_run()[1]
     return DistributedOptimizer(
         parameters_of(program),
         _buffers(plan, groups),
@@ -191,7 +192,7 @@ def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> 
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups),
-        reshards=plan.to_run()[1].reshards,
+        residency=Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank)),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
 

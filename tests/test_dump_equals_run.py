@@ -261,6 +261,10 @@ CASES = {
         "gpt",
         {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 3, "reshard": False}},
     ),
+    "pp2 dp2, zero 3, the last block gathered once a step": (
+        "gpt",
+        {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 3, "reshard": 1}},
+    ),
     "pp2 dp2, zero 3, blocks computed again": (
         "bert",
         {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 3}, "recompute": "full"},

@@ -1,5 +1,6 @@
 """Decide when weights in shards are freed (``optimizer.reshard: auto``): after each use, or once a step if they fit.
 
+a number        so many blocks of each stage, the last ones, once a step: their backward is the first
 once a step     each weight is gathered once, whatever the number of microbatches is; all of a rank are whole at the end
 """
 
@@ -13,9 +14,11 @@ from passes.pieces import Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.memory import memory_rows
 from planner.cost.planned import too_large
+from planner.exchanges.weights import visits_of_stage
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
+from planner.sharding.residency import Unit
 from planner.spec.fields import AUTO
 
 
@@ -28,9 +31,21 @@ def decide_reshard(
     cluster: Cluster | None,
 ) -> Lowered:
     """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true."""
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        return replace(lowered, shards=replace(lowered.shards, kept=_last(asked, lowered)))
     has_choice = schedule.num_microbatches > 1 and any(buffer.gathers for buffer in lowered.shards.buffers)
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
     is_too_large = any(too_large(memory_rows(once, schedule, slots, recomputed), cluster))
     return lowered if is_too_large else once
+
+
+def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:
+    """Of each pp rank the units of the last visits of its stages."""
+    mesh = lowered.decisions.mesh
+    visits = [visits_of_stage(lowered, stage)[-count:] for stage in range(lowered.num_stages)]
+    return tuple(
+        frozenset(unit for stage in mesh.stages_of(rank) for visit in visits[stage] for unit in visit.units)
+        for rank in range(mesh.pp)
+    )

@@ -80,7 +80,8 @@ def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_ran
         for bucket in buffer.layout.buckets
         if buffer.gathers
     }
-    residency, times, most = Residency(reshards=shards.reshards), Counter[tuple[Unit, str]](), 0
+    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(pp_rank))
+    times, most = Counter[tuple[Unit, str]](), 0
     for phase, units, ahead in _needs(order, stages, twice):
         moves = residency.need(units, ahead)
         times.update((unit, phase) for unit in moves.gathered)

@@ -5,7 +5,7 @@ need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other u
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 Unit = tuple[int, int]  # (buffer of a rank, bucket in it)
@@ -19,16 +19,18 @@ class Moves(NamedTuple):
 
 
 class Residency:
-    """Owns which units are whole. ``reshards``: those that are not needed are freed; else only at the end of a step."""
+    """Owns which units are whole. ``reshards``: those that are not needed are freed, but for ``kept`` ones; else only
+    at the end of a step.
+    """
 
-    def __init__(self, *, reshards: bool) -> None:
-        self.reshards = reshards
+    def __init__(self, *, reshards: bool, kept: Collection[Unit] = ()) -> None:
+        self.reshards, self.kept = reshards, frozenset(kept)
         self.whole: dict[Unit, None] = {}
 
     def need(self, units: Iterable[Unit], ahead: Iterable[Unit] = ()) -> Moves:
         """``units`` are read now, ``ahead`` next."""
         wanted = dict.fromkeys((*units, *ahead))
-        freed = tuple(unit for unit in self.whole if unit not in wanted) if self.reshards else ()
+        freed = tuple(u for u in self.whole if u not in wanted and u not in self.kept) if self.reshards else ()
         gathered = tuple(unit for unit in wanted if unit not in self.whole)
         for unit in freed:
             del self.whole[unit]

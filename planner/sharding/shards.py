@@ -13,6 +13,7 @@ from planner.decisions import Decisions
 from planner.sharding.boundaries import boundary
 from planner.sharding.buffers import Buffer, buffers_at, buffers_of
 from planner.sharding.collectives import step_collectives, sums_of_the_loss
+from planner.sharding.residency import Unit
 from planner.spec.spec import Spec
 
 
@@ -22,7 +23,7 @@ class Shards:
 
     ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank), if parameters belong
     to one expert alone, so that each ep rank holds others. ``reshards``: weights that ranks hold in shards are freed
-    after each use.
+    after each use, but for those ``kept``, by pp rank.
     """
 
     changes: tuple[tuple[TypeChange, ...], ...]
@@ -31,6 +32,11 @@ class Shards:
     at_step: tuple[CollectivePlan, ...]
     elsewhere: Callable[[int, int], tuple[Buffer, ...]] | None = None
     reshards: bool = True
+    kept: tuple[frozenset[Unit], ...] = ()
+
+    def kept_by(self, pp_rank: int) -> frozenset[Unit]:
+        """The units that stay whole from their first use in a step to its end, though others are freed."""
+        return self.kept[pp_rank] if self.kept else frozenset()
 
     def received(self, stage: int) -> tuple[BoundaryPlan, ...]:
         return self.boundaries[stage - 1] if stage else ()

@@ -98,8 +98,9 @@ def _zero_problems(spec: Spec) -> Iterator[PlanError]:
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
     yield from _shard_problems(spec)
-    if spec.optimizer.reshard is False and zero not in (3, AUTO):
-        what = f"optimizer.reshard = false is for zero 3, and optimizer.zero is {zero}"
+    reshard = spec.optimizer.reshard
+    if reshard not in (True, AUTO) and zero not in (3, AUTO):
+        what = f"optimizer.reshard = {str(reshard).lower()} is for zero 3, and optimizer.zero is {zero}"
         yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
 
 

@@ -108,10 +108,11 @@ class OptimizerSpec(Section):
         "what each replica keeps a shard of: 1: the optimizer state; 2: the gradients too; 3: the weights too, which "
         "are gathered block by block; 0: nothing; may be auto if an axis is auto",
     )
-    reshard: Flag | Auto = key(
+    reshard: Flag | Auto | Size = key(
         AUTO,
-        "with zero 3: true: free the weights of a block after its last use; false: gather them once a step; auto: "
-        "false if the devices of the cluster have the memory",
+        "with zero 3: true: free the weights of a block after its last use; false: gather them once a step; a number: "
+        "so many blocks of each stage, the last ones, once a step; auto: false if the devices of the cluster have the "
+        "memory",
     )
     shard_group: Size | None = key(
         None, "ranks within which parameters are in shards, with copies beyond (HSDP); null: all that share them"

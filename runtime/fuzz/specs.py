@@ -35,7 +35,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "optimizer.no_decay": ("none", "vectors"),
     "optimizer.groups": ("none", "blocks"),
     "optimizer.zero": (1, 0, 2, 3),
-    "optimizer.reshard": ("auto", False),
+    "optimizer.reshard": ("auto", False, 1),
     "optimizer.shard_group": (None, 2),
     "optimizer.clip_grad_norm": (1.0, None, 0.01),
     "optimizer.alignment": ("nccl", "none"),

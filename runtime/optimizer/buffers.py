@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, Range
 from planner.sharding.buffers import Buffer
+from planner.sharding.residency import Residency
 from runtime.optimizer.in_place import all_gather, reduce_scatter
 from runtime.optimizer.places import ParameterPlace
 from runtime.optimizer.scattered import ScatteredGradients
@@ -129,10 +130,10 @@ class GradientBuffers:
         *,
         device: torch.device | str = "cpu",
         chunk_of: Mapping[int, int] | None = None,
-        reshards: bool = True,
+        residency: Residency | None = None,
     ) -> None:
-        """``chunk_of``: of each parameter, by its id; left out, 0. ``reshards``: weights of which ranks keep shards are
-        freed after each use, else once a step."""
+        """``chunk_of``: of each parameter, by its id; left out, 0. ``residency``: when weights of which ranks keep
+        shards are freed; left out, after each use."""
         self.last_microbatch = False
         self.unmixed = Unmixed()
         self.launches: list[tuple[int, int]] = []
@@ -142,7 +143,7 @@ class GradientBuffers:
         scattered = (entry for entry in indexed if entry[2].scatters)
         self.scattered = ScatteredGradients(scattered, chunk_of or {}, self.unmixed)
         gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.gathers}
-        self.weights = WholeWeights(gathered, reshards=reshards)
+        self.weights = WholeWeights(gathered, residency or Residency(reshards=True))
         self._in_order = sorted(indexed, key=lambda entry: entry[2].position)
         self._order = [e for e in self._in_order if not (e[2].scatters or self.buffers[e[0]].planned.is_frozen)]
         self._next = 0

@@ -21,9 +21,8 @@ from runtime.optimizer.slots import BucketTensors, give_memory_back, take_memory
 class WholeWeights:
     """Owns the memory of full parameters of the buckets that it is given, by (buffer, bucket)."""
 
-    def __init__(self, buckets: Mapping[Unit, BucketTensors], *, reshards: bool) -> None:
-        self._buckets = dict(buckets)
-        self._residency = Residency(reshards=reshards)
+    def __init__(self, buckets: Mapping[Unit, BucketTensors], residency: Residency) -> None:
+        self._buckets, self._residency = dict(buckets), residency
         self._works: dict[Unit, Any] = {}
         self._is_holding = False
         self.most_bytes = 0  # of full weights at once, in needs

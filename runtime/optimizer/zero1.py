@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from passes.parameters import LocalParameter
 from planner.mesh import REPLICA
 from planner.sharding.buffers import Buffer
+from planner.sharding.residency import Residency
 from planner.updates.groups import Settings, base_of
 from runtime.optimizer.average import WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
@@ -78,7 +79,7 @@ class DistributedOptimizer:
         own: Mapping[str, Settings] | None = None,
         exchanges: Mapping[tuple[int, int], BucketExchange] | None = None,
         chunk_of: Mapping[int, int] | None = None,
-        reshards: bool = True,
+        residency: Residency | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
         each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
@@ -92,7 +93,7 @@ class DistributedOptimizer:
         self.groups = dict(groups or {})
         shared_by = {axis: self._shared_over(axis) for axis in dict.fromkeys(b.reduced_over for b in planned)}
         self.buffers = GradientBuffers(
-            parameters, planned, shared_by, device=device, chunk_of=chunk_of, reshards=reshards
+            parameters, planned, shared_by, device=device, chunk_of=chunk_of, residency=residency
         )
         self.device = torch.device(device)
         trained = [(i, buffer) for i, buffer in enumerate(self.buffers.buffers) if not buffer.planned.is_frozen]

@@ -62,6 +62,7 @@ def test_shards_within_groups_with_copies_beyond_equal_one_process(
 
 FEATURES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "weights stay whole for a step": ({"dp": 2}, {"optimizer": {"zero": 3, "reshard": False}}),
+    "the last blocks stay whole for a step": ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3, "reshard": 2}}),
     "small buckets": ({"dp": 2}, {"optimizer": {"zero": 3, "bucket_size": 1000}}),
     "recomputed": ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3}, "recompute": "full"}),
     "recomputed in part": ({"dp": 2}, {"optimizer": {"zero": 3}, "recompute": "selective"}),
