@@ -261,6 +261,10 @@ CASES = {
         "gpt",
         {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 3, "reshard": False}},
     ),
+    "tp2 dp2, zero 3, sent in bfloat16": (
+        "gpt2",
+        {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 3}, "precision": {"gather": "bfloat16"}},
+    ),
     "pp2 dp2, zero 3, the last block gathered once a step": (
         "gpt",
         {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 3, "reshard": 1}},

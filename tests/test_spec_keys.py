@@ -68,6 +68,7 @@ CHANGES_THE_PLAN: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.ema": (0.9, {}),
     "precision.parameters": ("bfloat16", {}),
     "precision.gradients": ("bfloat16", {}),
+    "precision.gather": ("bfloat16", {"optimizer.zero": 3}),
     "recompute": ("full", {}),
     "compile": (True, {}),
     "cuda_graphs.impl": ("emulate", {}),

@@ -43,7 +43,7 @@ def weight_rows(lowered: Lowered, schedule: SchedulePlan) -> tuple[CollectivePla
             count = len(bucket.slots)
             held = f"{count} parameters" if count > 1 else bucket.slots[0].name
             what = f"optimizer.buffers.{shards.buffers.index(buffer)}.buckets.{index}   (weights of {held})"
-            size = len(bucket.world) * buffer.dtype.itemsize
+            size = len(bucket.world) * buffer.gather_dtype.itemsize
             over = buffer.reduced_over
             rows.append(CollectivePlan("all_gather", over, phase, what, size, times, "step", pp_rank))
     return tuple(rows)
@@ -74,18 +74,19 @@ def visits_of_stage(lowered: Lowered, stage: int) -> list[Visit]:
 
 
 def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool) -> Gathered:
-    sizes = {
-        (number, bucket.index): len(bucket.world) * buffer.dtype.itemsize
-        for number, buffer in enumerate(shards.buffers_of_rank(pp_rank))
-        for bucket in buffer.layout.buckets
-        if buffer.gathers
-    }
+    sizes, sent = dict[Unit, int](), dict[Unit, int]()
+    for number, buffer in enumerate(shards.buffers_of_rank(pp_rank)):
+        for bucket in buffer.layout.buckets if buffer.gathers else ():
+            sizes[number, bucket.index] = len(bucket.world) * buffer.dtype.itemsize
+            sent[number, bucket.index] = len(bucket.world) * buffer.gather.itemsize if buffer.gather else 0
     residency = Residency(reshards=shards.reshards, kept=shards.kept_by(pp_rank))
     times, most = Counter[tuple[Unit, str]](), 0
     for phase, units, ahead in _needs(order, stages, twice):
         moves = residency.need(units, ahead)
         times.update((unit, phase) for unit in moves.gathered)
-        most = max(most, sum(sizes[unit] for unit in residency.whole))
+        held = sum(sizes[unit] for unit in residency.whole) + sum(sent[unit] for unit in residency.coming)
+        residency.came(units)
+        most = max(most, held)
     return Gathered(times, most)
 
 

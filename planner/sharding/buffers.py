@@ -10,7 +10,7 @@ The runtime allocates these buffers and no others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -77,7 +77,7 @@ class OptimizerPlan:
 class Buffer:
     """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
     ``averaged``: a running mean of its parameters is kept. ``rule`` updates all of them, and keeps ``moments``.
-    ``zero``: what ranks that share it keep a shard of.
+    ``zero``: what ranks that share it keep a shard of. ``gather``: a smaller dtype in which weights are sent.
 
     ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
     """
@@ -90,6 +90,12 @@ class Buffer:
     rule: str = "adamw"
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     zero: int = 1
+    gather: torch.dtype | None = None
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which ranks send weights to one another for a step."""
+        return self.dtype if self.gather is None else self.gather
 
     @property
     def is_frozen(self) -> bool:
@@ -179,7 +185,14 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     sizes = {axis: mesh.size(axis) for axis in (mesh.shared_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
     units = units_of(decisions) if spec.optimizer.planned_zero >= 2 else None
-    return buffers_of_rank(pp_rank, held, spec.optimizer, sizes, spec.precision.gradients, decisions.rules, units)
+    precision = spec.precision
+    found = buffers_of_rank(pp_rank, held, spec.optimizer, sizes, precision.gradients, decisions.rules, units)
+    return found if precision.gather is None else tuple(_sent_as(precision.gather, buffer) for buffer in found)
+
+
+def _sent_as(name: str, buffer: Buffer) -> Buffer:
+    dtype = getattr(torch, name)
+    return replace(buffer, gather=dtype) if buffer.gathers and dtype.itemsize < buffer.dtype.itemsize else buffer
 
 
 def buffers_of_rank(

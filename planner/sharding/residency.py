@@ -19,13 +19,14 @@ class Moves(NamedTuple):
 
 
 class Residency:
-    """Owns which units are whole. ``reshards``: those that are not needed are freed, but for ``kept`` ones; else only
-    at the end of a step.
+    """Owns which units are whole, and which of them are still ``coming``. ``reshards``: those that are not needed are
+    freed, but for ``kept`` ones; else only at the end of a step.
     """
 
     def __init__(self, *, reshards: bool, kept: Collection[Unit] = ()) -> None:
         self.reshards, self.kept = reshards, frozenset(kept)
         self.whole: dict[Unit, None] = {}
+        self.coming: set[Unit] = set()
 
     def need(self, units: Iterable[Unit], ahead: Iterable[Unit] = ()) -> Moves:
         """``units`` are read now, ``ahead`` next."""
@@ -35,9 +36,15 @@ class Residency:
         for unit in freed:
             del self.whole[unit]
         self.whole.update(dict.fromkeys(gathered))
+        self.coming |= set(gathered)
+        self.coming -= set(freed)
         return Moves(freed, gathered)
+
+    def came(self, units: Iterable[Unit]) -> None:
+        """These are here: what was sent of them is freed."""
+        self.coming.difference_update(units)
 
     def end(self) -> Moves:
         """The weights change, or nothing reads them for long: all are freed."""
-        freed, self.whole = tuple(self.whole), {}
+        freed, self.whole, self.coming = tuple(self.whole), {}, set()
         return Moves(freed)

@@ -98,6 +98,12 @@ def _zero_problems(spec: Spec) -> Iterator[PlanError]:
             fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
         )
     yield from _shard_problems(spec)
+    if spec.precision.gather is not None and zero not in (3, AUTO):
+        what = f"precision.gather is for optimizer.zero 3, and it is {zero}"
+        yield SpecError(what, where="precision.gather", fix="set optimizer.zero: 3, or remove it")
+    if spec.precision.gather is not None and spec.precision.parameters in ("bfloat16", "float16"):
+        what = f"precision.gather = {spec.precision.gather} is no smaller than {spec.precision.parameters} parameters"
+        yield SpecError(what, where="precision.gather", fix="remove it")
     reshard = spec.optimizer.reshard
     if reshard not in (True, AUTO) and zero not in (3, AUTO):
         what = f"optimizer.reshard = {str(reshard).lower()} is for zero 3, and optimizer.zero is {zero}"

@@ -233,6 +233,9 @@ class PipelineSpec(Section):
 class PrecisionSpec(Section):
     parameters: Float | None = key(None, "float32 | bfloat16 | float16 | float64; null: the model's own dtypes")
     gradients: Float | None = key(None, "dtype of gradient buffers; null: float32 (float64 for float64 parameters)")
+    gather: Literal["bfloat16", "float16"] | None = key(
+        None, "with optimizer.zero 3: dtype in which ranks send weights, which are then rounded to it; null: their own"
+    )
     loss_scale: Annotated[Literal["none", "dynamic"] | Positive, NullIsNone] = key(
         "none",
         "none | a constant factor on the loss, divided out of the gradients | dynamic: starts at 32768, halved "

@@ -57,7 +57,8 @@ class BufferTensors:
         own = layout.shard(shard_rank, self.layout.num_ranks)
         (held, own_held), (summed, own_summed) = parameters.of(layout.world, own), gradients.of(layout.world, own)
         bucket = BucketTensors(layout, held, summed, own_held, own_summed, shared_by=self.data_parallel)
-        bucket.scatters, bucket.gathers = self.planned.scatters, self.planned.gathers
+        planned = self.planned
+        bucket.scatters, bucket.gathers, bucket.gather = planned.scatters, planned.gathers, planned.gather
         return bucket
 
     def bucket_of(self, fqn: str) -> BucketTensors:

@@ -58,8 +58,8 @@ class BucketTensors:
     """The tensors of one bucket: the full tensors, and the part (``own_…``) that this rank owns.
 
     ``scatters``, ``gathers``: the full gradients, or parameters, have memory only for the time of their use, and the
-    part that this rank owns has its own. ``contributions``: by parameter, how often a backward gives its gradient, if
-    more than once.
+    part that this rank owns has its own. ``gather``: a smaller dtype in which weights are sent. ``contributions``: by
+    parameter, how often a backward gives its gradient, if more than once.
     ``missing``: of each parameter how many of them are to come in the last microbatch.
     """
 
@@ -75,6 +75,7 @@ class BucketTensors:
     is_reducing: bool = False
     scatters: bool = False
     gathers: bool = False
+    gather: torch.dtype | None = None
     shared_by: DataParallel = field(default_factory=DataParallel)
 
     @property

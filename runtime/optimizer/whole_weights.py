@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from planner.sharding.residency import Moves, Residency, Unit
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.slots import BucketTensors, give_memory_back, take_memory
@@ -24,18 +27,24 @@ class WholeWeights:
     def __init__(self, buckets: Mapping[Unit, BucketTensors], residency: Residency) -> None:
         self._buckets, self._residency = dict(buckets), residency
         self._works: dict[Unit, Any] = {}
+        self._sent: dict[Unit, Tensor] = {}  # of weights that come in a smaller dtype
         self._is_holding = False
-        self.most_bytes = 0  # of full weights at once, in needs
+        self.most_bytes = 0  # of full weights at once
 
     def need(self, units: Sequence[Unit], ahead: Sequence[Unit] = ()) -> None:
         """Return when the weights of ``units`` are here; those of ``ahead`` are on their way."""
         if self._is_holding:
             return
-        self._make(self._residency.need(units, ahead))
-        held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
-        self.most_bytes = max(self.most_bytes, held)
+        self._make(self._residency.need(units, ahead), is_exact=False)
         for unit in units:
             self._await(unit)
+        self._residency.came(units)
+
+    def bring(self, unit: Unit) -> None:
+        """Return when the weights of one unit are here as their ranks have them; all others are freed."""
+        self._make(self._residency.end())
+        self._make(self._residency.need((unit,)))
+        self._await(unit)
 
     def drop(self) -> None:
         """Free all: the shards have changed, or a step is over."""
@@ -73,20 +82,27 @@ class WholeWeights:
         """This rank's shard of a whole bucket takes the place of the kept one."""
         self._buckets[unit].keep_own()
 
-    def _make(self, moves: Moves) -> None:
+    def _make(self, moves: Moves, *, is_exact: bool = True) -> None:
+        """``is_exact``: weights are sent in their own dtype."""
         for unit in moves.freed:
             self._free(unit)
         for unit in moves.gathered:
             bucket = self._buckets[unit]
             take_memory(bucket.parameters)
-            self._works[unit] = all_gather(
-                bucket.parameters, bucket.own_parameters, group=bucket.shared_by.group, async_op=True
-            )
+            whole, own = bucket.parameters, bucket.own_parameters
+            if bucket.gather is not None and not is_exact:
+                whole = self._sent[unit] = torch.empty_like(whole, dtype=bucket.gather)
+                own = own.to(bucket.gather)
+            self._works[unit] = all_gather(whole, own, group=bucket.shared_by.group, async_op=True)
+        held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
+        self.most_bytes = max(self.most_bytes, held + sum(sent.nbytes for sent in self._sent.values()))
 
     def _await(self, unit: Unit) -> None:
-        work = self._works.pop(unit, None)
+        work, sent = self._works.pop(unit, None), self._sent.pop(unit, None)
         if work is not None:
             work.wait()
+        if sent is not None:
+            self._buckets[unit].parameters.copy_(sent)
 
     def _free(self, unit: Unit) -> None:
         self._await(unit)
@@ -104,7 +120,7 @@ class Opened:
         unit = self._unit_of.get(name)
         if unit is not None and unit != self._unit:
             self._keep()
-            self._weights.need((unit,))
+            self._weights.bring(unit)
             self._unit = unit
 
     def close(self) -> None:

@@ -44,7 +44,8 @@ class Beside:
     def __init__(self, one: OneProcess, tolerance: float | None = None) -> None:
         self._one, self._tolerance = one, tolerance
         self.rows: list[Row] = []
-        self.precision = torch.float64  # the lowest that the model computes in
+        sent = one.spec.precision.gather
+        self.precision = getattr(torch, sent) if sent else torch.float64  # the lowest that the model computes in
         self.imbalance: float | None = None  # the most of all steps
         self._still: set[str] | None = None  # parameters that no loss has reached so far
         self._noise: dict[str, Tensor] = {}  # by element, the most that one update may have added so far

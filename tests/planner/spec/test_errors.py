@@ -122,6 +122,11 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"optimizer": {"eps": 0}}, "optimizer.eps is 0, it must be more than 0"),
         ({"optimizer": {"zero": 4}}, "optimizer.zero cannot be 4"),
         ({"optimizer": {"zero": "auto"}}, "optimizer.zero"),
+        ({"precision": {"gather": "bfloat16"}}, "precision.gather is for optimizer.zero 3, and it is 1"),
+        (
+            {"precision": {"gather": "bfloat16", "parameters": "bfloat16"}, "optimizer": {"zero": 3}},
+            "precision.gather = bfloat16 is no smaller than bfloat16 parameters",
+        ),
         ({"optimizer": {"zero": 3}, "cuda_graphs": {"impl": "emulate"}}, "zero = 3 and cuda_graphs.impl = emulate"),
         ({"optimizer": {"zero": 2, "reshard": False}}, "reshard = false is for zero 3, and optimizer.zero is 2"),
         ({"optimizer": {"zero": 0, "shard_group": 2}}, "shard_group: with zero 0 nothing is in shards"),
