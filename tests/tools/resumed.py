@@ -72,7 +72,8 @@ def save_twice(plan: Any, batches: Batches, directory: Path) -> None:
 def state_of(engine: Engine) -> dict[str, Any]:
     """All of one process that a load changes, copied."""
     optimizer = engine.optimizer
-    tensors = [buffer.parameters for buffer in optimizer.buffers.buffers] + [shard.main for shard in optimizer.shards]
+    tensors = [tensor for buffer in optimizer.buffers.buffers for tensor in buffer.kept_parameters]
+    tensors += [shard.main for shard in optimizer.shards]
     states = [optimizer.optimizer.state[shard.main] for shard in optimizer.shards]
     tensors += [state[kind] for state in states for kind in sorted(state)]
     return {"tensors": [tensor.clone() for tensor in tensors], "step": engine.step_index}

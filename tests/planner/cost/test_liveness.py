@@ -34,7 +34,7 @@ def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, i
     given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
     buffers = GradientBuffers(parameters_of(program), made.shards.buffers_of_rank(0, 0), {"dp": DataParallel()})
     program.weight_gradients.bind(buffers)
-    held = [t for buffer in buffers.buffers for t in (buffer.parameters, buffer.gradients)]
+    held = [t for buffer in buffers.buffers for t in (*buffer.kept_parameters, *buffer.kept_gradients)]
     with Allocations([*held_by(stage), *given, *held]) as allocations:
         *_, loss = stage.module(*given)
         root, seed = get_gradient_edge(loss), torch.ones_like(loss)

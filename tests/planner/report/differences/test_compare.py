@@ -112,7 +112,7 @@ def test_every_value_that_is_changed_appears_in_its_table(whole_plan: Plan):
         if path[0] not in ("schedule", "spec") or "orders" not in path:
             assert str(other(value)) in text or json.dumps(other(value)) in text, path
         assert [c.difference for c in changes(changed, whole_plan)] or not found
-    assert tables == whole_plan.to_dict().keys() - {"version", "mesh"}  # another size alone contradicts the others
+    assert tables == whole_plan.to_dict().keys() - {"version"}
 
 
 @pytest.mark.parametrize(
