@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime import Engine
 from tests.tools.laboratory import ADAMW, Case, Lab
+from tests.tools.own_parameters import own_parameters
 
 FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}, "optimizer": ADAMW}
 NUM_STEPS, BAD = 5, 2
@@ -23,16 +24,16 @@ def with_an_overflow(decided: Any, batches: list[dict[str, Tensor]], bad_rank: i
     with Engine(decided, timeout_seconds=60) as engine:
         for step in range(NUM_STEPS):
             engine._ready()
-            before = {name: value.clone() for name, value in engine._own().items()}
+            before = {name: value.clone() for name, value in own_parameters(engine).items()}
             is_bad = step == BAD and dist.get_rank() == bad_rank
             largest = max(before, key=lambda name: before[name].numel())
             if is_bad:
-                engine._own()[largest].fill_(6e4)
+                own_parameters(engine)[largest].fill_(6e4)
             report = engine.train_step(batches[step % len(batches)])
             engine._ready()
             if is_bad:
-                engine._own()[largest].copy_(before[largest])
-            is_same = all(torch.equal(before[name], value) for name, value in engine._own().items())
+                own_parameters(engine)[largest].copy_(before[largest])
+            is_same = all(torch.equal(before[name], value) for name, value in own_parameters(engine).items())
             rows.append((report.skipped, engine.loss_scale.value, is_same, repr(report.loss)))
     return rows
 

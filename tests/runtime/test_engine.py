@@ -131,7 +131,7 @@ def test_a_closed_engine_frees_its_buffers():
     plan = build_plan(build_model(), size=SIZE)
     with Engine(plan, program=lower(plan, 0), timeout_seconds=60) as engine:
         engine.train_step(build_batch(SIZE, 0))
-        held = [ref(x) for b in engine.optimizer.buffers.buffers for x in (b.parameters, b.gradients)]
+        held = [ref(x) for b in engine.optimizer.buffers.buffers for x in (*b.kept_parameters, *b.kept_gradients)]
     del engine
     gc.collect()
     assert held

@@ -19,6 +19,7 @@ from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
 from tests.tools.laboratory import Case, Lab, session_lab, spec_of
+from tests.tools.own_parameters import own_parameters
 from tests.tools.paths import ROOT
 
 LINES = Path(fragile.__file__).read_text().splitlines()
@@ -91,7 +92,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
     for name, sequence, layer, value in fault.batch:
         batch[name][sequence, layer] = value
     engine.optimizer.wait_parameters()
-    own, kept = engine._own(), 0.0
+    own, kept = own_parameters(engine), 0.0
     has_fault = fault.weight in own and engine.groups.tp_rank == fault.tp_rank
     if has_fault:
         kept = float(own[fault.weight].view(-1)[0])
@@ -103,7 +104,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
     except NonFiniteError as error:
         text = str(error)
     engine.optimizer.wait_parameters()
-    same = all(torch.equal(tensor.nan_to_num(), before[n].nan_to_num()) for n, tensor in engine._own().items())
+    same = all(torch.equal(tensor.nan_to_num(), before[n].nan_to_num()) for n, tensor in own_parameters(engine).items())
     again = engine.find_nonfinite(batch)
     if has_fault:
         own[fault.weight].view(-1)[0] = kept
@@ -162,7 +163,7 @@ def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: in
     """NaN on one dp rank alone, in a weight of each layer, then in a gradient, once; what is found after each step."""
     found: list[Any] = []
     with Engine(decided, timeout_seconds=60) as engine:
-        is_broken, own = engine.groups.rank == broken, engine._own()
+        is_broken, own = engine.groups.rank == broken, own_parameters(engine)
         for layer in range(4):
             weight, kept = own[WEIGHT_OF_ONE.format(layer)], {name: tensor.clone() for name, tensor in own.items()}
             if is_broken:
@@ -252,7 +253,9 @@ def test_an_overflow_in_float16_is_named_and_halves_the_loss_scale():
     precision = {"parameters": "float16", "loss_scale": "dynamic"}
     with Engine(plan(entry.model, spec_of(entry, Case("fragile", {}, {"precision": precision})))) as engine:
         guard, batch, before = NonFiniteGuard(engine), entry.batch(8, 0), engine.loss_scale.value
-        engine._own()["layers.2.mlp.up.weight"].fill_(3000.0)  # sums of 16, and their squares, are more than 65504
+        own_parameters(engine)["layers.2.mlp.up.weight"].fill_(
+            3000.0
+        )  # sums of 16, and their squares, are more than 65504
         engine.optimizer.sync_main_from_parameters()
         report = engine.train_step(batch)
         guard.check(batch, report, 0)
