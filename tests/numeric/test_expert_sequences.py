@@ -41,7 +41,7 @@ def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
     check(lambda: family(name), batch, mesh, 1e-5, 1e-5, **more)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layout", FEW)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None:

@@ -29,7 +29,7 @@ CASES += [("mixtral", {"dp": 4, "ep": 2}, 3)]
 CASES += [("frozen", layout, 3) for layout in LAYOUTS[::2]]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("model", "layout", "zero"), CASES, ids=str)
 def test_sharded_gradients_and_weights_equal_one_process(
     lab: Lab, model: str, layout: dict[str, int], zero: int
