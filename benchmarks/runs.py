@@ -110,6 +110,11 @@ def _data_parallel(whole: nn.Module, rank: int, size: int) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, parameters_as_bucket_view=True
     )
+    return _step_of_rank(model, optimizer, rank, size)
+
+
+def _step_of_rank(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> Step:
+    """On this rank's rows of the batch; the loss is the mean over ranks."""
     inner = plain_step(lambda i: model(*(x.chunk(size)[rank] for x in batch(i))), optimizer)
 
     def step(i: int) -> Tensor:
@@ -130,15 +135,7 @@ def torch_dp2_fsdp2(rank: int, size: int) -> Step:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = optimizer_of(model.parameters())
-    inner = plain_step(lambda i: model(*(x.chunk(size)[rank] for x in batch(i))), optimizer)
-
-    def step(i: int) -> Tensor:
-        loss = inner(i)
-        assert isinstance(loss, Tensor)
-        dist.all_reduce(loss)
-        return loss / size
-
-    return step
+    return _step_of_rank(model, optimizer, rank, size)
 
 
 def torch_1f1b(rank: int, size: int) -> Step:

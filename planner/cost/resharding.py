@@ -14,7 +14,6 @@ from passes.pieces import Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.memory import memory_rows
 from planner.cost.planned import too_large
-from planner.exchanges.weights import visits_of_stage
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
@@ -44,7 +43,7 @@ def decide_reshard(
 def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:
     """Of each pp rank the units of the last visits of its stages."""
     mesh = lowered.decisions.mesh
-    visits = [visits_of_stage(lowered, stage)[-count:] for stage in range(lowered.num_stages)]
+    visits = [lowered.visits(stage)[-count:] for stage in range(lowered.num_stages)]
     return tuple(
         frozenset(unit for stage in mesh.stages_of(rank) for visit in visits[stage] for unit in visit.units)
         for rank in range(mesh.pp)

@@ -11,17 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from passes.gather_weights import Visit, moves_of, visits_of
+from passes.gather_weights import Visit, moves_of
 from passes.ops.parameter_gate import Units
 from passes.types.collectives import CollectivePlan
 from planner.pipeline.actions import Order
 from planner.pipeline.schedule import SchedulePlan
-from planner.saved.lowered import Lowered, context_at
+from planner.saved.lowered import Lowered
 from planner.sharding.residency import Residency, Unit
 from planner.sharding.shards import Shards
-from planner.sharding.visits import homes_of_ops
 
 
 @dataclass(frozen=True)
@@ -53,24 +50,13 @@ def gathered_weights(lowered: Lowered, schedule: SchedulePlan) -> list[Gathered]
     """Of each pp rank; nothing if no weight is sharded between its uses."""
     if not any(buffer.gathers for buffer in lowered.shards.buffers):
         return [Gathered(Counter(), 0) for _ in schedule.actions]
-    visits = [visits_of_stage(lowered, stage) for stage in range(lowered.num_stages)]
+    visits = [lowered.visits(stage) for stage in range(lowered.num_stages)]
     mesh = lowered.decisions.mesh
     twice = lowered.decisions.terms.in_turn > 1
     return [
         _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], lowered.shards, rank, twice)
         for rank, order in enumerate(schedule.actions)
     ]
-
-
-def visits_of_stage(lowered: Lowered, stage: int) -> list[Visit]:
-    """The visits of a stage as its first rank runs it."""
-    decisions, shards = lowered.decisions, lowered.shards
-    place = decisions.mesh.place(decisions.mesh.rank_of(pp=decisions.mesh.pp_rank_of(stage)))
-    graph = lowered.stage(stage)
-    context = context_at(
-        decisions, shards, place, torch.device("cpu"), buckets=shards.bucket_of(place), homes=homes_of_ops(decisions)
-    )
-    return visits_of(graph, context)
 
 
 def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool) -> Gathered:

@@ -10,6 +10,7 @@ import torch
 
 from passes.base import LowerContext, Staged, StageGraph
 from passes.extract import extract
+from passes.gather_weights import Visit, visits_of
 from passes.lower import LOCAL
 from passes.ops.axis import AxisHandle
 from passes.ops.global_sums import GlobalSums
@@ -18,6 +19,7 @@ from passes.regions import Region
 from planner.decisions import Decisions
 from planner.saved.trace import StageTrace, trace_of
 from planner.sharding.shards import Shards
+from planner.sharding.visits import homes_of_ops
 
 
 def context_at(
@@ -54,13 +56,14 @@ def _staged(decisions: Decisions, shards: Shards) -> Staged:
 
 @dataclass
 class Lowered:
-    """Owns the stages and traces that were asked for. ``regions``: the parts of blocks that graphs capture."""
+    """Owns the stages, traces and visits that were asked for. ``regions``: the parts of blocks that graphs capture."""
 
     decisions: Decisions
     shards: Shards
     regions: Sequence[Region] = ()
     _stages: dict[int, StageGraph] = field(default_factory=dict, repr=False)
     _traces: dict[int, StageTrace] = field(default_factory=dict, repr=False)
+    _visits: dict[int, list[Visit]] = field(default_factory=dict, repr=False)
 
     def stage(self, index: int) -> StageGraph:
         """The program of a stage before any part of it is captured, compiled or recomputed. It can be read, and run on
@@ -79,6 +82,16 @@ class Lowered:
         if index not in self._traces:
             self._traces[index] = trace_of(self.decisions, self.shards, self.stage(index))
         return self._traces[index]
+
+    def visits(self, index: int) -> list[Visit]:
+        """Of the weights that ranks hold in shards, as the first rank of the stage reads them."""
+        if index not in self._visits:
+            decisions, mesh = self.decisions, self.decisions.mesh
+            place, cpu = mesh.place(mesh.rank_of(pp=mesh.pp_rank_of(index))), torch.device("cpu")
+            given = {"buckets": self.shards.bucket_of(place), "homes": homes_of_ops(decisions)}
+            context = context_at(decisions, self.shards, place, cpu, **given)
+            self._visits[index] = visits_of(self.stage(index), context)
+        return self._visits[index]
 
     @property
     def num_stages(self) -> int:

@@ -136,7 +136,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
         _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, layout, spec)
         for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
     )
-    return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, spec, asked))
+    return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, asked))
 
 
 @dataclass

@@ -76,7 +76,7 @@ def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[s
     return weights, gradients
 
 
-def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, spec: Spec, asked: str | None) -> int:
+def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, asked: str | None) -> int:
     """Bytes of full weights and gradients at once on a rank with these ranges of units; as planner.cost.whole."""
     if layout.zero < 2:
         return 0
