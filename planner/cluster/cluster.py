@@ -23,6 +23,7 @@ from planner.spec.lines import locate
 
 Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Spread = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
 Float = Literal["float32", "bfloat16", "float16", "float64"]
 _FLOPS = {"float32": 67e12, "bfloat16": 989e12}
 _LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
@@ -47,6 +48,10 @@ class Device(Section):
         None, "multiprocessors of a GPU; each computes one tile of a product at a time; null: one"
     )
     launch: Seconds = key(5e-6, "seconds of the smallest op")
+    host: Seconds | None = key(
+        None, "seconds in which the host launches one kernel of many; null: kernels never wait for it"
+    )
+    context: Bytes | None = key(None, "bytes that the driver and the libraries hold in every process; null: none")
     at_once: Devices | None = key(
         None,
         "devices that compute at this speed at the same time: the number of cores, if more processes share "
@@ -66,10 +71,20 @@ class Link(Section):
     bandwidth: Bandwidth = required("bytes per second that each device can send while it receives as many", 450e9)
     latency: Seconds = required("seconds per message", 3e-6)
     fraction: Share = key(0.8, "fraction of the bandwidth that large collectives reach")
+    communicator: Bytes | None = key(
+        None, "bytes of buffers that the library of collectives holds for a group over this link; null: none"
+    )
     reduce_scatter: Times = key(
         1.0,
         "duration relative to a ring: about 3 if the library sums all parts on every device, as gloo does",
     )
+
+
+class Uncertainty(Section):
+    """How far real seconds may be from estimated ones, as a fraction of each part of a step."""
+
+    compute: Spread = key(0.1, "of kernels, their recomputation and the update, and of the bubble that they leave")
+    communication: Spread = key(0.3, "of collectives and messages")
 
 
 def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
@@ -103,6 +118,7 @@ class Cluster(Section):
     overlap: Annotated[float, Field(strict=True, ge=0, le=1)] = key(
         1.0, "fraction of a collective's time that overlap with independent work hides"
     )
+    uncertainty: Uncertainty = key(Uncertainty(), "how far real seconds may be from estimated ones, as fractions")
     _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:

@@ -19,6 +19,7 @@ from passes.errors import require
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, neighbours, send_seconds
 from planner.cost.cut.units import CutWork
+from planner.cost.device_memory import on_device
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
 from planner.cost.seconds.buffers import RankHolds, rank_holds
@@ -53,8 +54,8 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     holds = rank_holdings(work, layout, spec)
     stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
     group_size = spec.pipeline.group_size
-    rows = tuple(memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp))
-    return Estimate(cost_of(work, layout, cluster, spec, holds), rows)
+    rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
+    return Estimate(cost_of(work, layout, cluster, spec, holds), on_device(rows, layout.mesh, cluster))
 
 
 def stage_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -106,7 +107,8 @@ def cost_of(
         count if work.reads_global_sums and count > 1 else 0,
     )
     peak = peak_of(cluster.device, of_units.dtype) if of_units.dtype else 0.0
-    return replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
+    found = replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
+    return found.with_range(cluster.uncertainty)
 
 
 def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> StageCosts:

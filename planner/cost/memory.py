@@ -22,6 +22,8 @@ whole                   with zero 2 and 3: full gradients, and weights, of the b
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
+device                  if the cluster file has figures: of the driver's context and of collectives
+                        (planner.cost.device_memory)
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ _SUMMED = (
     "communication",
     "whole",
     "slack",
+    "device",
 )
 
 
@@ -86,6 +89,7 @@ class MemoryRow:
     communication: int = 0
     whole: int = 0
     slack: int = 0
+    device: int = 0
     peak: str = ""
     of_microbatch: tuple[int, ...] = ()
 

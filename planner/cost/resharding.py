@@ -12,6 +12,7 @@ from typing import Any
 
 from passes.pieces import Piece
 from planner.cluster.cluster import Cluster
+from planner.cost.device_memory import on_device
 from planner.cost.memory import memory_rows
 from planner.cost.planned import too_large
 from planner.pipeline.schedule import SchedulePlan
@@ -36,8 +37,8 @@ def decide_reshard(
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
-    is_too_large = any(too_large(memory_rows(once, schedule, slots, recomputed), cluster))
-    return lowered if is_too_large else once
+    rows = on_device(memory_rows(once, schedule, slots, recomputed), once.decisions.mesh, cluster)
+    return lowered if any(too_large(rows, cluster)) else once
 
 
 def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:

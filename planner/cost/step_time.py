@@ -8,10 +8,13 @@ dp_comm, optimizer      the end of a step: sums and gathers that nothing hides, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from passes.errors import require
+from planner.cluster.cluster import Uncertainty
+
+PARTS = ("compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "pp_bubble", "dp_comm", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class CostPlan:
     """Estimated seconds of one step, by cause; ``step_seconds`` is their total as the critical path sees it.
 
     ``flops``: operations of products that one device does in it, without recomputation; ``peak``: those that
-    its data sheet allows it in a second, of the dtype that does most of them. 0: not known.
+    its data sheet allows it in a second, of the dtype that does most of them. 0: not known. ``uncertain``: seconds by
+    which a real step may be faster or slower, by the cluster file.
     """
 
     step_seconds: float
@@ -34,6 +38,28 @@ class CostPlan:
     cp_comm: float = 0.0
     flops: float = 0.0
     peak: float = 0.0
+    uncertain: float = 0.0
 
     def __post_init__(self) -> None:
         require(isfinite(self.step_seconds) and self.step_seconds >= 0, f"a step takes {self.step_seconds} seconds")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Seconds between which a step is expected."""
+        return max(0.0, self.step_seconds - self.uncertain), self.step_seconds + self.uncertain
+
+    def with_range(self, uncertainty: Uncertainty) -> CostPlan:
+        """The errors of a kind of work go in one direction, so that they add up."""
+        return replace(self, uncertain=sum(_fraction(part, uncertainty) * getattr(self, part) for part in PARTS))
+
+
+def is_as_fast(one: CostPlan, other: CostPlan, uncertainty: Uncertainty) -> bool:
+    """Whether the difference of two layouts is less than what is known about it: errors of work that both have are
+    the same in both.
+    """
+    unknown = sum(_fraction(part, uncertainty) * abs(getattr(one, part) - getattr(other, part)) for part in PARTS)
+    return abs(one.step_seconds - other.step_seconds) <= unknown
+
+
+def _fraction(part: str, uncertainty: Uncertainty) -> float:
+    return uncertainty.communication if part.endswith("_comm") else uncertainty.compute

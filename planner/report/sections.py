@@ -271,7 +271,7 @@ def _rule(buffer: BufferPlan) -> str:
 
 def _memory(plan: Tables) -> Section:
     parts = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
-    parts += ("whole", "graph_buffers", "slack", "total")
+    parts += ("whole", "graph_buffers", "slack", "device", "total")
     shown = [part for part in parts if part in _ALWAYS or any(getattr(row, part) for row in plan.memory)]
     cells = [[str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in shown)] for row in plan.memory]
     columns = ["pp rank", *(part.replace("_", " ") for part in shown)]
@@ -300,6 +300,8 @@ def _cost(plan: Tables) -> Section:
     ]
     cells = tuple((name, text, f"{part / step:.1%}" if step else "-") for name, text, part in rows)
     note = f"{format_seconds(step)} per step on {plan.spec.get('cluster') or 'its cluster'}"
+    if plan.cost.uncertain:
+        note += " ({} to {})".format(*map(format_seconds, plan.cost.range))
     if plan.cost.flops and step:
         reached = plan.cost.flops / step
         peak = f", {reached / plan.cost.peak:.1%} of peak" if plan.cost.peak else ""

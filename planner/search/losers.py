@@ -14,6 +14,7 @@ from typing import Any
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, wires
 from planner.cost.memory import MemoryRow
+from planner.cost.step_time import is_as_fast
 from planner.mesh import Mesh
 from planner.search.best_first import BestFirst, Candidate, Found
 
@@ -32,7 +33,7 @@ PARTS = {
 }
 AXES = {"tp_comm": "tp", "cp_comm": "cp", "ep_comm": "ep", "dp_comm": "dp"}
 HELD = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
-HELD += ("whole", "graph_buffers")
+HELD += ("whole", "graph_buffers", "device")
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,15 @@ def _word(value: Any) -> str:
 def why_slower(candidate: Candidate, winner: Candidate, cluster: Cluster) -> str:
     """By how much, and the parts of the step that make it so, largest first."""
     more = candidate.seconds / winner.seconds - 1
-    if more < 5e-4:
+    if abs(more) < 5e-4:
         return "equally fast; it sends more messages, or shards more"
     parts = sorted(_differences(candidate, winner), reverse=True)
     largest = parts[0][0] if parts else 0.0
     named = [words for difference, words in _worded(parts, candidate, winner, cluster) if difference > 0.15 * largest]
-    return f"{percent(more)} slower: {', '.join(named[:MOST_NAMED])}"
+    said = f"{percent(abs(more))} {'slower' if more > 0 else 'faster'}: {', '.join(named[:MOST_NAMED])}"
+    if is_as_fast(candidate.estimate.cost, winner.estimate.cost, cluster.uncertainty):
+        return f"as fast, within what is known ({said})"
+    return said
 
 
 def _differences(candidate: Candidate, winner: Candidate) -> Iterator[tuple[float, str]]:

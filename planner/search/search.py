@@ -16,9 +16,10 @@ from typing import Any
 
 from passes.errors import PlanError
 from planner.captured import Prepared
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import Cluster, Uncertainty
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import at_least, estimate, rank_holdings
+from planner.cost.step_time import is_as_fast
 from planner.mesh import MOST_RANKS
 from planner.search.best_first import BestFirst, Candidate, Estimated, Found
 from planner.search.choice import Cut, Point
@@ -29,6 +30,7 @@ from planner.search.space import BOUNDS, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
+NEAR = 0.01  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
 
 
@@ -66,6 +68,21 @@ def search(
     return _Search(prepared, spec, cluster, devices, progress).run(top)
 
 
+def simplest_first(best: Sequence[Candidate], uncertainty: Uncertainty) -> list[Candidate]:
+    """``best``, with the simplest of those first that are as fast as the fastest: within what is known, and NEAR."""
+    if not best:
+        return []
+    fastest = best[0]
+    near = [
+        candidate
+        for candidate in best
+        if candidate.seconds <= (1 + NEAR) * fastest.seconds
+        and is_as_fast(candidate.estimate.cost, fastest.estimate.cost, uncertainty)
+    ]
+    first = min(near, key=lambda candidate: candidate.point.key, default=fastest)
+    return [first, *(candidate for candidate in best if candidate is not first)]
+
+
 class _Search:
     """Owns one search: the work of each cut, the layouts with their bounds, and the clock."""
 
@@ -86,6 +103,7 @@ class _Search:
             order = BestFirst(points, self._at_least, self._estimate, self._fixed, memory_of(self.cluster))
         with self._clock("estimates"):
             found = order.search(top, step=lambda done: self.progress("estimating layouts", done, 0))
+            found.best = simplest_first(found.best, self.cluster.uncertainty)
         if not found.best:
             raise self._fits_nowhere(order, found)
         with self._clock("reasons"):

@@ -27,12 +27,12 @@ def result_sections(result: Result) -> list[Section]:
 
 def _best(result: Result) -> Section:
     tokens = _tokens(result)
-    columns = ("", "layout", "a step", "tokens/s" if tokens else "sequences/s", "memory", *_SHARES)
+    columns = ("", "layout", "a step", "between", "tokens/s" if tokens else "sequences/s", "memory", *_SHARES)
     rows = []
     for number, candidate in enumerate(result.best, start=1):
         rate = (tokens or result.spec.batch.global_size) / candidate.seconds if candidate.seconds else 0.0
         rows.append(
-            (str(number), str(candidate.point), seconds_text(candidate.seconds), f"{rate:,.0f}",
+            (str(number), str(candidate.point), seconds_text(candidate.seconds), _between(candidate), f"{rate:,.0f}",
              gigabytes(candidate.fullest.total), *_shares(candidate))
         )  # fmt: skip
     title = f"The fastest layouts of {result.devices} devices of {result.cluster.name}"
@@ -40,8 +40,12 @@ def _best(result: Result) -> Section:
         f"estimated; memory of the fullest rank, out of {gigabytes(result.memory_bytes)}; shares of a step; "
         f"batches of {result.spec.batch.global_size} sequences"
     )
-    right = frozenset(("a step", "tokens/s", "sequences/s", "memory", *_SHARES))
+    right = frozenset(("a step", "between", "tokens/s", "sequences/s", "memory", *_SHARES))
     return Section(title, columns, tuple(rows), note=note, right=right)
+
+
+def _between(candidate: Candidate) -> str:
+    return " and ".join(map(seconds_text, candidate.estimate.cost.range))
 
 
 def _shares(candidate: Candidate) -> list[str]:
@@ -112,6 +116,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
         "layout": {**{name.replace(" ", "_"): value for name, value in choices.items()}, "stages": list(layout.sizes)},
         "step_seconds": candidate.seconds,
+        "step_seconds_range": list(cost.range),
         "memory_bytes": candidate.fullest.total,
         "cost": {part: getattr(cost, part) for part in PARTS},
     }

@@ -41,6 +41,7 @@ def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
     lines.append(f"{'links:':<42}  # bandwidth: bytes per second, one direction, per rank; latency: seconds")
     lines += [f"  - {_value(link)}" for link in values["links"]]
     lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
+    lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these numbers")
     return "\n".join(lines) + "\n"
 
 

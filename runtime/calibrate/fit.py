@@ -33,7 +33,30 @@ _APART = "reduce_scatter"
 
 def cluster_of(found: Found, name: str) -> dict[str, Any]:
     """The values of a cluster file."""
-    return {"name": name, "device": _device(found), "links": [_link(found)], "overlap": _overlap(found)}
+    values = {"name": name, "device": _device(found), "links": [_link(found)], "overlap": _overlap(found)}
+    return {**values, "uncertainty": _uncertainty(found, values["device"], values["links"][0])}
+
+
+def _uncertainty(found: Found, device: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
+    """Spread of what was measured around the fitted numbers: the root of the mean square of relative errors."""
+    sharing, tile = found.machine.sharing, device["half_tile"]
+    errors = [
+        _padded(t, tile) * sharing / (device["flops"][t.name] * device["product_fraction"] * t.seconds) - 1
+        for t in found.products
+    ]
+    moved = device["bandwidth"] * device["bandwidth_fraction"]
+    errors += [t.work * sharing / (moved * t.seconds) - 1 for t in found.moved]
+    size, rate = found.machine.num_ranks, link["bandwidth"] * link.get("fraction", 1.0)
+    sent = [
+        (_messages(t.name, size) * link["latency"] + _sent(t.name, size) * t.work / rate) * sharing / t.seconds - 1
+        for t in found.exchanged
+        if t.name != _APART
+    ]
+    return {"compute": _spread(errors), "communication": _spread(sent)}
+
+
+def _spread(errors: Sequence[float]) -> float:
+    return round(min(1.0, float(np.sqrt(np.mean(np.square(errors))))), 3) if errors else 0.0
 
 
 def _device(found: Found) -> dict[str, Any]:

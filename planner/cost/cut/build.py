@@ -16,6 +16,8 @@ from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.over_data import over_data
 from passes.program.walks import readers, walk
+from planner.compiled.pieces import decide_compiled
+from planner.cost.cut.fused import FusedCalls, fuse
 from planner.cost.cut.homes import Homes, Units, following
 from planner.cost.cut.keeping import Keeping, Kept, loose_of
 from planner.cost.cut.kernels import CallOps, Op, Size
@@ -82,21 +84,24 @@ class Builder:
 
     def add(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> None:
         """Count every stage, and the calls that each kind of recompute repeats in it."""
+        recomputed = next(iter(kinds.values())) if len(kinds) == 1 else ()
+        compiled = decide_compiled(self.spec.compile, self.lowered, self.lowered.regions, recomputed).pieces
         for index in range(self.decisions.stages.num_stages):
             trace = self.lowered.trace(index)
             ops = OpsOf(trace, self.micro, self.decisions.program.node, self.follows)
             of_stage = [self.homes.of_call(call) for call in trace.calls]
-            found = [ops.of(call) for call in trace.calls]
-            self._calls(trace, ops, of_stage, found)
+            fused = fuse(trace, ops, [ops.of(call) for call in trace.calls], compiled)
+            found = fused.kernels
+            self._calls(trace, ops, of_stage, fused)
             for kind, pieces in kinds.items():
                 self._again(kind, trace, pieces, of_stage, found)
                 if with_memory:
                     self._memory(kind, trace, ops, pieces)
         self._into_buffers()
 
-    def _calls(self, trace: StageTrace, ops: OpsOf, homes: list[Units], found: list[CallOps]) -> None:
-        reading: Counter[int] = Counter()
-        for call, units, of in zip(trace.calls, homes, found, strict=True):
+    def _calls(self, trace: StageTrace, ops: OpsOf, homes: list[Units], fused: FusedCalls) -> None:
+        reading: dict[int, list[int | None]] = {}
+        for at, (call, units, of) in enumerate(zip(trace.calls, homes, fused.kernels, strict=True)):
             if len(units) > 1:  # another stage has it too
                 key = call.name, None if call.changed is None else call.changed.after, units
                 if key in self._seen:
@@ -105,7 +110,7 @@ class Builder:
             forward, backward = self._side(units, "forward"), self._side(units, "backward")
             forward.ops.update(of.forward)
             backward.ops.update(of.backward)
-            backward.ops.update(self._added(trace, ops, call, reading))
+            backward.ops.update(self._added(trace, ops, call, reading, fused.piece_of.get(at)))
             self._side(units, "weights").ops.update(of.of_weights)
             if of.of_weights:
                 self._puts_aside(ops, call, units, of.puts_aside)
@@ -120,14 +125,19 @@ class Builder:
         unit = next(iter(units), 0)
         self.aside[unit] = self.aside.get(unit, Size()).plus(gradient).plus(ops.kept(call))
 
-    def _added(self, trace: StageTrace, ops: OpsOf, call: Call, reading: Counter[int]) -> Iterator[Op]:
-        """A gradient that is added to another, of a value that is read twice."""
+    def _added(
+        self, trace: StageTrace, ops: OpsOf, call: Call, reading: dict[int, list[int | None]], piece: int | None
+    ) -> Iterator[Op]:
+        """A gradient that is added to another, of a value that is read twice. ``piece``: sums what its calls give."""
         for number, gradient in zip(call.operands, call.seen.gradients, strict=False):
             value = trace.values[number]
             if gradient is None or not value.like.requires_grad or value.memory in trace.outside:
                 continue
-            reading[number] += 1
-            if reading[number] > 1:
+            known = reading.setdefault(number, [])
+            if piece is not None and piece in known:
+                continue
+            known.append(piece)
+            if len(known) > 1:
                 dtype = str(value.like.dtype).removeprefix("torch.")
                 yield Op(dtype, Size.of(3 * value.like.bytes, self.micro, follows=ops.size_follows(number)))
 

@@ -39,7 +39,8 @@ Sides = tuple[int, int, int, int]
 @dataclass(frozen=True, slots=True)
 class Op:
     """One kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: the index of the side that
-    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products.
+    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products, for heads
+    of ``head`` features.
     """
 
     dtype: str
@@ -47,6 +48,7 @@ class Op:
     sides: tuple[int, int, int, int] | None = None
     follows: int = -1
     attention: Size = NOTHING
+    head: int = 0
 
     def sides_at(self, micro: int) -> tuple[int, int, int, int]:
         assert self.sides is not None

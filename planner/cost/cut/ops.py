@@ -110,7 +110,8 @@ class OpsOf:
     def _memory(self, memory: int) -> Size:
         return Size.of(self.trace.bytes_of[memory], self.micro, follows=self.memory_follows[memory])
 
-    def _value(self, number: int) -> Size:
+    def size_of(self, number: int) -> Size:
+        """Bytes that a reader of all of a value reads."""
         like = self.trace.values[number].like
         return Size.of(touched(like), self.micro, follows=self.size_follows(number))
 
@@ -134,10 +135,10 @@ class OpsOf:
         total, target = Size(), self.node_of(call.name).target
         picks = target in LOOKUPS or packet_of(target) is aten.embedding
         for number in made if picks else (*call.operands, *made):
-            total = total.plus(self._value(number))
+            total = total.plus(self.size_of(number))
         if picks:
             total = total.times(2)  # it reads as much as it makes
-        return CallOps((Op(self._dtype(call), total),), tuple(self._gradient_ops(call)))
+        return CallOps((Op(self.dtype_of(call), total),), tuple(self._gradient_ops(call)))
 
     def _gradient_ops(self, call: Call) -> Iterator[Op]:
         """One kernel for all gradients that are new memory."""
@@ -147,16 +148,16 @@ class OpsOf:
         total = self._held_bytes(call)
         for number in call.results:
             if self.trace.values[number].like.requires_grad:
-                total = total.plus(self._value(number))
+                total = total.plus(self.size_of(number))
         for size in new:
             total = total.plus(size)
-        yield Op(self._dtype(call), total)
+        yield Op(self.dtype_of(call), total)
 
     def _new_gradients(self, call: Call) -> list[Size]:
         values, seen = self.trace.values, call.seen
         if not seen.gradients:
             grads = [n for n in call.operands if values[n].like.requires_grad]
-            return [self._value(n) for n in grads]
+            return [self.size_of(n) for n in grads]
         pairs = zip(call.operands, seen.gradients, strict=True)
         return [
             Size.of(g.bytes, self.micro, follows=self.size_follows(n))
@@ -165,16 +166,16 @@ class OpsOf:
 
     def _change(self, call: Call) -> CallOps:
         """A gather or scatter along an inner dim copies once; its communication is counted in the messages."""
-        return self._copied(call, self._value(call.results[0]))
+        return self._copied(call, self.size_of(call.results[0]))
 
     def _copied(self, call: Call, result: Size) -> CallOps:
         """``result``: bytes of the value in its new type."""
         assert call.changed is not None
         how = call.changed.how
         copies = how.name in ("gather", "collect", "scatter", "exchange")
-        size = result.plus(self._value(call.operands[0]))
-        forward = (Op(self._dtype(call), size),) if copies and how.forward else ()
-        backward = (Op(self._dtype(call), size),) if copies and how.backward else ()
+        size = result.plus(self.size_of(call.operands[0]))
+        forward = (Op(self.dtype_of(call), size),) if copies and how.forward else ()
+        backward = (Op(self.dtype_of(call), size),) if copies and how.backward else ()
         return CallOps(forward, backward)
 
     # ---- products
@@ -183,7 +184,7 @@ class OpsOf:
         factors, values = self._factors(call), self.trace.values
         total = Size()
         for number in (*call.operands, *call.results):
-            total = total.plus(self._value(number))
+            total = total.plus(self.size_of(number))
         trained = [values[n].like.requires_grad for n in factors]
         rest = any(values[n].like.requires_grad for n in call.operands if n not in factors)
         return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
@@ -205,7 +206,7 @@ class OpsOf:
         k, follows = prod(w.shape) // n, self.size_follows(value)
         total = self._factor(value, weight, result)
         for number in (weight, result):
-            total = total.plus(self._value(number))
+            total = total.plus(self.size_of(number))
         product = self._per_sequence(call, (1, m, n, k), 1 if follows else -1)
         has_bias = bias is not None and self.trace.values[bias].like.requires_grad
         return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
@@ -224,18 +225,18 @@ class OpsOf:
         of_value = (product.turned(OF_FIRST, total),) if trained[0] else ()
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
         if bias:
-            held += (Op(product.dtype, self._value(result)),)
+            held += (Op(product.dtype, self.size_of(result)),)
         found = CallOps((forward,), (*of_value, *held), held)
         if not puts_aside(self.trace, call):
             return found
-        return replace(found, of_weights=held, puts_aside=self._value(result))
+        return replace(found, of_weights=held, puts_aside=self.size_of(result))
 
     def _per_sequence(self, call: Call, sides: Sides, at: int) -> Op:
         """``at``: the side that is proportional to the sequences; −1: none."""
         if at >= 0 and sides[at] % self.micro:
             at = -1
         b, m, n, k = (side // self.micro if i == at else side for i, side in enumerate(sides))
-        return Op(self._dtype(call), Size(), (b, m, n, k), at)
+        return Op(self.dtype_of(call), Size(), (b, m, n, k), at)
 
     def _factors(self, call: Call) -> list[int]:
         return factors_of(call, self.node_of(call.ops[0]))
@@ -284,20 +285,22 @@ class OpsOf:
             flops /= 2  # kernels skip the scores above the diagonal
         total = Size()
         for number in dict.fromkeys((*call.operands, *call.results)):
-            total = total.plus(self._value(number))
+            total = total.plus(self.size_of(number))
         work = Size.of(flops, self.micro, follows=self.size_follows(call.operands[0]))
-        forward = Op(self._dtype(call), total, attention=work)
+        forward = Op(self.dtype_of(call), total, attention=work, head=query[-1])
         if not any(values[n].like.requires_grad for n in call.operands):
             return CallOps((forward,))
         more = total.times(2)
-        backward = Op(self._dtype(call), more, attention=work.times(BACKWARD_PRODUCTS / FORWARD_PRODUCTS))
+        again = work.times(BACKWARD_PRODUCTS / FORWARD_PRODUCTS)
+        backward = Op(self.dtype_of(call), more, attention=again, head=query[-1])
         return CallOps((forward,), (backward,))
 
     def _three(self, call: Call) -> list[int]:
         numbers = list(call.operands)
         return (numbers * 3)[:3] if len(numbers) < 3 else numbers[:3]
 
-    def _dtype(self, call: Call) -> str:
+    def dtype_of(self, call: Call) -> str:
+        """Of what a call makes."""
         values = self.trace.values
         floats = [values[n].like.dtype for n in (*call.results, *call.operands)]
         found = next((d for d in floats if d.is_floating_point), floats[0] if floats else None)

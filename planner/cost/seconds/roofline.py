@@ -1,28 +1,33 @@
 """Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 2009), softened for small work.
 
-    product      2·(k + t)·(b·(m + t)·(n + t) + (p − 1)·2t²)  /  (peak · product_fraction)
-    attention    its operations / (peak · attention_fraction)
-    bytes        bytes / (bandwidth · bandwidth_fraction)
-    a kernel     √(launch² + max(operations, bytes)²)
+    product on a GPU    the fastest tile: rounds · tiles at once · 2·rows·columns·(k + t) / (peak · product_fraction)
+    other product       2·(k + t)·b·(m + t)·(n + t) / (peak · product_fraction)
+    attention           its operations / (peak · attention_fraction); on a GPU of heads filled up to a multiple of 32,
+                        above 128 features of 64 (the kernels of Dao 2023, "FlashAttention-2")
+    bytes               bytes / (bandwidth · bandwidth_fraction)
+    a kernel            √(launch² + max(operations, bytes)²)
 
-Products are computed in tiles of 2t by 2t, t the device's half_tile. A tile at an edge is half empty on average, which
-costs t more rows and columns; and k must fill the pipeline of a tile once, which costs t more steps. So a product with
-a side of t runs at half its speed, and one with sides of thousands as it should: attention heads and shards over many
-ranks lose this way. p tiles, one for each of the device's processors, are computed at once, and the last of them leave
-half of p idle on average: products with a small result, such as the gradient of a sharded weight, lose this way. A
-kernel that takes long hides the launch of the next; one that does not takes as long as a launch.
+A GPU computes a product in tiles, one at a time on each of its processors (planner.cost.seconds.tiles). Elsewhere a
+tile at an edge is half empty on average, which costs t more rows and columns. In both, k must fill the pipeline of a
+tile once, which costs t more steps; t is the device's half_tile. Attention heads and shards over many ranks lose this
+way. A kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of
+a unit take at least as long as its host needs to launch them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 from planner.cluster.cluster import Device
 from planner.cost.cut.kernels import Op
+from planner.cost.seconds.tiles import tiled_flops
 
 # if a device's sheet does not name a dtype: the same speed as another, or a part of it
 LIKE = {"bfloat16": (("float16", 1.0), ("float32", 1.0)), "float16": (("bfloat16", 1.0), ("float32", 1.0)),
         "float64": (("float32", 0.5),), "float32": (("float64", 2.0),)}  # fmt: skip
+
+FINE_HEADS, HEADS = 128, (32, 64)  # features of a head up to which kernels have the finer step, and both steps
 
 
 def peak_of(device: Device, dtype: str) -> float:
@@ -42,7 +47,6 @@ class Roofline:
         self.slower = slower
         self.device = device
         self.launch = device.launch
-        self.idle = ((device.processors or 1) - 1) * 2 * device.half_tile**2
         self.bandwidth = device.bandwidth * device.bandwidth_fraction
         self._peaks: dict[str, float] = {}
 
@@ -55,16 +59,34 @@ class Roofline:
     def seconds(self, op: Op, micro: int) -> float:
         work = op.bytes.at(micro) / self.bandwidth
         if op.sides is not None:
-            b, m, n, k = op.sides_at(micro)
-            tile = self.device.half_tile
-            results = b * (m + tile) * (n + tile) + self.idle
-            work = max(work, 2.0 * results * (k + tile) / (self._peak(op.dtype) * self.device.product_fraction))
+            work = max(work, self._product(op.sides_at(micro)) / (self._peak(op.dtype) * self.device.product_fraction))
         elif op.attention.per or op.attention.fixed:
-            work = max(work, op.attention.at(micro) / (self._peak(op.dtype) * self.device.attention_fraction))
+            speed = self._peak(op.dtype) * self.device.attention_fraction
+            work = max(work, op.attention.at(micro) * self._filled(op.head) / speed)
         return self.slower * (self.launch**2 + work**2) ** 0.5
 
+    def _product(self, sides: tuple[int, int, int, int]) -> float:
+        """Operations in whose time the device is done with a product."""
+        fill = self.device.half_tile
+        if self.device.processors is not None:
+            return tiled_flops(sides, self.device.processors, fill)
+        b, m, n, k = sides
+        return 2.0 * b * (m + fill) * (n + fill) * (k + fill)
+
+    def _filled(self, head: int) -> float:
+        """How many times as many features a GPU's attention computes as a head has."""
+        if self.device.processors is None or not head:
+            return 1.0
+        step = HEADS[head > FINE_HEADS]
+        return ceil(head / step) * step / head
+
     def all(self, ops: Iterable[tuple[Op, int]], micro: int) -> float:
-        return sum(self.seconds(op, micro) * count for op, count in ops)
+        """Of kernels one after the other, if the host can launch them as fast."""
+        total, kernels = 0.0, 0
+        for op, count in ops:
+            total += self.seconds(op, micro) * count
+            kernels += count
+        return max(total, self.slower * (self.device.host or 0.0) * kernels)
 
     def moving(self, num_bytes: float) -> float:
         """Of a kernel that only moves bytes."""

@@ -14,7 +14,7 @@ from planner.tables.tables import Tables
 
 MEMORY_PARTS = (
     "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole",
-    "graph_buffers", "slack",
+    "graph_buffers", "slack", "device",
 )  # fmt: skip
 _READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
 PHASES = ("forward", "backward", "recomputation", "step")
