@@ -23,7 +23,6 @@ from planner.search.cuts import Cuts
 from planner.search.search import memory_of
 from planner.search.space import Space
 from planner.search.winner import spec_to_capture
-from planner.spec.spec import Spec
 from planner.undisturbed import undisturbed
 
 OF_LAYOUT = ("mesh", "batch", "pipeline", "recompute", "cluster", "devices")  # keys that need no other capture

@@ -120,10 +120,12 @@ def cluster_of(given: Any) -> Cluster:
     base = read_cluster(given["base"]).to_dict()
     more = {name: value for name, value in given.items() if name != "base"}
     links = more.pop("links", {})
-    if not isinstance(links, Mapping) or (unknown := set(links) - {link["name"] for link in base["links"]}):
-        known = ", ".join(link["name"] for link in base["links"])
-        what = f"links has {shorten(next(iter(unknown)))}" if isinstance(links, Mapping) else "links is no mapping"
-        raise SpecError(what, where="cluster.links", fix=f"write {{NAME: {{bandwidth: …}}}}; the links are {known}")
+    known = [link["name"] for link in base["links"]]
+    fix = f"write {{NAME: {{bandwidth: …}}}}; the links are {', '.join(known)}"
+    if not isinstance(links, Mapping):
+        raise SpecError("links is not a mapping", where="cluster.links", fix=fix)
+    if unknown := [name for name in links if name not in known]:
+        raise SpecError(f"there is no link {shorten(unknown[0])}", where="cluster.links", fix=fix)
     values = merged(base, more)
     values["links"] = [merged(link, links.get(link["name"], {})) for link in base["links"]]
     try:

@@ -80,7 +80,7 @@ def _is_within(predicted: Predicted) -> bool:
 
 def _correlation(timed: list[Predicted]) -> float:
     measured = [p.run.measured.seconds for p in timed]
-    return float(spearmanr(measured, [p.candidate.seconds for p in timed])[0])
+    return float(spearmanr(measured, [p.candidate.seconds for p in timed]).statistic)  # pyright: ignore
 
 
 def _chosen(timed: list[Predicted]) -> Predicted | None:

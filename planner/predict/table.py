@@ -42,7 +42,19 @@ def _runs(predicted: Sequence[Predicted]) -> Section:
 
 
 def _sweeps(found: Sequence[Summary]) -> Section:
-    columns = ("sweep", "runs", "timed", "median error", "bias", "in range", "rank", "chosen", "behind", "fits", "memory")
+    columns = (
+        "sweep",
+        "runs",
+        "timed",
+        "median error",
+        "bias",
+        "in range",
+        "rank",
+        "chosen",
+        "behind",
+        "fits",
+        "memory",
+    )
     rows = tuple(
         (s.sweep or "all", str(s.runs), str(s.timed), _share(s.error), _signed(s.bias),
          "-" if s.within is None else f"{s.within} of {s.timed}",
@@ -51,8 +63,8 @@ def _sweeps(found: Sequence[Summary]) -> Section:
         for s in found
     )  # fmt: skip
     note = (
-        "rank: Spearman's correlation of predicted and measured seconds; chosen: the layout that a search would take of "
-        "those that were timed; behind: how much slower it was than the fastest; fits: said rightly"
+        "rank: Spearman's correlation of predicted and measured seconds; chosen: the layout that a search would take "
+        "of those that were timed; behind: how much slower it was than the fastest; fits: said rightly"
     )
     return Section("Sweeps", columns, rows, note, frozenset(columns[1:7]))
 

@@ -26,7 +26,7 @@ class _Plain(GenerateJsonSchema):
 def json_schema(model: type[BaseModel], title: str = "The spec of a meshwright plan") -> dict[str, Any]:
     """The schema of a file: every key with its meaning, type, range and default; nothing else is allowed."""
     schema = model.model_json_schema(schema_generator=_Plain)
-    for section in (schema, *schema["$defs"].values()):
+    for section in (schema, *schema.get("$defs", {}).values()):
         del section["title"]
         section.pop("description", None)  # the description of a class is for readers of the code
     return {"$schema": _Plain.schema_dialect, "title": title, **schema}

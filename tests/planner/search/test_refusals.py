@@ -69,8 +69,10 @@ def test_an_error_names_the_line_of_the_spec(tmp_path: Path):
 
 
 def test_a_model_that_fits_nowhere_says_on_how_many_devices_it_would():
-    device = BASE.device.model_copy(update={"memory": 400_000})
-    links = tuple(link.model_copy(update={"devices": n}) for link, n in zip(BASE.links, (2, 4), strict=True))
+    device = BASE.device.model_copy(update={"memory": 370_000, "context": None})
+    links = tuple(
+        link.model_copy(update={"devices": n, "communicator": None}) for link, n in zip(BASE.links, (2, 4), strict=True)
+    )
     small = BASE.model_copy(update={"device": device, "links": links})
     with pytest.raises(PlanError, match="the model fits no layout of 4 devices") as caught:
         found(cluster=small)

@@ -1,0 +1,48 @@
+"""Bytes beside a process's tensors: by hand, in a plan's rows, and in what a search takes to fit."""
+
+from __future__ import annotations
+
+from planner.cluster.cluster import Cluster
+from planner.cluster.read import read_cluster
+from planner.cost.device_memory import device_bytes, on_device
+from planner.mesh import Mesh
+from tests.models import hugging_face
+from tests.tools.captures import plan_again
+
+CONTEXT, INNER, OUTER = 500_000_000, 400_000_000, 200_000_000  # of dgx-a100
+CLUSTER = read_cluster("dgx-a100")
+
+
+def test_one_context_and_a_communicator_for_each_axis() -> None:
+    assert device_bytes(Mesh(), CLUSTER) == CONTEXT
+    assert device_bytes(Mesh(tp=8), CLUSTER) == CONTEXT + 2 * INNER  # its own, and that of all ranks
+    assert device_bytes(Mesh(tp=8, pp=2), CLUSTER) == CONTEXT + INNER + 2 * OUTER
+    assert device_bytes(Mesh(tp=4, pp=2, dp=2), CLUSTER) == CONTEXT + INNER + INNER + 2 * OUTER
+
+
+def test_a_cluster_without_figures_has_none() -> None:
+    assert device_bytes(Mesh(tp=2, dp=2), read_cluster("cpu-local")) == 0
+
+
+def test_rows_of_a_plan_have_them() -> None:
+    value = hugging_face.batch("gpt2")
+    inputs = {
+        name: {"shape": list(v.shape[1:]), "dtype": str(v.dtype).removeprefix("torch.")} for name, v in value.items()
+    }
+    spec = {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "inputs": inputs}
+    model = hugging_face.build("gpt2")
+    plain, placed = plan_again(model, spec), plan_again(model, {**spec, "cluster": "dgx-a100"})
+    (before,), (after,) = plain.memory, placed.memory
+    assert (before.device, after.device) == (0, CONTEXT + 2 * INNER)
+    assert after.total - before.total >= after.device - 1_000_000  # kernels of a GPU may need less
+    assert "1.21 GiB" in placed.describe().partition("Memory of one rank")[2]
+
+
+def test_rows_stay_as_they_are_without_a_cluster() -> None:
+    assert on_device([], Mesh(), None) == ()
+
+
+def test_more_bytes_of_a_communicator_are_more_bytes_of_a_rank() -> None:
+    links = tuple(link.model_copy(update={"communicator": 10**9}) for link in CLUSTER.links)
+    more: Cluster = CLUSTER.model_copy(update={"links": links})
+    assert device_bytes(Mesh(tp=2), more) == CONTEXT + 2 * 10**9
