@@ -30,7 +30,7 @@ from planner.search.space import BOUNDS, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
-NEAR = 0.01  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
+NEAR = 0.03  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
 
 

@@ -95,8 +95,8 @@ def _mask_as_an_index(patch: pytest.MonkeyPatch) -> None:
 def _buffers_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The model's buffers stay where they were."""
 
-    def fill(stages: Any, source: Any, mesh: Any, place: Any, device: torch.device) -> Any:
-        fresh = shards.fill(stages, source, mesh, place, device)
+    def fill(stages: Any, *rest: Any) -> Any:
+        fresh = shards.fill(stages, *rest)
         for module in (module for stage in stages for module in stage.module.modules()):
             for name, value in module._buffers.items():
                 module._buffers[name] = None if value is None else value.cpu()
