@@ -1,1 +1,1 @@
-"""Predictions beside measurements: of runs that somebody measured, on machines that a cluster file describes."""
+"""Predictions of runs that were measured, and their errors."""

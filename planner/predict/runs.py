@@ -1,9 +1,9 @@
-"""The file of ``meshwright predict``: runs with what was measured, JSON or YAML.
+"""The file of ``meshwright predict``: runs with their measurements, JSON or YAML.
 
     {"defaults": {"model": {...}, "cluster": "dgx-a100", "spec": {...}},
      "runs": [{"name": "tp 2", "spec": {"mesh": {"tp": 2, "dp": 4}}, "measured": {"seconds": 1.9}}, ...]}
 
-A run takes over the defaults, key by key, and writes what differs. An error of one run leaves the others as they are.
+A run takes over the defaults, key by key, and has its own values beside them. An error of one run leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_RUN = ("name", "sweep", "model", "cluster", "spec", "measured")
 
 
 class Measured(Section):
-    """What a run took; null: not measured."""
+    """Of one run; null: not measured."""
 
     seconds: Positive | None = key(None, "seconds of a step")
     memory: Positive | None = key(None, "bytes of the fullest device")
@@ -63,7 +63,7 @@ class Unread:
 
 
 def read_runs(path: Path) -> list[Run | Unread]:
-    """The runs of a file in their order. Raises SpecError if the file has none, with its line."""
+    """The runs of a file in their order. Raises SpecError if the file has none."""
     value, locations = read_yaml(path, "file of runs")
     at = Where(file=str(path), line=1)
     fix = 'write {"defaults": {...}, "runs": [...]}'

@@ -1,4 +1,4 @@
-"""What the predictions of a sweep are worth: errors, order, and the layout that they would choose."""
+"""How good the predictions of a sweep are: errors, order, and the layout that they would choose."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _summary(sweep: str, of: list[Predicted]) -> Summary:
 
 
 def _ran(predicted: Predicted) -> bool | None:
-    """Whether the run did; None if nobody says so."""
+    """Whether the run did; None if the file does not say so."""
     measured = predicted.run.measured
     return True if measured.fits is None and measured.seconds is not None else measured.fits
 

@@ -1,7 +1,7 @@
 """The kernels of compiled pieces: one in each direction, which moves what crosses the border of its piece.
 
 forward    what the piece reads from outside, and what is read outside of it
-backward   the gradients of its results, what it reads from outside (the rest is computed again in registers), and the
+backward   the gradients of its results, what it reads from outside (the rest is recomputed in registers), and the
            gradients of that
 
 Sums of gradients of a value that several calls of a piece read are inside of the kernel.
@@ -58,7 +58,7 @@ def _kernels(trace: StageTrace, ops: OpsOf, numbers: Sequence[int], readers: dic
     made = {memory for call in calls for memory in call.makes if memory not in call.reads}
     given = dict.fromkeys(n for call in calls for n in call.operands if trace.values[n].memory not in made)
     results = _results(trace, calls, made - {m for m in made if readers.get(m, set()) <= set(numbers)})
-    if not results:  # nobody reads it: the last call's result is written all the same
+    if not results:  # no reader: the last result is written all the same
         results = list(calls[-1].results[:1])
     moved = _sum(ops, given)
     forward = Op(ops.dtype_of(calls[0]), moved.plus(_sum(ops, results)))

@@ -66,7 +66,7 @@ class Roofline:
         return self.slower * (self.launch**2 + work**2) ** 0.5
 
     def _product(self, sides: tuple[int, int, int, int]) -> float:
-        """Operations in whose time the device is done with a product."""
+        """Operations at full speed that take as long as the product."""
         fill = self.device.half_tile
         if self.device.processors is not None:
             return tiled_flops(sides, self.device.processors, fill)
