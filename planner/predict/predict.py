@@ -55,7 +55,7 @@ class Predicted:
 
 @dataclass
 class Predictor:
-    """Owns the captures, cuts and works, by the keys that they depend on. ``load``: a module of ``Run.model``, on meta."""
+    """Owns the captures, cuts and works, by the keys that they depend on. ``load``: a module of ``Run.model``."""
 
     load: Callable[[Any], nn.Module]
     _captured: dict[str, Captured] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 """The file of ``meshwright predict``: runs with their measurements, JSON or YAML.
 
     {"defaults": {"model": {...}, "cluster": "dgx-a100", "spec": {...}},
-     "runs": [{"name": "tp 2", "spec": {"mesh": {"tp": 2, "dp": 4}}, "measured": {"seconds": 1.9}}, ...]}
+     "runs": [{"name": "tp 2", "spec": {"mesh": {"tp": 2}}, "measured": {"seconds": 1.9}}, ...]}
 
-A run takes over the defaults, key by key, and has its own values beside them. An error of one run leaves the others as they are.
+A run takes over the defaults, key by key, and has its own values beside them. An error of one run leaves the others as
+they are.
 """
 
 from __future__ import annotations

@@ -69,9 +69,11 @@ def search_page(result: Result, *, title: str = "") -> str:
 
 
 def _facts(result: Result) -> list[tuple[str, str]]:
+    winner = result.winner
+    step, low, high = map(seconds_text, (winner.seconds, *winner.estimate.cost.range))
     return [
         ("the fastest", str(result.winner.point)),
-        ("a step", f"{seconds_text(result.winner.seconds)}, estimated"),
+        ("a step", f"{step}, estimated; between {low} and {high}"),
         ("its fullest rank", f"{gigabytes(result.winner.fullest.total)} of {gigabytes(result.memory_bytes)}"),
         ("layouts", f"{result.num_considered:,}, of which {result.num_estimated:,} were estimated"),
     ]

@@ -47,7 +47,10 @@ def cost_bars(plan: Tables) -> Bars | None:
         return None
     sizes = [(part, getattr(plan.cost, part)) for part in COST_PARTS]
     named = [(_words(part), seconds, f"{_words(part)} {format_seconds(seconds)}") for part, seconds in sizes]
-    row = ("a step", named, format_seconds(plan.cost.step_seconds))
+    said = format_seconds(plan.cost.step_seconds)
+    if plan.cost.uncertain:
+        said += ", between {} and {}".format(*map(format_seconds, plan.cost.range))
+    row = ("a step", named, said)
     return bars_of("Seconds of a step", [row], list(map(_words, COST_PARTS)))
 
 
