@@ -80,6 +80,8 @@ SCORING: tuple[Pass, ...] = (
     *(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),
 )
 
+LOCAL_SCORES: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_scores), *LOCAL[_LOCALIZED:])
+
 Borders = tuple[tuple[BoundaryPlan, ...], tuple[BoundaryPlan, ...]]
 
 

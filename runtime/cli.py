@@ -128,6 +128,9 @@ def verify_command(
 def memory_command(
     model: Model,
     spec: SpecFile,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Compare an evaluation instead, by engines that hold nothing to train.")
+    ] = False,
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
     peft: Peft = None,
@@ -141,7 +144,7 @@ def memory_command(
     from planner.capture.model.with_adapters import named
     from runtime.memory.run import compare_memory
 
-    report = compare_memory(named(model, peft), str(spec))
+    report = compare_memory(named(model, peft), str(spec), evaluates=evaluate)
     write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
