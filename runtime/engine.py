@@ -35,7 +35,7 @@ from runtime.distributed.faults.activity import (
 )
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
-from runtime.engine_adapters import EngineAdapters
+from runtime.engine_generation import EngineGeneration
 from runtime.mode import Mode, check_mode, need_training
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
@@ -47,7 +47,7 @@ from runtime.variants import Variant, Variants
 from runtime.weights.sources import weight_source
 
 
-class Engine(EngineAdapters):
+class Engine(EngineGeneration):
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.

@@ -9,6 +9,7 @@ activations     with messages: all live memory at the peak of the
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from torch import Tensor, nn
 
@@ -31,10 +32,8 @@ def measured_evaluation(decided: Plan, model: nn.Module, batch: dict[str, Tensor
         engine.evaluate(batch)
         row = decided.evaluation_memory()[engine.mesh.pp_rank]
         most = _live(engine, engine.executor, batch)
-        try:
+        with suppress(PlanError):  # of a loss that gives no label a probability
             most = max(most, _live(engine, engine.scoring_executor(batch), batch, scores=True))
-        except PlanError:
-            pass  # the loss gives no label a probability
         return _compared(rank, row, engine, most)
 
 
