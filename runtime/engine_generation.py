@@ -20,7 +20,7 @@ from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.engine_adapters import EngineAdapters
 from runtime.next_tokens.choice import Choice
-from runtime.next_tokens.prompts import Feed, Prompts, sequences_of
+from runtime.next_tokens.prompts import Feed, Prompts, check_lengths, sequences_of
 from runtime.variants import Variant, Variants
 
 
@@ -131,18 +131,7 @@ class EngineGeneration(EngineAdapters):
         return Feed(roles_of(names, self.spec.data.inputs), self._decisions.scored)
 
     def _check_lengths(self, feed: Feed, sequences: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        if max_new_tokens < 1:
-            what = f"max_new_tokens is {max_new_tokens}"
-            raise PlanError(what, where="max_new_tokens", fix="ask for one token or more")
-        most = max(feed.length(layout) for layout in self._variants.layouts)
-        for number, ids in enumerate(sequences):
-            if len(ids) + max_new_tokens > most:
-                raise PlanError(
-                    f"prompt {number} has {len(ids)} tokens, and with {max_new_tokens} new ones more than the {most} "
-                    "of a planned sequence",
-                    where="max_new_tokens",
-                    fix=f"ask for {max(0, most - len(ids))} or fewer, shorten the prompt, or plan a greater length",
-                )
+        check_lengths(sequences, max_new_tokens, max(feed.length(layout) for layout in self._variants.layouts))
 
     def _require_equal_calls(self, call: str) -> None:
         """Raise PlanError on every rank if ranks ask for other things: they would wait for each other."""

@@ -111,6 +111,21 @@ def sequences_of(prompts: Prompts, name: str, ranges: Sequence[IdRange]) -> list
     return rows
 
 
+def check_lengths(sequences: Sequence[Sequence[int]], max_new_tokens: int, most: int) -> None:
+    """Raise PlanError, naming the prompt, unless each fits a planned sequence of ``most`` tokens with its new ones."""
+    if max_new_tokens < 1:
+        what = f"max_new_tokens is {max_new_tokens}"
+        raise PlanError(what, where="max_new_tokens", fix="ask for one token or more")
+    for number, ids in enumerate(sequences):
+        if len(ids) + max_new_tokens > most:
+            raise PlanError(
+                f"prompt {number} has {len(ids)} tokens, and with {max_new_tokens} new ones more than the {most} of a "
+                "planned sequence",
+                where="max_new_tokens",
+                fix=f"ask for {max(0, most - len(ids))} or fewer, shorten the prompt, or plan a greater length",
+            )
+
+
 def _rows(prompts: Prompts, name: str) -> list[list[int]]:
     if isinstance(prompts, Mapping):
         unknown = sorted(prompts.keys() - {name, MASK})

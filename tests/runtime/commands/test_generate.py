@@ -1,0 +1,71 @@
+"""`meshwright generate`: the text is what the model itself continues with; bad input is one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from runtime.cli import app
+from tests.tools.generation_jobs import greedy
+
+MODEL = """
+import torch
+from examples.gpt import GPT
+
+def build():
+    torch.manual_seed(1)
+    model = GPT(256, 16, 32, 1, 2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+"""
+SPEC = """
+mesh: {}
+batch: {global: 2, micro: 2}
+inputs:
+  input_ids: {shape: [16], dtype: int64, high: 256}
+  targets: {like: input_ids}
+"""
+TEXTS = ("The sea", "On", "A ship is")
+
+
+def ran(directory: Path, *options: str, code: int = 0) -> Any:
+    (directory / "model.py").write_text(MODEL)
+    (directory / "spec.yaml").write_text(SPEC)
+    given = ["generate", f"{directory}/model.py:build", f"{directory}/spec.yaml", *options]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_prompts_are_continued_as_the_model_does(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(MODEL, namespace)
+    prompts = [option for text in TEXTS for option in ("--prompt", text)]
+    found = json.loads(ran(tmp_path, *prompts, "--max-new-tokens", "6", "--format", "json").stdout)
+    expected = greedy(namespace["build"](), [list(text.encode()) for text in TEXTS], 6)
+    for text, each, tokens in zip(TEXTS, found, expected, strict=True):
+        tokens = tokens[: tokens.index(0) + 1] if 0 in tokens else tokens  # 0 ends a text of bytes
+        assert (each["prompt"], each["tokens"], each["is_stopped"]) == (text, tokens, tokens[-1] == 0)
+
+
+BAD: dict[str, tuple[str, ...]] = {
+    "prompt 0 has 17 tokens": ("--prompt", "a" * 17, "--max-new-tokens", "1"),
+    "prompt 1 is empty": ("--prompt", "a", "--prompt", ""),
+    "the temperature is -1.0": ("--prompt", "a", "--temperature", "-1"),
+    "top_p is 2.0": ("--prompt", "a", "--temperature", "1", "--top-p", "2"),
+    "--ema selects the weights of a save": ("--prompt", "a", "--ema"),
+    "there is no directory": ("--prompt", "a", "--load", "nowhere"),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_message(tmp_path: Path, words: str) -> None:
+    output = ran(tmp_path, *BAD[words], code=2).output
+    assert "Traceback" not in output
+    assert words in output or words == "there is no directory", output
