@@ -46,7 +46,7 @@ def next_rows(
     """[micro, num_classes + 1]: the row of each sequence without padding columns, and how often it was found.
 
     logits [.., v/tp, ..] of this rank, or complete without an ``axis``; places [..] or with a class dim of one: of the
-    label that each row of logits is compared with. Zeros for a sequence whose row is on another rank, and zero counts
+    label that each row of logits is compared with. Zeros for a sequence with its row on another rank, and zero counts
     unless ``is_counted_here``, as other ranks have the same rows.
     """
     rows = logits.movedim(class_dim, -1)
