@@ -9,25 +9,19 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model
-from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler_here
-from runtime.data.roles import length_of, roles_of
-from runtime.data.text.byte_tokens import ByteEncoder
-from runtime.data.text.tokenizer_file import TokenizerFile
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.engine import Engine
 from runtime.evaluation.weights import Weights
 from runtime.next_tokens.choice import Choice
-from runtime.next_tokens.prompts import Feed, check_lengths, sequences_of
+from runtime.next_tokens.texts import codec_of, tokens_of
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
-MOST = 64  # new tokens, if no number is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +48,6 @@ class Generation:
     max_new_tokens: int | None = None
     tokenizer: str | None = None
 
-    @property
-    def codec(self) -> ByteEncoder | TokenizerFile:
-        """Raises PlanError for a file that is no tokenizer."""
-        return ByteEncoder() if self.tokenizer is None else TokenizerFile(self.tokenizer)
-
 
 def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
     """The texts, on rank 0; None on the others. ``num_ranks``: local processes; the mesh's size if not given.
@@ -72,7 +61,7 @@ def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued]
     asked.weights.check_load()
     decided = plan(load_model(asked.weights.reference), spec)
     asked.weights.check(decided)
-    _sequences(asked, spec, decided)
+    tokens_of(asked.prompts, codec_of(asked.tokenizer), spec, decided, asked.max_new_tokens)
     world_size = num_ranks_of(decided, spec, num_ranks)
     if world_size == 1:
         return run_rank(asked)
@@ -86,8 +75,8 @@ def run_rank(asked: Generation) -> list[Continued] | None:
     model = load_model(asked.weights.reference, materialize=asked.weights.are_initial, seed=spec.seed)
     decided, leads = plan(model, spec), not launched(os.environ).rank
     del model
-    sequences, count = _sequences(asked, spec, decided)
-    codec, choice = asked.codec, asked.choice
+    codec, choice = codec_of(asked.tokenizer), asked.choice
+    sequences, count = tokens_of(asked.prompts, codec, spec, decided, asked.max_new_tokens)
     end = codec.tokenization.special.get("end")
     with Engine(decided, mode="evaluate") as engine:
         asked.weights.into(engine, leads=leads)
@@ -96,20 +85,3 @@ def run_rank(asked: Generation) -> list[Continued] | None:
         return None
     each = zip(asked.prompts, found.tokens, found.is_stopped, strict=True)
     return [Continued(prompt, codec.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
-
-
-def _sequences(asked: Generation, spec: Spec, decided: Plan) -> tuple[list[list[int]], int]:
-    """The tokens of the prompts, and how many new ones each gets. Raises PlanError if they do not fit the plan."""
-    decisions, inputs = decided.to_run()[0], spec.longest.require_inputs()
-    try:
-        roles = roles_of(inputs, spec.data.inputs)
-        feed, most = Feed(roles, decisions.scored), length_of(inputs, roles)
-    except PlanError as error:
-        raise spec.locate(error) from None
-    codec = asked.codec
-    sequences = sequences_of([codec.ids(p) for p in asked.prompts], feed.name, decisions.id_ranges.get(feed.name, ()))
-    count = asked.max_new_tokens
-    if count is None:
-        count = max(1, min(MOST, most - max(map(len, sequences))))
-    check_lengths(sequences, count, most)
-    return sequences, count

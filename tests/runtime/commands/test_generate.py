@@ -69,3 +69,21 @@ def test_bad_input_is_one_message(tmp_path: Path, words: str) -> None:
     output = ran(tmp_path, *BAD[words], code=2).output
     assert "Traceback" not in output
     assert words in output
+
+
+def test_a_training_run_shows_how_its_model_writes(tmp_path: Path) -> None:
+    """The last sample is the text that the saved model continues with."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "text.txt").write_text("The ship goes down to the sea. " * 20)
+    options = ["--data", f"{tmp_path}/text.txt", "--steps", "4", "--quiet", "--save", f"{tmp_path}/run"]
+    given = ["train", f"{tmp_path}/model.py:build", f"{tmp_path}/spec.yaml", *options]
+    trained = CliRunner().invoke(app, [*given, "--sample-every", "2", "--sample-prompt", "The sea"])
+    assert trained.exit_code == 0, trained.output
+    shown = [line for line in trained.stderr.splitlines() if "continues: The sea" in line]
+    assert [line.partition(" continues")[0] for line in shown] == ["step 2", "step 4"]
+    found = ran(tmp_path, "--load", f"{tmp_path}/run", "--prompt", "The sea").stdout
+    assert found.splitlines()[0] == shown[-1].partition("continues: ")[2]
+    alone = CliRunner().invoke(app, [*given, "--sample-every", "2", "--resume", "auto"])
+    assert alone.exit_code == 2
+    assert "add --sample-prompt TEXT" in alone.output
