@@ -100,7 +100,7 @@ class EngineGeneration(EngineAdapters):
             if not under_way:
                 return
             found = self._next_tokens(feed, under_way, choice, is_first=not step)
-            for row, token in zip(under_way, found, strict=False):
+            for row, token in zip(under_way, found, strict=True):
                 row.ids.append(token)
                 row.is_stopped = token in stops
                 row.is_done = row.is_stopped or len(row.ids) == row.first + count

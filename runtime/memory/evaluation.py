@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from passes.errors import PlanError
 from planner.cost.evaluation import EvaluationMemory
@@ -24,11 +24,10 @@ from runtime.report.memory_rows import Compared
 ALLOWED = {"parameters": 0.01, "activations": 0.03, "whole": 0.03}
 
 
-def measured_evaluation(decided: Plan, model: nn.Module, batch: dict[str, Tensor]) -> list[Compared]:
+def measured_evaluation(decided: Plan, batch: dict[str, Tensor]) -> list[Compared]:
     """The rows of this rank, on the CPU or the device that the launcher gave it."""
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided, mode="evaluate") as engine:
-        del model
         engine.evaluate(batch)
         row = decided.evaluation_memory()[engine.mesh.pp_rank]
         most = _live(engine, engine.executor, batch)
@@ -58,7 +57,10 @@ def _live(engine: Engine, executor: Executor, batch: dict[str, Tensor], *, score
         weights += [bucket.parameters for bucket in buffer.buckets]
     watch = MemoryWatch(executor, [*weights, *held_to_evaluate(engine)])
     before, executor.around = executor.around, watch.around
-    engine.score(batch) if scores else engine.evaluate(batch)
+    if scores:
+        engine.score(batch)
+    else:
+        engine.evaluate(batch)
     executor.around = before
     return max(moment.live for moment in watch.moments)
 

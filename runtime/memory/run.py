@@ -71,7 +71,7 @@ def memory_of_rank(model_ref: str, spec_path: str, evaluates: bool = False) -> O
     model = load_model(model_ref, materialize=True, seed=spec.seed)
     decided = plan(model, spec)
     if evaluates:
-        return OfRank(measured_evaluation(decided, model, random_batch(spec, decided, 0)), [])
+        return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0)), [])
     return measured(decided, model, [random_batch(spec, decided, seed) for seed in range(2)])
 
 

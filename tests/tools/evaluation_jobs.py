@@ -44,7 +44,7 @@ def evaluated_alone(plan: Any, batches: Batches, directory: str | None, scores: 
 
 
 def memory_to_evaluate(plan: Any, batches: Batches) -> list[Compared]:
-    return measured_evaluation(plan, None, batches[0])
+    return measured_evaluation(plan, batches[0])
 
 
 CALLS = (
@@ -55,8 +55,8 @@ CALLS = (
 
 def refused_to_train(plan: Any, batches: Batches) -> dict[str, str]:
     """What each call that trains says in this mode."""
-    given: dict[str, tuple[Any, ...]] = dict.fromkeys(CALLS[:4], (batches[0],)) | {"save": ("nowhere",)}
-    given["optimizer_step"] = ()
+    given: dict[str, tuple[Any, ...]] = {"save": ("nowhere",)}
+    given |= {name: (batches[0],) for name in ("train_step", "forward_backward", "find_nonfinite")}
     told = {}
     with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
         for name in CALLS:
