@@ -122,7 +122,7 @@ def test_bad_calls_are_one_error_each(lab: Lab) -> None:
     [
         ("bert", "the prediction changes with the tokens behind it: the model is not causal"),
         ("bert-classes", "the shape []"),
-        ("t5", "the shape"),
+        ("t5", "the model is not causal"),
     ],
 )
 def test_models_that_do_not_continue_a_text_are_refused(lab: Lab, model: str, words: str) -> None:
