@@ -3,7 +3,7 @@
 parameters      the rank's parts, without the padding of gradient buffers; with zero 3 its shards of them; the model's
                 own buffers and constants
 activations     at the peak of a forward without autograd: a value lives until its last reader. Of the stage of the
-                loss the larger of two: with the loss alone, and with the scores of its labels
+                loss the larger of two: with the loss alone, and with the scores of its labels, which stay
 communication   messages between stages: received ahead, sent and not known to be taken over, handed over on this rank
 whole           with zero 3: full weights at once
 """
@@ -21,7 +21,7 @@ from planner.cost.let_go import let_go_of
 from planner.cost.liveness import forward_live
 from planner.cost.memory import registered_bytes
 from planner.decisions import Decisions
-from planner.exchanges.scores import check_scored
+from planner.exchanges.scores import FIGURES, WIDE, check_scored
 from planner.exchanges.weights import gathered_to_evaluate
 from planner.pipeline.links import Message, Progress, received_by, sent_by
 from planner.pipeline.schedule import Action, SchedulePlan
@@ -55,7 +55,7 @@ def evaluation_memory(
     """One row for each pp rank, of ``Engine(plan, mode="evaluate")``."""
     decisions, shards = lowered.decisions, lowered.shards
     orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.actions)
-    forwards = [_forward(lowered, stage, recomputed) for stage in range(lowered.num_stages)]
+    forwards = [_forward(lowered, stage, schedule, recomputed) for stage in range(lowered.num_stages)]
     gathered = gathered_to_evaluate(lowered, orders)
     rows = []
     for rank in range(decisions.mesh.pp):
@@ -74,14 +74,21 @@ def _parameters(decisions: Decisions, shards: Shards, rank: int) -> int:
     return held + sum(buffer.parameter_bytes for buffer in buffers) + registered_bytes(decisions, rank)
 
 
-def _forward(lowered: Lowered, stage: int, recomputed: Sequence[Piece]) -> int:
-    """The most bytes at once in a forward of one microbatch, with received values."""
+def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> int:
+    """The most bytes at once in a forward of one microbatch, with received values and scores of earlier ones."""
     peaks = [_peak(lowered.trace(stage), recomputed)]
     if stage == lowered.num_stages - 1:
         with suppress(PlanError):  # of a loss that gives no label a probability, and is only evaluated
             check_scored(lowered.decisions)
-            peaks.append(_peak(lowered.scoring_trace(), recomputed))
+            earlier = (schedule.num_microbatches - 1) * _scores(lowered.decisions)
+            peaks.append(_peak(lowered.scoring_trace(), recomputed) + earlier)
     return max(peaks)
+
+
+def _scores(decisions: Decisions) -> int:
+    """Bytes of the scores of one microbatch, which are held until the batch is done."""
+    (labels,) = (name for name, key in decisions.program.inputs.items() if key == decisions.scored.key)
+    return FIGURES * WIDE * decisions.program.node(labels).meta["val"].numel()
 
 
 def _peak(trace: StageTrace, recomputed: Sequence[Piece]) -> int:
