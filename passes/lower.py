@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from passes.add_next_rows import add_next_rows
 from passes.add_scores import add_scores
 from passes.attend_by_documents import attend_by_documents
 from passes.await_parameters import await_parameters
@@ -75,10 +76,11 @@ PASSES: tuple[Pass, ...] = (
 # The stage of the loss for scoring labels: nothing is captured, recomputed, or awaited.
 _LOCALIZED = [step.name for step in PASSES].index("localize") + 1
 _ONLY_TRAINING = (note_choices, cut_regions, compile_pieces, recompute, await_parameters)
-SCORING: tuple[Pass, ...] = (
-    Pass(add_scores),
-    *(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),
-)
+_BEHIND: tuple[Pass, ...] = (*(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),)
+
+SCORING: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_scores), *_BEHIND)
+NEXT_ROWS: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_next_rows), *_BEHIND)
+LOCAL_SCORES: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_scores), *LOCAL[_LOCALIZED:])
 
 Borders = tuple[tuple[BoundaryPlan, ...], tuple[BoundaryPlan, ...]]
 
@@ -97,11 +99,11 @@ def lower_scores(
     trained: StageModule,
     local: Callable[[str], LocalParameter],
     borders: Borders,
+    passes: tuple[Pass, ...] = SCORING,
 ) -> StageModule:
-    """The stage of the loss once more, as it returns scores of labels too."""
+    """The stage of the loss once more, as it returns scores of labels too, or by other ``passes`` something else."""
     stage = extract(context, trained.index)
-    run_passes(stage, context, PASSES[:_LOCALIZED])
-    run_passes(stage, context, SCORING)
+    run_passes(stage, context, passes)
     return finish(context, stage, trained.chunk, local, borders)
 
 

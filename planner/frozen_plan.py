@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
@@ -22,6 +22,9 @@ from planner.spec.spec import Spec
 from planner.stored.plan_file import PARTS, SUFFIX, Stored, read, write
 from planner.tables.codec import decode, to_text
 from planner.tables.tables import VERSION, Tables
+
+if TYPE_CHECKING:
+    from planner.cost.evaluation import EvaluationMemory
 
 _AGAIN = "save the plan again with this version"
 _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs
@@ -94,6 +97,15 @@ class Plan(Tables):
 
         spec = Spec.load({**self.spec, "cluster": None})
         return step_flops(Lowered(*self.to_run(), self.regions), spec, self.schedule, self.recomputed)
+
+    def evaluation_memory(self) -> tuple[EvaluationMemory, ...]:
+        """Bytes on one rank of each pipeline rank under ``Engine(plan, mode="evaluate")``: parameters, and one
+        microbatch. ``memory`` has those of training. Raises PlanError for a plan loaded from JSON.
+        """
+        from planner.cost.evaluation import evaluation_memory  # a rank with a saved plan forecasts nothing
+        from planner.saved.lowered import Lowered
+
+        return evaluation_memory(Lowered(*self.to_run(), self.regions), self.schedule, self.recomputed)
 
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.base import LowerContext
+from passes.base import LowerContext, Pass
 from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
-from passes.lower import PASSES, lower_scores, lower_stage, run_passes
+from passes.lower import NEXT_ROWS, PASSES, SCORING, lower_scores, lower_stage, run_passes
 from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.parameters import LocalParameter
@@ -109,8 +109,19 @@ def _local(decisions: Decisions, context: LowerContext, stage: int) -> Callable[
     return lambda name: local_parameter(decisions, decisions.program.node(name), stage, context.place)
 
 
-def lower_scoring(
+def lower_next_rows(
     plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+) -> StageModule | None:
+    """The stage of the loss as it returns the logits of one position of each sequence too; as ``lower_scoring``."""
+    return lower_scoring(plan, rank, program, device, NEXT_ROWS)
+
+
+def lower_scoring(
+    plan: Plan,
+    rank: int,
+    program: RankProgram,
+    device: torch.device | str = "cpu",
+    passes: tuple[Pass, ...] = SCORING,
 ) -> StageModule | None:
     """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
 
@@ -128,7 +139,7 @@ def lower_scoring(
     axes = {name: program.axes[name] for name in context.axes}
     context = replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
     borders = shards.received(trained.index), shards.sent(trained.index)
-    return lower_scores(context, trained, _local(decisions, context, trained.index), borders)
+    return lower_scores(context, trained, _local(decisions, context, trained.index), borders, passes)
 
 
 def check_stages(plan: Plan) -> None:

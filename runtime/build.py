@@ -36,6 +36,7 @@ from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
+from runtime.mode import Mode
 from runtime.optimizer.matrices import BucketExchange, Member
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
@@ -43,7 +44,7 @@ from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
 from runtime.same_code import identity, require_same_code
 from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
-from runtime.weights.shards import Kept, fill, fill_later, keep
+from runtime.weights.shards import Kept, fill, fill_later, keep, without_gradients
 from runtime.weights.sources import WeightSource
 
 _engine_numbers = count()
@@ -71,9 +72,17 @@ class Built:
     fresh: Fresh
     kept: Kept
     compiled: CompiledPieces | None = None
+    mode: Mode = "train"
 
 
-def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program: RankProgram | None) -> Built:
+def build(
+    plan: Plan,
+    spec: Spec,
+    groups: Groups,
+    weights: WeightSource,
+    program: RankProgram | None,
+    mode: Mode = "train",
+) -> Built:
     """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
     check_compiler(spec.compile, groups.device)
@@ -88,9 +97,12 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
         axis.group = groups.over(name)
     if program.count_module is not None:
         program.count_module.to(groups.device)
-    later = frozenset(name for b in _buffers(plan, groups) if b.gathers for name in b.by_name)
+    buffers = _buffers(plan, groups, mode)
+    later = frozenset(name for b in buffers if b.gathers for name in b.by_name)
     fresh = fill(program.stages, weights, groups.mesh, groups.place, groups.device, later)
-    optimizer = _optimizer(plan, spec, groups, program)
+    if mode == "evaluate":
+        without_gradients(program.stages)
+    optimizer = _optimizer(plan, spec, groups, program, buffers, mode)
     with optimizer.buffers.weights.one_by_one(plan.to_run()[1].bucket_of(groups.place), writes=True) as opened:
         fill_later(program.stages, weights, groups.mesh, groups.place, later, opened)
         fresh = take_weights(plan, program, weights, groups, differ, fresh, opened)
@@ -106,7 +118,7 @@ def build(plan: Plan, spec: Spec, groups: Groups, weights: WeightSource, program
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces(program) if spec.compile else None
-    return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled)
+    return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled, mode)
 
 
 def executor_of(
@@ -134,10 +146,10 @@ def executor_of(
 
 
 def graphs_of(plan: Plan, built: Built, groups: Groups) -> Graphs | None:
-    """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none."""
+    """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none, or nothing trains."""
     asked, program, buffers, device = spec_of(plan).cuda_graphs, built.program, built.optimizer.buffers, groups.device
     order = without_weights(plan.schedule.actions[groups.pp_rank])
-    if asked.impl == "none":
+    if asked.impl == "none" or built.mode == "evaluate":
         return None
     if asked.impl == "transformer_engine":
         return TransformerEngineGraphs(program, order, device, no_gradient_hooks=buffers.deaf)
@@ -179,26 +191,33 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges, assumptions, lengths)
 
 
-def _optimizer(plan: Plan, spec: Spec, groups: Groups, program: RankProgram) -> DistributedOptimizer:
-    """Over the buffers that the plan lays out for this rank."""
+def _optimizer(
+    plan: Plan, spec: Spec, groups: Groups, program: RankProgram, buffers: tuple[Buffer, ...], mode: Mode
+) -> DistributedOptimizer:
+    """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
     named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "world", "embedding")
     axes, shards = {axis: groups.over(axis) for axis in named}, plan.to_run()[1]
+    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
     return DistributedOptimizer(
         parameters_of(program),
-        _buffers(plan, groups),
-        spec.optimizer,
+        buffers,
+        spec.optimizer if mode == "train" else spec.optimizer.model_copy(update={"ema": None}),
         groups=axes,
         device=groups.device,
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
-        exchanges=_exchanges(plan, groups),
-        residency=Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank)),
+        exchanges=_exchanges(plan, groups) if mode == "train" else {},
+        residency=residency if mode == "train" else Residency(reshards=True),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
 
 
-def _buffers(plan: Plan, groups: Groups) -> tuple[Buffer, ...]:
-    return plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"])
+def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
+    """Those of this rank by the plan; for an evaluation none if each weight is whole, else all, without gradients."""
+    planned = plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"])
+    if mode == "train":
+        return planned
+    return tuple(b.frozen() for b in planned) if any(b.gathers for b in planned) else ()
 
 
 def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchange]:

@@ -22,7 +22,20 @@ from planner.cli import (
     title_of,
     write_text,
 )
-from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, fuzz, predict, prepare, report, train
+from runtime.commands import (
+    cache,
+    calibrate,
+    checkpoint,
+    diff,
+    env,
+    evaluate,
+    fuzz,
+    generate,
+    predict,
+    prepare,
+    report,
+    train,
+)
 
 CHECK_FAILED = 1
 
@@ -128,6 +141,9 @@ def verify_command(
 def memory_command(
     model: Model,
     spec: SpecFile,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Compare an evaluation instead, by engines that hold nothing to train.")
+    ] = False,
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
     peft: Peft = None,
@@ -141,7 +157,7 @@ def memory_command(
     from planner.capture.model.with_adapters import named
     from runtime.memory.run import compare_memory
 
-    report = compare_memory(named(model, peft), str(spec))
+    report = compare_memory(named(model, peft), str(spec), evaluates=evaluate)
     write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
@@ -150,6 +166,7 @@ def memory_command(
 app.command("train", epilog=train.EPILOG)(train.train_command)
 app.command("prepare", epilog=prepare.EPILOG)(prepare.prepare_command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
+app.command("generate", epilog=generate.EPILOG)(generate.generate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("predict", epilog=predict.EPILOG)(predict.predict_command)

@@ -35,8 +35,9 @@ from runtime.distributed.faults.activity import (
 )
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
-from runtime.engine_adapters import EngineAdapters
-from runtime.pipeline.executor import Step
+from runtime.engine_generation import EngineGeneration
+from runtime.mode import Mode, check_mode, need_training
+from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
@@ -46,7 +47,7 @@ from runtime.variants import Variant, Variants
 from runtime.weights.sources import weight_source
 
 
-class Engine(EngineAdapters):
+class Engine(EngineGeneration):
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
@@ -58,16 +59,19 @@ class Engine(EngineAdapters):
         self,
         plan: Plan,
         *,
+        mode: Mode = "train",
         program: RankProgram | None = None,
         device: torch.device | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         """The same call on every rank; a rank alone needs no launcher.
 
-        ``program``: lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the
-        launched world is not the plan's, or plans or versions differ between ranks.
+        ``mode="evaluate"``: no gradients and no optimizer state; calls that train raise PlanError. ``program``:
+        lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the launched
+        world is not the plan's, or plans or versions differ between ranks.
         """
-        self.plan = plan
+        check_mode(mode)
+        self.plan, self.mode = plan, mode
         self._decisions, self._shards = plan.to_run()
         self.spec = spec_of(plan)
         self.step_index = 0
@@ -76,8 +80,9 @@ class Engine(EngineAdapters):
         self.groups, store = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
-            self._audit = Audit(plan, self.spec, self.groups) if self.spec.audit.every else None
-            built = build(plan, self.spec, self.groups, self._weights, program)
+            is_audited = self.spec.audit.every and mode == "train"
+            self._audit = Audit(plan, self.spec, self.groups) if is_audited else None
+            built = build(plan, self.spec, self.groups, self._weights, program, mode)
         except BaseException as error:
             if store is not None:
                 tell_failure(store, self.mesh.world_size, self.groups.rank, error)
@@ -107,6 +112,7 @@ class Engine(EngineAdapters):
         batch that does not fit the plan, StepError if a stage fails, AuditError before a step if its audit fails.
         On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
+        need_training(self.mode, "train_step")
         self._need_own_weights("train_step")
         if self._audit is not None and self._audit.is_due(self.step_index):
             self._audit.judge(self.step_index, *self._audited(self._audit, batch, local))
@@ -122,6 +128,7 @@ class Engine(EngineAdapters):
     def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
         ``gather_gradients`` and ``optimizer_step``."""
+        need_training(self.mode, "forward_backward")
         self._need_own_weights("forward_backward")
         self._loss = self._forward_backward(batch, local)
         self._activity.off(GRADIENTS)
@@ -132,6 +139,7 @@ class Engine(EngineAdapters):
     @shared_call(UPDATE)
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
+        need_training(self.mode, "optimizer_step")
         self._need_own_weights("optimizer_step")
         if not self._gradients_ready:
             raise PlanError("there are no gradients for an update", fix="call forward_backward(batch) first")
@@ -147,6 +155,7 @@ class Engine(EngineAdapters):
         run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
         The same answer on every rank; None if all is finite. Gradients of ``forward_backward`` are gone.
         """
+        need_training(self.mode, "find_nonfinite")
         index = max(0, self.step_index - 1) if step is None else step
         self._ready()
         self._gradients_ready = False
@@ -194,12 +203,17 @@ class Engine(EngineAdapters):
         found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
 
+    def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
+        """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
+        return self._variants.of(batch, local=False, any_number=True).scoring.executor
+
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
         return self._variants.place_of(batch)
 
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
+        need_training(self.mode, "capture_graphs")
         if self.graphs is None:
             raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
         self.graphs.is_wanted = True

@@ -21,10 +21,11 @@ from runtime.checkpoint.loader import load_save
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
 from runtime.checkpoint.saver import Saver
-from runtime.checkpoint.training_state import TrainingState
+from runtime.checkpoint.training_state import Reads, TrainingState
 from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import Groups
+from runtime.mode import Mode, need_training
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.whole_weights import Opened
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -38,6 +39,7 @@ class EngineWeights:
     """What an Engine does with its weights beside training them. The Engine owns all that is named here."""
 
     plan: Plan
+    mode: Mode
     program: RankProgram
     groups: Groups
     optimizer: DistributedOptimizer
@@ -68,6 +70,7 @@ class EngineWeights:
 
         After ``forward_backward`` and before ``optimizer_step``. Raises PlanError at other times.
         """
+        need_training(self.mode, "gather_gradients")
         if not self._gradients_ready:
             raise PlanError(
                 "there are no gradients: an update has consumed them, or no backward ran",
@@ -121,6 +124,7 @@ class EngineWeights:
         on a GPU the next update waits for the copies, and the host does not. A thread writes them; a later save waits
         for it, and raises its error. Raises PlanError on every rank; earlier saves stay.
         """
+        need_training(self.mode, "save")
         self._need_own_weights("save")
         self._ready()
         self.saver.save(self._training_state(), directory, self.step_index, extra, wait=wait)
@@ -131,7 +135,7 @@ class EngineWeights:
         self.saver.wait()
 
     @shared_call("load")
-    def load(self, directory: str | PathLike[str]) -> dict[str, JsonValue]:
+    def load(self, directory: str | PathLike[str], *, averaged: bool = False) -> dict[str, JsonValue]:
         """Take the training state of a save, or of the last one in a directory of saves; returns its ``extra``.
 
         The same call on every rank; the save may be of any layout. The next steps are those that would have followed
@@ -139,12 +143,16 @@ class EngineWeights:
         says so.
 
         If the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
-        a warning on rank 0 says so.
+        a warning on rank 0 says so. An engine with mode "evaluate" takes the weights alone, of a save with any
+        optimizer; ``averaged``: the save's running mean of them (``optimizer.ema``).
         """
         self._need_own_weights("load")
+        if averaged and self.mode == "train":
+            fix = "load the save, and evaluate inside averaged_weights()"
+            raise PlanError("load(averaged=True) would leave the mean as the weights to train", where="load", fix=fix)
         self.saver.wait()
         self.optimizer.wait_parameters()
-        state = self._training_state()
+        state = self._training_state("all" if self.mode == "train" else "average" if averaged else "weights")
         manifest, checksum = load_save(state, self.saver.groups, directory)
         self.saver.went_on_from(manifest, checksum)
         self.optimizer.buffers.weights.drop()
@@ -163,6 +171,7 @@ class EngineWeights:
 
         The same call on every rank. Raises PlanError if the spec has no ``optimizer.ema``.
         """
+        need_training(self.mode, "averaged_weights")
         if self.optimizer.average is None:
             fix = "set optimizer: {ema: 0.999}"
             raise PlanError("the spec has no running mean of the weights", where="optimizer.ema", fix=fix)
@@ -240,8 +249,8 @@ class EngineWeights:
         with source.reading(read):
             self._initialise()
 
-    def _training_state(self) -> TrainingState:
-        return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale)
+    def _training_state(self, reads: Reads = "all") -> TrainingState:
+        return TrainingState(self.plan, self.program, self.optimizer, self.groups, self._kept, self.loss_scale, reads)
 
     def _opened(self, *, writes: bool = False) -> AbstractContextManager[Opened]:
         """A call with the name of a parameter brings its weights here, if ranks hold shards of them; ``writes``: they

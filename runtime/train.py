@@ -36,6 +36,7 @@ from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
 from runtime.training.planned import plan_of
+from runtime.training.samples import Samples
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -92,6 +93,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
         check_pretrained(decided, weights)
     _check_adapters(job, decided)
     run_data(job, spec, decided)
+    Samples(job, spec, decided, leads=False)
     world_size = num_ranks_of(decided, spec, num_ranks)
     check_outputs(job)
     if show_plan is not None:

@@ -27,6 +27,7 @@ from runtime.cuda_graphs.graphs import Graphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.intake import FirstBatch, Intake
+from runtime.next_tokens.rows import NextRows
 from runtime.pipeline.executor import Executor
 from runtime.rounds import Rounds, number_of
 from runtime.scores import Scoring
@@ -48,6 +49,7 @@ class Variant:
     contributions: dict[int, int]
     groups: Groups
     _scoring: Scoring | None = None
+    _next_rows: NextRows | None = None
 
     @property
     def program(self) -> RankProgram:
@@ -63,6 +65,13 @@ class Variant:
         if self._scoring is None:
             self._scoring = Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
         return self._scoring
+
+    @property
+    def next_rows(self) -> NextRows:
+        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        if self._next_rows is None:
+            self._next_rows = NextRows(self.plan, self.program, self.layout, self.executor, self.groups)
+        return self._next_rows
 
 
 class Variants:
@@ -89,6 +98,11 @@ class Variants:
         if (place, number) not in self._made_at:
             self._made_at[place, number] = self._resized(self._made_at[place, planned], number)
         return self._made_at[place, number]
+
+    @property
+    def layouts(self) -> list[BatchLayout]:
+        """The planned ones, from the shortest sequences to the longest."""
+        return self._layouts
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """Among ``plan.lengths``; the greatest if a batch has none of them, and its check says what is wrong."""

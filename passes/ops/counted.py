@@ -129,3 +129,11 @@ def _names(place: Place, microbatch: Tensor, device: torch.device) -> tuple[Tens
             at = at // (step * number) * step + at % step
         element = element + at * math.prod(sizes[d + 1 :])
     return sample, element
+
+
+def uniform_of(seed: int, name: str, step: Tensor, sample: Tensor, element: Tensor) -> Tensor:
+    """In (0, 1), float64 with 52 bits: the number of each (step, sample, element), which together give the shape."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    key = step * STEP + int.from_bytes(digest, "little", signed=True)
+    z = mix(mix(key + sample * SAMPLE) + element * GOLDEN)
+    return (_shifted(z, 12).to(torch.float64) + 0.5) * 2.0**-52

@@ -158,7 +158,7 @@ def _row(
     more = max(0, updating - peak.total - whole)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
-        parameters=frozen + _registered_bytes(decisions, rank) + own,
+        parameters=frozen + registered_bytes(decisions, rank) + own,
         gradients=sum(b.gradient_bytes for b in buffers),
         optimizer=sum(b.optimizer_bytes for b in buffers),
         activations=peak.kept - peak.logits,
@@ -181,7 +181,7 @@ def after_blocks(decisions: Decisions) -> list[str]:
     return calls[last + 1 :]
 
 
-def _registered_bytes(decisions: Decisions, rank: int) -> int:
+def registered_bytes(decisions: Decisions, rank: int) -> int:
     """The model's own buffers and constants on each stage of a rank."""
     program, stages, own = decisions.program, decisions.stages, decisions.mesh.stages_of(rank)
     return sum(

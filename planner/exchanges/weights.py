@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.gather_weights import Visit, moves_of
 from passes.ops.parameter_gate import Units
@@ -56,6 +56,18 @@ def gathered_weights(lowered: Lowered, schedule: SchedulePlan) -> list[Gathered]
     return [
         _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], lowered.shards, rank, twice)
         for rank, order in enumerate(schedule.actions)
+    ]
+
+
+def gathered_to_evaluate(lowered: Lowered, orders: Sequence[Order]) -> list[Gathered]:
+    """Of each pp rank that runs the forwards ``orders`` alone, and frees weights after each use."""
+    if not any(buffer.gathers for buffer in lowered.shards.buffers):
+        return [Gathered(Counter(), 0) for _ in orders]
+    shards, mesh = replace(lowered.shards, reshards=True, kept=()), lowered.decisions.mesh
+    visits = [lowered.visits(stage) for stage in range(lowered.num_stages)]
+    return [
+        _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], shards, rank, False)
+        for rank, order in enumerate(orders)
     ]
 
 

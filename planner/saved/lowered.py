@@ -11,7 +11,7 @@ import torch
 from passes.base import LowerContext, Staged, StageGraph
 from passes.extract import extract
 from passes.gather_weights import Visit, visits_of
-from passes.lower import LOCAL
+from passes.lower import LOCAL, LOCAL_SCORES
 from passes.ops.axis import AxisHandle
 from passes.ops.global_sums import GlobalSums
 from passes.ops.random_state import RandomState
@@ -82,6 +82,15 @@ class Lowered:
         if index not in self._traces:
             self._traces[index] = trace_of(self.decisions, self.shards, self.stage(index))
         return self._traces[index]
+
+    def scoring_trace(self) -> StageTrace:
+        """Of the stage of the loss as it returns scores of labels too (planner.exchanges.scores.check_scored)."""
+        index, place = self.num_stages - 1, self.decisions.mesh.place(0)
+        context = context_at(self.decisions, self.shards, place, torch.device("cpu"), regions=tuple(self.regions))
+        stage = extract(context, index)
+        for step in LOCAL_SCORES:
+            step.run(stage, context)
+        return trace_of(self.decisions, self.shards, stage)
 
     def visits(self, index: int) -> list[Visit]:
         """Of the weights that ranks hold in shards, as the first rank of the stage reads them."""

@@ -102,6 +102,10 @@ class Buffer:
         """Whether it has weights alone, which nothing updates."""
         return self.rule == FROZEN
 
+    def frozen(self) -> Buffer:
+        """The same parameters at the same places, without gradients and moments: for an engine that only evaluates."""
+        return replace(self, rule=FROZEN, moments=(), averaged=False)
+
     @property
     def scatters(self) -> bool:
         """Whether ranks keep the gradients of their shards alone: each backward sums and scatters those of a bucket."""

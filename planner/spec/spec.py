@@ -266,12 +266,6 @@ class Spec(Section):
         """The same for so many devices."""
         return self._with("devices", devices)
 
-    def with_average(self) -> Spec:
-        """The same with a running mean of the weights, for a saved one to be loaded into."""
-        if self.optimizer.ema is not None:
-            return self
-        return self._with("optimizer", {**self.to_dict()["optimizer"], "ema": 0.999})
-
     def _with(self, key: str, value: Any) -> Spec:
         found = Spec.load({**self.to_dict(), key: value})
         found._locations = self._locations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,13 +33,18 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept
 
+Reads = Literal["all", "weights", "average"]
 _SPREAD_FROM = 1 << 16  # elements: of equal copies of fewer the first rank writes all
 OTHER = "load a save of this model with this precision, or export it: meshwright checkpoint DIR --export HF_DIR"
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The tensors and counters that an engine saves and restores; nothing is copied here."""
+    """The tensors and counters that an engine saves and restores; nothing is copied here.
+
+    ``reads``: all of a save; or, for an engine that only evaluates, the weights alone, or their running mean as the
+    weights.
+    """
 
     plan: Plan
     program: RankProgram
@@ -46,6 +52,7 @@ class TrainingState:
     groups: Groups
     kept: Kept
     loss_scale: LossScale
+    reads: Reads = "all"
 
     # ---- out
 
@@ -55,7 +62,7 @@ class TrainingState:
             for piece in self._of_run(run, self._written_range(run)):
                 if not (piece.is_shared and self.groups.place[run.local.axis]):
                     for kind, values in run.values.items():
-                        yield WrittenPiece(run.local.fqn, kind, piece.box, _view(values, piece))
+                        yield WrittenPiece(run.local.fqn, kind, piece.box, view_of(values, piece))
         for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
             for name, tensor in tensors.items():
                 yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
@@ -85,7 +92,10 @@ class TrainingState:
 
     def check(self, manifest: Manifest) -> None:
         """Raise PlanError, with the name, unless the save is of this model."""
-        if manifest.optimizer.name != self.plan.optimizer.name:
+        if self.reads == "average" and not manifest.has_average:
+            fix = "load its weights, or a save of a run with optimizer: {ema: 0.999}"
+            raise PlanError("the save has no running mean of the weights", where="optimizer.ema", fix=fix)
+        if self.reads == "all" and manifest.optimizer.name != self.plan.optimizer.name:
             raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=OTHER)
         given = {name for name, entry in manifest.tensors.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
@@ -106,13 +116,16 @@ class TrainingState:
         begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
             if kind != AVERAGE or manifest.has_average:
-                reader.read_into(target, name, kind, box)
+                is_averaged = self.reads == "average" and AVERAGE in manifest.tensors[name].values
+                reader.read_into(target, name, AVERAGE if is_averaged else kind, box)
         if self.optimizer.average is not None and not manifest.has_average:
             self.optimizer.average.start()
         self._restore_loss_scale(manifest.loss_scale)
 
     def told_of_average(self, manifest: Manifest) -> str:
         """The warning if a running mean of the weights is saved or wanted, but not both."""
+        if self.reads != "all":
+            return ""
         is_wanted = self.optimizer.average is not None
         if is_wanted and not manifest.has_average:
             return (
@@ -136,7 +149,7 @@ class TrainingState:
         for run in self._runs():
             for piece in self._of_run(run, Range(0, len(run.range))):
                 for kind, values in run.values.items():
-                    yield _view(values, piece), run.local.fqn, kind, piece.box
+                    yield view_of(values, piece), run.local.fqn, kind, piece.box
         for name, tensor in self.kept.parameters.items():
             yield tensor, name, "parameter", _all_of(tensor.shape)
         for name in hub_of(self.plan).persistent_buffers:
@@ -152,13 +165,13 @@ class TrainingState:
     # ---- the elements of each tensor that this rank owns
 
     def _runs(self) -> Iterator[OwnedRun]:
-        """Trainable parameters as the optimizer owns them, then frozen ones in full; each once."""
+        """Trainable parameters as the optimizer owns them, then those in no buffer in full; each once."""
         yield from owned_runs(self.optimizer)
         yield from frozen_runs(self.optimizer)
-        seen = {name for b in self.optimizer.buffers.buffers if b.planned.is_frozen for name in b.planned.by_name}
+        seen = {name for buffer in self.optimizer.buffers.buffers for name in buffer.planned.by_name}
         for stage in self.program.stages:
             for local in stage.parameters:
-                if not local.requires_grad and local.fqn not in seen:
+                if local.fqn not in seen:
                     seen.add(local.fqn)
                     values = stage.parameter(local.fqn).data.view(-1)
                     over = self.groups.mesh.data_axis if local.expert is None else "edp"
@@ -198,7 +211,7 @@ class TrainingState:
                 found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
             elif entry.values.get("parameter") != row.dtype:
                 found.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
-            elif entry.values != wanted:
+            elif self.reads == "all" and entry.values != wanted:
                 found.append(
                     f"{name} was saved with {listed(entry.values, 5)}, and resuming needs {listed(wanted, 5)} "
                     "(it is trained in one, and frozen in the other)"
@@ -217,7 +230,7 @@ def _kinds(dtype: str, buffer: Buffer | None, manifest: Manifest) -> dict[str, s
     return found
 
 
-def _view(values: Tensor, piece: Piece) -> Tensor:
+def view_of(values: Tensor, piece: Piece) -> Tensor:
     whole = values[piece.first : piece.first + piece.outer.num_elements].view(piece.outer.shape)
     return whole[piece.inner.slices_in(piece.outer)]
 

@@ -110,6 +110,12 @@ class Showing:
     profile_to: Annotated[File, typer.Option(metavar="FILE.json", help="File for the trace; default: trace.json.")] = (
         None
     )
+    sample_every: Annotated[
+        Number, typer.Option(min=1, metavar="N", help="Every N steps, continue the texts of --sample-prompt.")
+    ] = None
+    sample_prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; give it several times.")
+    ] = None
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print no line per step, only errors; files are written.")
     ] = False
@@ -149,6 +155,7 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
+    given["sample_prompt"] = tuple(given["sample_prompt"] or ())
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     plan = None if running.plan is None else str(running.plan)

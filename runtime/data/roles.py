@@ -14,7 +14,7 @@ next_sentence_label, sentence_order_label      whether two texts are in their or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from passes.errors import PlanError
 from planner.spec.data import ROLES
@@ -25,7 +25,7 @@ SHAPES = {"sentence_order": "[]", "document_mask": "[1, length, length]", "cu_se
 OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
 
 
-def roles_of(inputs: Mapping[str, InputSpec], given: Mapping[str, str]) -> dict[str, str]:
+def roles_of(inputs: Collection[str], given: Mapping[str, str]) -> dict[str, str]:
     """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input without a known role."""
     for name in given:
         if name not in inputs:

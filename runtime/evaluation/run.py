@@ -6,21 +6,16 @@ Bad input is reported before a process starts; under torchrun this process is on
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from passes.errors import PlanError
 from planner import plan
-from planner.capture.model.reference import load_model, pretrained_directory
-from planner.capture.model.with_adapters import adapter_directory
+from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.adapters_load import check_adapters
-from runtime.checkpoint.pretrained_load import check_pretrained
-from runtime.checkpoint.saves import check_average, look, resolve
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.data.reading import read_tokens
@@ -34,6 +29,7 @@ from runtime.engine import Engine
 from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
 from runtime.evaluation.measures import Cloze, Perplexity
 from runtime.evaluation.rows import RowBatches
+from runtime.evaluation.weights import Weights
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -55,21 +51,11 @@ class Evaluation:
 
     def read_spec(self) -> Spec:
         """Raises PlanError."""
-        spec = Spec.load(self.spec).longest
-        return spec.with_average() if self.averaged else spec
+        return Spec.load(self.spec).longest
 
     @property
-    def adapters(self) -> Path | None:
-        """A directory of trained adapters to load; a save of training has its own."""
-        return adapter_directory(self.model) if self.load is None else None
-
-    def check_load(self) -> None:
-        """Raises PlanError if there is nothing to load."""
-        if self.load is not None:
-            save = resolve(Path(self.load))
-            manifest = look(save)
-            if self.averaged:
-                check_average(save, manifest)
+    def weights(self) -> Weights:
+        return Weights(self.model, self.load, self.averaged)
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
@@ -94,12 +80,9 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     tokens = read_tokens(asked.data, asked.tokenizer)
     if is_token_file(Path(asked.data)):
         check_content(Path(asked.data))  # all of it will be read anyway
-    asked.check_load()
+    asked.weights.check_load()
     decided = plan(load_model(asked.model), spec)
-    if asked.load is None and (weights := pretrained_directory(asked.model)):
-        check_pretrained(decided, weights)
-    if trained := asked.adapters:
-        check_adapters(decided, trained)
+    asked.weights.check(decided)
     _num_rows(asked, spec, decided, tokens)
     return num_ranks_of(decided, spec, num_ranks)
 
@@ -120,25 +103,16 @@ def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> i
 def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
     """The evaluation of one rank; the first returns the result."""
     spec = asked.read_spec()
-    asked.check_load()
+    asked.weights.check_load()
     tokens = read_tokens(asked.data, asked.tokenizer)
-    weights = pretrained_directory(asked.model) if asked.load is None else None
-    model = load_model(asked.model, materialize=weights is None and asked.load is None, seed=spec.seed)
+    model = load_model(asked.model, materialize=asked.weights.are_initial, seed=spec.seed)
     leads = not launched(os.environ).rank
     decided = plan(model, spec)
     num_rows = _num_rows(asked, spec, decided, tokens)
     del model
-    with Engine(decided) as engine:
-        if asked.load is not None:
-            engine.load(asked.load)
-        elif weights is not None:
-            engine.load_pretrained(weights)
-        elif leads:
-            print(f"no --load: the weights are the initial ones of {asked.model}", file=sys.stderr, flush=True)
-        if asked.adapters is not None:
-            engine.load_adapters(asked.adapters)
-        weights_of = engine.averaged_weights() if asked.averaged else nullcontext()
-        with weights_of, _shown(num_rows, enabled=leads) as progress:
+    with Engine(decided, mode="evaluate") as engine:
+        asked.weights.into(engine, leads=leads)
+        with _shown(num_rows, enabled=leads) as progress:
             found = _measured(engine, asked, tokens, progress)
     return found if leads else None
 

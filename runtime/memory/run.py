@@ -26,6 +26,7 @@ from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
+from runtime.memory.evaluation import measured_evaluation
 from runtime.memory.watch import MemoryWatch, Moment
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
 from runtime.verify.batches import random_batch
@@ -41,29 +42,36 @@ class OfRank(NamedTuple):
     actions: list[ActionMemory]
 
 
-def compare_memory(model_ref: str, spec_path: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> MemoryReport:
+def compare_memory(
+    model_ref: str, spec_path: str, *, evaluates: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
+) -> MemoryReport:
     """Start the plan's ranks here, each with its part of the model, and compare one step of each with the plan.
 
+    ``evaluates``: an evaluation instead, by engines that hold nothing for training.
     Raises PlanError for bad input, RankError when a rank fails.
     """
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
     decided = plan(load_model(model_ref), spec)
+    given = (model_ref, spec_path, evaluates)
     if decided.mesh.world_size == 1:
-        found = [memory_of_rank(model_ref, spec_path)]
+        found = [memory_of_rank(*given)]
     else:
-        found = launch(memory_of_rank, decided.mesh.world_size, model_ref, spec_path, timeout_seconds=timeout_seconds)
-    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in decided.memory)
+        found = launch(memory_of_rank, decided.mesh.world_size, *given, timeout_seconds=timeout_seconds)
+    planned = decided.evaluation_memory() if evaluates else decided.memory
+    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in planned)
     rows = tuple(row for rank in found for row in rank.rows)
     return MemoryReport(rows, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
 
 
-def memory_of_rank(model_ref: str, spec_path: str) -> OfRank:
+def memory_of_rank(model_ref: str, spec_path: str, evaluates: bool = False) -> OfRank:
     """This rank's part, on the CPU or the device that the launcher gave it."""
     spec = Spec.load(spec_path)
     model = load_model(model_ref, materialize=True, seed=spec.seed)
     decided = plan(model, spec)
+    if evaluates:
+        return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0)), [])
     return measured(decided, model, [random_batch(spec, decided, seed) for seed in range(2)])
 
 

@@ -158,8 +158,8 @@ class GradientBuffers:
         }
         self._in_graphs: list[ParameterSlot] = []
         self._watched: list[nn.Parameter] = []
-        for slot in self.slots:
-            for parameter in slot.parameters if slot.local.requires_grad else ():
+        for slot in (slot for b in self.buffers if not b.planned.is_frozen for slot in b.slots.values()):
+            for parameter in slot.parameters:
                 self._listen(parameter, slot)
         self.begin_step()
 

@@ -184,6 +184,8 @@ class Executor:
         )
         sent = outputs[: len(stage.sends)]
         if stage.sends:
+            if not torch.is_grad_enabled() and len(self.stages) == 1:
+                self.transport.settle()  # forwards alone hear of no message that was taken over, and would hold all
             self.transport.send(_out_of(stage, action), sent)
         if stage.has_scores:
             self.scores.append(outputs[-2])

@@ -127,11 +127,15 @@ class Transport:
         ]
         self._sending[message] = _Transfer(buffers, works)
 
+    def settle(self) -> None:
+        """Wait until every send so far is taken over. Only where no rank can wait for this one meanwhile."""
+        while self._sending:
+            self._sending.pop(next(iter(self._sending))).wait()
+
     def drain(self) -> None:
         """Wait until every send of this step is taken over."""
         begun = self.waits.now()
-        while self._sending:
-            self._sending.pop(next(iter(self._sending))).wait()
+        self.settle()
         self.waits.note(None, begun)
         assert not self._posted, f"posted but never used: {list(self._posted)}"
         assert not self._handed, f"handed over but never used: {list(self._handed)}"

@@ -33,7 +33,8 @@ class Job:
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
     stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
     ``tokenizer``: a file that tokenizes the text of ``data``, None for its bytes or if ``data`` holds tokens already.
-    ``validate_every``: steps between two validations, None for none.
+    ``validate_every``: steps between two validations, None for none. ``sample_every``: steps after which the model
+    continues the texts ``sample_prompt``.
     ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
     ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
     ``quiet``: no line of a step is shown. ``audit``: steps between two audits, in place of the spec's; None for those.
@@ -72,6 +73,8 @@ class Job:
     plan: str | None = None
     save_adapters: str | None = None
     save_merged: str | None = None
+    sample_every: int | None = None
+    sample_prompt: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:

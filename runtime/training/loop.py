@@ -28,6 +28,7 @@ from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.planned import FRESH, plan_of
+from runtime.training.samples import Samples
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess
@@ -104,7 +105,7 @@ def run_rank(job: Job) -> Trained:
     alone = _with_values(model, job, spec) if model is not None and job.compare and leads else None
     del model
     data = run_data(job, spec, decided)
-    showing = Showing(job, decided, leads=leads)
+    showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
         require_same_data(data, engine.groups)
@@ -130,6 +131,7 @@ def run_rank(job: Job) -> Trained:
                         with showing.pace.making_batch():
                             batch = batches.batch(engine.step_index)
                         run.step(batch)
+                        samples.after_step(engine)
                         best.see(run.validation_loss)
                         saves.after_step()
                 run.finish()

@@ -7,7 +7,7 @@ A rank asks its source for one full tensor at a time and keeps only its shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,18 @@ def share(trained: StageModule, other: StageModule, device: torch.device) -> Non
         held = trained.module.get_parameter if fqn not in other.buffers else trained.module.get_buffer
         _assign(other.module, other.attributes[fqn], held(trained.attributes[fqn]))
     _place_constants(other.module, device)
+
+
+def without_gradients(stages: Sequence[StageModule]) -> None:
+    """Parameters of stages that only evaluate: none has a gradient, and the copies of a tied one are one tensor."""
+    first: dict[str, tuple[StageModule, str]] = {}
+    for stage in stages:
+        stage.module.requires_grad_(False)
+        for parameter in stage.parameters:
+            attribute = stage.attributes[parameter.fqn]
+            owner, name = first.setdefault(parameter.fqn, (stage, attribute))
+            if owner is not stage:
+                _assign(stage.module, attribute, owner.module.get_parameter(name))
 
 
 @torch.no_grad()

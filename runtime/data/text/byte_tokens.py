@@ -5,7 +5,7 @@ Special ids are control bytes that text does not hold: 0 ends a document and pad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,6 +38,15 @@ class ByteEncoder:
         for part in parts:
             check_is_text(part)
             yield self.encode(part.content, part.closes)
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return list(text.encode())
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens: without special ones, and with a mark for bytes that are no UTF-8."""
+        special = {*BYTES.special.values(), *(i for i in ids if i >= NUM_BYTES)}
+        return bytes(i for i in ids if i not in special).decode(errors="replace")
 
     def encode(self, content: bytes, closes: bool = True) -> Piece:
         joined = np.frombuffer(self._before + content, np.uint8)

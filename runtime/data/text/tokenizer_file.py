@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ class TokenizerFile:
                 yield from self._encode(batch)
                 batch, num_bytes = [], 0
         yield from self._encode(batch)
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without special ones around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _encode(self, texts: list[str]) -> Iterator[Piece]:
         found = self._tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -48,6 +48,19 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
 
 
 @pytest.mark.thorough
+def test_an_engine_that_evaluates_holds_parameters_and_one_microbatch(tmp_path: Path) -> None:
+    reference, spec_path = written(tmp_path, "tp: 1")
+    report = compare_memory(reference, spec_path, evaluates=True)
+    assert report.passed, str(report)
+    assert [row.category for row in report.rows] == ["parameters", "activations"]
+    training = plan(load_model(reference), Spec.load(spec_path))
+    (row,), (alone,) = training.memory, training.evaluation_memory()
+    assert alone.total == sum(each.predicted for each in report.rows)
+    assert alone.parameters <= row.parameters
+    assert alone.total < 0.4 * row.total
+
+
+@pytest.mark.thorough
 def test_an_audit_is_no_part_of_the_step_that_is_measured(tmp_path: Path) -> None:
     report = compare_memory(*written(tmp_path, "tp: 1", "audit: {every: 1}\n", dropout=0.0))
     assert report.passed, str(report)

@@ -1,0 +1,150 @@
+"""Bytes on one rank of each pipeline rank that only evaluates: parameters, and the forward of one microbatch.
+
+parameters      the rank's parts, without the padding of gradient buffers; with zero 3 its shards of them; the model's
+                own buffers and constants
+activations     at the peak of a forward without autograd: a value lives until its last reader. Of the stage of the
+                loss the larger of two: with the loss alone, and with the scores of its labels, which stay
+communication   messages between stages: received ahead, sent and not known to be taken over, handed over on this rank
+whole           with zero 3: full weights at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+from passes.errors import PlanError
+from passes.pieces import Piece
+from planner.cost.let_go import let_go_of
+from planner.cost.liveness import forward_live
+from planner.cost.memory import registered_bytes
+from planner.decisions import Decisions
+from planner.exchanges.scores import FIGURES, WIDE, check_scored
+from planner.exchanges.weights import gathered_to_evaluate
+from planner.pipeline.links import Message, Progress, received_by, sent_by
+from planner.pipeline.schedule import Action, SchedulePlan
+from planner.saved.lowered import Lowered
+from planner.saved.trace import StageTrace
+from planner.sharding.parameters import parameters_of_rank
+from planner.sharding.shards import Shards
+
+CATEGORIES = ("parameters", "activations", "communication", "whole")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationMemory:
+    """Bytes on one rank of ``pp_rank``; ``total`` is their sum. ``peak``: the forward at which they are the most."""
+
+    pp_rank: int
+    parameters: int
+    activations: int
+    communication: int
+    whole: int
+    peak: str
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+
+def evaluation_memory(
+    lowered: Lowered, schedule: SchedulePlan, recomputed: Sequence[Piece] = ()
+) -> tuple[EvaluationMemory, ...]:
+    """One row for each pp rank, of ``Engine(plan, mode="evaluate")``."""
+    decisions, shards = lowered.decisions, lowered.shards
+    orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.actions)
+    forwards = [_forward(lowered, stage, schedule, recomputed) for stage in range(lowered.num_stages)]
+    gathered = gathered_to_evaluate(lowered, orders)
+    rows = []
+    for rank in range(decisions.mesh.pp):
+        action, activations, messages = _Rank(decisions, shards, orders, rank, forwards).run()
+        parameters = _parameters(decisions, shards, rank)
+        rows.append(EvaluationMemory(rank, parameters, activations, messages, gathered[rank].most_bytes, action))
+    return tuple(rows)
+
+
+def _parameters(decisions: Decisions, shards: Shards, rank: int) -> int:
+    buffers = shards.buffers_of_rank(rank)
+    buffers = buffers if any(buffer.gathers for buffer in buffers) else ()
+    laid_out = {name for buffer in buffers for name in buffer.by_name}
+    others = {p.fqn: p for p in parameters_of_rank(decisions, rank) if p.fqn not in laid_out}  # a tied one once
+    held = sum(prod(p.shape) * p.dtype.itemsize for p in others.values())
+    return held + sum(buffer.parameter_bytes for buffer in buffers) + registered_bytes(decisions, rank)
+
+
+def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> int:
+    """The most bytes at once in a forward of one microbatch, with received values and scores of earlier ones."""
+    peaks = [_peak(lowered.trace(stage), recomputed)]
+    if stage == lowered.num_stages - 1:
+        with suppress(PlanError):  # of a loss that gives no label a probability, and is only evaluated
+            check_scored(lowered.decisions)
+            earlier = (schedule.num_microbatches - 1) * _scores(lowered.decisions)
+            peaks.append(_peak(lowered.scoring_trace(), recomputed) + earlier)
+    return max(peaks)
+
+
+def _scores(decisions: Decisions) -> int:
+    """Bytes of the scores of one microbatch, which are held until the batch is done."""
+    (labels,) = (name for name, key in decisions.program.inputs.items() if key == decisions.scored.key)
+    return FIGURES * WIDE * decisions.program.node(labels).meta["val"].numel()
+
+
+def _peak(trace: StageTrace, recomputed: Sequence[Piece]) -> int:
+    let_go = let_go_of(trace, recomputed)
+    alone = replace(trace, calls=[replace(call, hidden=()) for call in trace.calls])
+    return max((most for _, most in forward_live(alone, set(trace.received.values()), let_go)), default=0)
+
+
+class _Rank:
+    """Owns the messages under way while a rank runs its forwards."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        shards: Shards,
+        orders: Sequence[Sequence[Action]],
+        rank: int,
+        forwards: Sequence[int],
+    ) -> None:
+        self.mesh, self.shards, self.order, self.forwards = decisions.mesh, shards, orders[rank], forwards
+        self.stages, self.num_stages = self.mesh.stages_of(rank), decisions.stages.num_stages
+        self.progress = Progress([tuple(order) for order in orders], self.mesh.fold)
+        self.sending: dict[Message, int] = {}
+        self.handed: dict[Message, int] = {}
+
+    def run(self) -> tuple[str, int, int]:
+        """The forward at the peak, its bytes, and those of messages beside it."""
+        peak = ("", 0, 0)
+        for at, action in enumerate(self.order):
+            self._receive(self._into(action))
+            ahead = sum(self._bytes(self._into(a)) for a in self.order[at + 1 : at + 2] if self._crosses(self._into(a)))
+            messages = ahead + sum(self.sending.values()) + sum(self.handed.values())
+            here = self.forwards[self.stages[action.chunk]]
+            if here + messages > peak[1] + peak[2]:
+                peak = (str(action), here, messages)
+            self._send(sent_by("F", self.stages[action.chunk], action.microbatch))
+        return peak
+
+    def _into(self, action: Action) -> Message:
+        return received_by("F", self.stages[action.chunk], action.microbatch)
+
+    def _crosses(self, message: Message) -> bool:
+        return message.crosses(self.num_stages, self.mesh.pp, self.mesh.fold)
+
+    def _receive(self, message: Message) -> None:
+        self.handed.pop(message, None)
+        for sent in self.progress.taken_over(self.sending, message) if self._crosses(message) else ():
+            del self.sending[sent]
+
+    def _send(self, message: Message) -> None:
+        """A rank with one stage waits for its earlier message first (runtime.pipeline.executor)."""
+        if len(self.stages) == 1:
+            self.sending.clear()
+        if message.boundary < self.num_stages - 1:
+            held = self.sending if self._crosses(message) else self.handed
+            held[message] = self._bytes(message)
+
+    def _bytes(self, message: Message) -> int:
+        return sum(boundary.bytes for boundary in self.shards.sent(message.boundary))

@@ -1,0 +1,1 @@
+"""Continues prompts with a trained model: the command `generate`."""

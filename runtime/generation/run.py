@@ -1,0 +1,87 @@
+"""The command `generate`: start the plan's ranks; together they continue the prompts, and rank 0 reports the texts.
+
+Bad input is reported before a process starts; under torchrun this process is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner import plan
+from planner.capture.model.reference import load_model
+from planner.spec.spec import Spec
+from runtime.compiled.compiler import check_compiler_here
+from runtime.distributed.devices import launched
+from runtime.distributed.launch import launch
+from runtime.distributed.num_ranks import num_ranks_of
+from runtime.engine import Engine
+from runtime.evaluation.weights import Weights
+from runtime.next_tokens.choice import Choice
+from runtime.next_tokens.texts import codec_of, tokens_of
+
+TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """One prompt and the text that the model continues it with. ``is_stopped``: whether its end token came."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    is_stopped: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": list(self.tokens)}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64."""
+
+    weights: Weights
+    spec: str
+    prompts: tuple[str, ...]
+    choice: Choice
+    max_new_tokens: int | None = None
+    tokenizer: str | None = None
+
+
+def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
+    """The texts, on rank 0; None on the others. ``num_ranks``: local processes; the mesh's size if not given.
+
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        return run_rank(asked)
+    spec = Spec.load(asked.spec)
+    check_compiler_here(spec)
+    asked.weights.check_load()
+    decided = plan(load_model(asked.weights.reference), spec)
+    asked.weights.check(decided)
+    tokens_of(asked.prompts, codec_of(asked.tokenizer), spec, decided, asked.max_new_tokens)
+    world_size = num_ranks_of(decided, spec, num_ranks)
+    if world_size == 1:
+        return run_rank(asked)
+    return launch(run_rank, world_size, asked, timeout_seconds=TIMEOUT_SECONDS)[0]
+
+
+def run_rank(asked: Generation) -> list[Continued] | None:
+    """The part of one rank; the first returns the texts."""
+    spec = Spec.load(asked.spec)
+    asked.weights.check_load()
+    model = load_model(asked.weights.reference, materialize=asked.weights.are_initial, seed=spec.seed)
+    decided, leads = plan(model, spec), not launched(os.environ).rank
+    del model
+    codec, choice = codec_of(asked.tokenizer), asked.choice
+    sequences, count = tokens_of(asked.prompts, codec, spec, decided, asked.max_new_tokens)
+    end = codec.tokenization.special.get("end")
+    with Engine(decided, mode="evaluate") as engine:
+        asked.weights.into(engine, leads=leads)
+        found = engine.generate(sequences, count, stop=() if end is None else end, **asdict(choice))
+    if not leads:
+        return None
+    each = zip(asked.prompts, found.tokens, found.is_stopped, strict=True)
+    return [Continued(prompt, codec.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]

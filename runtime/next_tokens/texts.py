@@ -1,0 +1,40 @@
+"""Texts to continue: their tokens, checked against a plan before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.data.roles import length_of, roles_of
+from runtime.data.text.byte_tokens import ByteEncoder
+from runtime.data.text.tokenizer_file import TokenizerFile
+from runtime.next_tokens.prompts import Feed, check_lengths, sequences_of
+
+Codec = ByteEncoder | TokenizerFile
+MOST = 64  # new tokens, if no number is given
+
+
+def codec_of(tokenizer: str | None) -> Codec:
+    """Of a tokenizer's file; without one, bytes are the tokens. Raises PlanError for another file."""
+    return ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
+
+
+def tokens_of(
+    texts: Sequence[str], codec: Codec, spec: Spec, decided: Plan, max_new_tokens: int | None = None
+) -> tuple[list[list[int]], int]:
+    """The tokens of each text, and how many new ones each gets: without a number as many as fit, up to 64.
+
+    Raises PlanError if they do not fit the plan.
+    """
+    decisions, inputs = decided.to_run()[0], spec.longest.require_inputs()
+    try:
+        roles = roles_of(inputs, spec.data.inputs)
+        feed, most = Feed(roles, decisions.scored), length_of(inputs, roles)
+    except PlanError as error:
+        raise spec.locate(error) from None
+    found = sequences_of([codec.ids(t) for t in texts], feed.name, decisions.id_ranges.get(feed.name, ()))
+    count = max(1, min(MOST, most - max(map(len, found)))) if max_new_tokens is None else max_new_tokens
+    check_lengths(found, count, most)
+    return found, count

@@ -1,0 +1,57 @@
+"""Texts that a model continues while it trains (``--sample-every``), with its most probable tokens: a look at how it
+writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.data.text.byte_tokens import BYTES
+from runtime.data.text.sources import STDLIB
+from runtime.data.token_file import is_token_file, open_token_file
+from runtime.engine import Engine
+from runtime.next_tokens.texts import codec_of, tokens_of
+from runtime.training.job import Job
+
+
+class Samples:
+    """``leads``: this rank prints. Raises PlanError for prompts that the plan does not take."""
+
+    def __init__(self, job: Job, spec: Spec, decided: Plan, *, leads: bool) -> None:
+        self._every, self._texts, self._leads = job.sample_every, job.sample_prompt, leads
+        if (self._every is None) != (not self._texts):
+            missing = "--sample-prompt TEXT" if self._every is not None else "--sample-every N"
+            what = "samples need prompts, and a number of steps between them"
+            raise PlanError(what, where="--sample-every", fix=f"add {missing}")
+        if self._texts:
+            _check_tokens(job)
+            self._codec = codec_of(job.tokenizer)
+            self._tokens, self._count = tokens_of(self._texts, self._codec, spec, decided)
+
+    def after_step(self, engine: Engine) -> None:
+        """Continue the prompts if it is time. The same call on every rank."""
+        if self._every is None or engine.step_index % self._every:
+            return
+        end = self._codec.tokenization.special.get("end")
+        found = engine.generate(self._tokens, self._count, stop=() if end is None else end)
+        for text, tokens in zip(self._texts, found.tokens, strict=True) if self._leads else ():
+            written = f"{text}{self._codec.text(tokens.tolist())}"
+            print(f"step {engine.step_index} continues: {written}", file=sys.stderr, flush=True)
+
+
+def _check_tokens(job: Job) -> None:
+    """Raise PlanError for a token file with tokens that only its tokenizer can make of a prompt."""
+    for source in job.sources:
+        if source == STDLIB or not is_token_file(Path(source)):
+            continue
+        name = open_token_file(Path(source), source).tokenization.name
+        if name != BYTES.name:
+            raise PlanError(
+                f"{source} has the tokens of {name}, and a run on a token file has no tokenizer for prompts",
+                where="--sample-prompt",
+                fix="train on the text with --tokenizer FILE, or continue prompts with meshwright generate --load DIR",
+            )

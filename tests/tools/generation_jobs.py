@@ -1,0 +1,110 @@
+"""What ranks run to continue prompts, and the same by definition in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner.exchanges.next_rows import next_token_rows
+from runtime import Engine
+from tests.tools.jobs import Batches
+
+Prompts = Sequence[Sequence[int]]
+PROMPTS: Prompts = (
+    [3, 4, 5],
+    [7, 8, 9, 10, 11, 3],
+    [12],
+    [20, 21],
+    [30, 31, 32, 33],
+    [5, 3],
+    [3] * 4,
+    [40],
+    [9, 41, 42],
+)
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"temperature": 1.5, "seed": 3},
+    "top-k": {"temperature": 1.0, "top_k": 7, "seed": 4},
+    "top-p": {"temperature": 0.8, "top_p": 0.7, "seed": 5},
+    "both": {"temperature": 1.2, "top_k": 30, "top_p": 0.8},
+}
+
+
+def continued(plan: Any, batches: Batches, count: int, ways: Sequence[str] = ("greedy",)) -> dict[str, list[list[int]]]:
+    """The new tokens of ``PROMPTS``: more than a batch of 8 holds."""
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        return {way: [t.tolist() for t in engine.generate(PROMPTS, count, **SAMPLED[way]).tokens] for way in ways}
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, prompts: Prompts, count: int) -> list[list[int]]:
+    """By the unmodified model, one prompt at a time and without padding."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        for _ in range(count):
+            output = model(input_ids=ids)
+            logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def by_hugging_face(model: Any, prompts: Prompts, count: int) -> list[list[int]]:
+    """By ``generate(do_sample=False)`` of transformers, with its cache."""
+    found = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        model.generation_config.eos_token_id = None
+        ids = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=count)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
+    """Bytes that one more token costs beside a forward, by axis: as seen, and as planned."""
+    seen: list[int] = []
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        engine.generate(PROMPTS[:8], 1)
+        whole, axis = dist.all_reduce, engine.program.axes["tp"]
+
+        def noted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+            if group is engine.groups.world:
+                seen.append(x.numel() * x.element_size())
+            return whole(x, *args, group=group, **options)
+
+        def counted(count: int) -> tuple[int, int]:
+            seen.clear()
+            before = axis.bytes["all_gather", "forward"]
+            dist.all_reduce = noted
+            engine.generate(PROMPTS[:8], count)
+            dist.all_reduce = whole
+            return sum(seen), axis.bytes["all_gather", "forward"] - before
+
+        one, two = counted(1), counted(2)
+        times = engine.layout.num_microbatches
+        has_loss = any(stage.has_loss for stage in engine.program.stages)
+    rows = next_token_rows(plan.to_run()[0], 8)
+    planned = {row.axis: row.bytes for row in rows}
+    return {
+        "world": (two[0] - one[0], planned.get("world", 0)),
+        "tp": (two[1] - one[1], planned.get("tp", 0) * times * has_loss),
+    }
+
+
+def refused(plan: Any, batches: Batches, calls: Sequence[tuple[Any, int, dict[str, Any]]]) -> list[str]:
+    """What the engine says to each call of ``generate``."""
+    told = []
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        for prompts, count, options in calls:
+            try:
+                engine.generate(prompts, count, **options)
+                told.append("")
+            except PlanError as error:
+                told.append(str(error))
+    return told
