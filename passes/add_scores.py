@@ -38,7 +38,7 @@ def add_scores(stage: StageGraph, context: LowerContext) -> None:
     parts = [_scores(stage, context, labels, scored, pick) for pick in scored.picks]
     output = stage.graph.output_node()
     with stage.graph.inserting_before(output):
-        whole = reduce(lambda a, b: _call(stage, labels, aten.add.Tensor, (a, b), parts[0].meta["val"]), parts)
+        whole = reduce(lambda a, b: call(stage, labels, aten.add.Tensor, (a, b), parts[0].meta["val"]), parts)
     *sent, loss = output.args[0]  # pyright: ignore[reportGeneralTypeIssues]
     output.args = ((*sent, whole, loss),)
     output.meta["names"] = (*output.meta["names"][:-1], "scores", output.meta["names"][-1])
@@ -55,24 +55,24 @@ def _scores(stage: StageGraph, context: LowerContext, labels: fx.Node, scored: S
     is_mine = context.tp.rank == 0 or (cut.is_sharded and not over_classes)  # rows that are cut are this rank's own
     handle = axis_node(stage, context.tp) if over_classes else None
     with stage.graph.inserting_before(reader):
-        places = _places(stage, labels, target)
+        places = places_of(stage, labels, target)
         value = torch.empty((3, *labels.meta["val"].shape), dtype=torch.float64, device="meta")
         given = (logits, target, places, labels, handle, pick.class_dim, pick.num_classes, pick.ignored, is_mine)
-        return _call(stage, reader, scores_of_targets, given, value)
+        return call(stage, reader, scores_of_targets, given, value)
 
 
-def _places(stage: StageGraph, labels: fx.Node, looked_up: fx.Node) -> fx.Node:
+def places_of(stage: StageGraph, labels: fx.Node, looked_up: fx.Node) -> fx.Node:
     """The node of the targets' places, computed by the same calls as the targets."""
 
     def emit(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         target = part_of_places if target in PARTS else target
-        return _call(stage, like, target, args, like.meta["val"], kwargs)
+        return call(stage, like, target, args, like.meta["val"], kwargs)
 
-    source = _call(stage, labels, own_places, (labels,), labels.meta["val"])
+    source = call(stage, labels, own_places, (labels,), labels.meta["val"])
     return PlaceWriter(lambda node: source if node is labels else None, emit, MOVES).places(looked_up)
 
 
-def _call(
+def call(
     stage: StageGraph,
     like: fx.Node,
     function: Any,

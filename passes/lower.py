@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from passes.add_log_probs import add_log_probs
 from passes.add_scores import add_scores
 from passes.attend_by_documents import attend_by_documents
 from passes.await_parameters import await_parameters
@@ -79,6 +80,12 @@ SCORING: tuple[Pass, ...] = (
     Pass(add_scores),
     *(step for step in PASSES[_LOCALIZED:] if step.run not in _ONLY_TRAINING),
 )
+# A stage for a loss outside the model: as it trains, but nothing is captured or compiled.
+LOCAL_LOG_PROBS: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_log_probs), *LOCAL[_LOCALIZED:])
+LOG_PROBS: tuple[Pass, ...] = (
+    *LOCAL_LOG_PROBS,
+    *(step for step in PASSES[len(LOCAL) :] if step.run not in (cut_regions, compile_pieces)),
+)
 
 Borders = tuple[tuple[BoundaryPlan, ...], tuple[BoundaryPlan, ...]]
 
@@ -102,6 +109,18 @@ def lower_scores(
     stage = extract(context, trained.index)
     run_passes(stage, context, PASSES[:_LOCALIZED])
     run_passes(stage, context, SCORING)
+    return finish(context, stage, trained.chunk, local, borders)
+
+
+def lower_log_probs(
+    context: LowerContext,
+    trained: StageModule,
+    local: Callable[[str], LocalParameter],
+    borders: Borders,
+) -> StageModule:
+    """The stage of the loss once more, for training: it returns log-probabilities of labels in place of the loss."""
+    stage = extract(context, trained.index)
+    run_passes(stage, context, LOG_PROBS)
     return finish(context, stage, trained.chunk, local, borders)
 
 

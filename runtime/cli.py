@@ -22,7 +22,7 @@ from planner.cli import (
     title_of,
     write_text,
 )
-from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, fuzz, prepare, report, train
+from runtime.commands import cache, calibrate, checkpoint, diff, env, evaluate, export, fuzz, prepare, report, train
 
 CHECK_FAILED = 1
 
@@ -151,6 +151,8 @@ app.command("train", epilog=train.EPILOG)(train.train_command)
 app.command("prepare", epilog=prepare.EPILOG)(prepare.prepare_command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
+app.command("export", epilog=export.EXPORT_EPILOG)(export.export_command)
+app.command("import", epilog=export.IMPORT_EPILOG)(export.import_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
 app.command("report", epilog=report.EPILOG)(report.report_command)
