@@ -51,13 +51,13 @@ class EngineLoss:
     def _planned(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a batch that the plan reads."""
         if not isinstance(batch, Mapping):
-            return batch  # its check says so
+            return batch  # its check reports it
         return {name: value for name, value in batch.items() if name in self.layout.inputs}
 
     def _outside(
         self, batch: Mapping[str, Tensor], loss: LossFunction | None
     ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
-        """The planned tensors and the loss outside; without one the batch as it is."""
+        """The planned tensors and the loss outside; without one the whole batch."""
         if loss is None:
             return batch, None
         given = batch if isinstance(batch, Mapping) else {}

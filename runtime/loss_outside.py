@@ -64,7 +64,7 @@ class LossOutsideExecutor(Executor):
     _rows: Sequence[dict[str, Tensor]] = ()
 
     def begin(self, loss: LossOutside, batch: Mapping[str, Tensor], layout: BatchLayout, *, local: bool) -> None:
-        """The function of the next run, and the batch whose rows it reads."""
+        """The function of the next run, and the batch with the rows that it reads."""
         self._function = loss.function
         rows = {**batch, **loss.extras}
         if any(stage.has_loss for stage in self.stages):
