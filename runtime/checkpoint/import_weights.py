@@ -64,8 +64,8 @@ class Stored:
 def import_weights(
     directory: Path, run: Path, model: str | None = None, *, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Path, int]:
-    """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the model of
-    the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
+    """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the
+    model of the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
     """
     with SafetensorsFiles(directory) as files:
         built = _model_of(directory, model)

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 from torch.distributed import BroadcastOptions, ProcessGroup
-from torch.distributed.distributed_c10d import Backend
 
 from passes.errors import PlanError, RunError
 from runtime.checkpoint.safetensors_files import DTYPES

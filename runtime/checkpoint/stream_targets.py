@@ -15,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Backend
 
 from passes.errors import PlanError
 from planner.files.atomic import name_beside, write_whole
