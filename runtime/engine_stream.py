@@ -29,10 +29,26 @@ class EngineStream(EngineAdapters):
     """What an Engine does to hand its weights on while it trains. The Engine owns all that is named here."""
 
     @overload
-    def stream_weights(self, to: None = None, **options: Any) -> Iterator[Bucket | Shards]: ...
+    def stream_weights(
+        self,
+        to: None = None,
+        *,
+        names: str = "hf",
+        layout: Plan | None = None,
+        merged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> Iterator[Bucket | Shards]: ...
 
     @overload
-    def stream_weights(self, to: Reader, **options: Any) -> bool: ...
+    def stream_weights(
+        self,
+        to: Reader,
+        *,
+        names: str = "hf",
+        layout: Plan | None = None,
+        merged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> bool: ...
 
     def stream_weights(
         self,

@@ -36,7 +36,7 @@ class LossOutside:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(function: object, batch: Mapping[str, Tensor], planned: Mapping[str, object]) -> LossOutside:
+    def of(function: Any, batch: Mapping[str, Tensor], planned: Mapping[str, object]) -> LossOutside:
         """Raises PlanError unless it can be called and the extras have a row for each sequence."""
         if not callable(function):
             what = f"the loss is a {type(function).__name__}, not a function"

@@ -178,7 +178,7 @@ class Variants:
         graphs = graphs_of(plan, built, groups)
         if graphs is not None:
             groups.before_end.append(graphs.release)
-        executor = executor_of(plan, built, groups, graphs, **self._hooks)
+        executor = executor_of(plan, built, groups, graphs, kind=Executor, **self._hooks)
         if first is not None:
             _watch(executor, first)
         intake = Intake(built.program, built.layout, groups, self._first)

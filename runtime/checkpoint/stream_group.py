@@ -31,7 +31,8 @@ class GroupTarget:
     """Sends each bucket to the other ranks of a group. Raises PlanError for a group that does not fit the layout."""
 
     def __init__(self, group: Group, recut: Recut | None) -> None:
-        self._group, self._recut = group, recut
+        self._recut = recut
+        self._group: Any = group
         if group.rank() != 0:
             what = f"the sender of the weights is rank {group.rank()} of the process group"
             raise PlanError(what, where="stream_weights", fix="make it rank 0 of that group")
@@ -109,21 +110,21 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return found
 
 
-def _broadcast_content(group: Group, content: bytes) -> None:
+def _broadcast_content(group: Any, content: bytes) -> None:
     device = _device_of(group)
     _broadcast(group, torch.tensor([len(content)], device=device))
     if content:
         _broadcast(group, torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))
 
 
-def _send_content(group: Group, content: bytes, rank: int) -> None:
+def _send_content(group: Any, content: bytes, rank: int) -> None:
     device = _device_of(group)
     group.send([torch.tensor([len(content)], device=device)], rank, 0).wait()
     if content:
         group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)], rank, 0).wait()
 
 
-def _received_content(group: Group, *, by_rank: bool) -> bytes:
+def _received_content(group: Any, *, by_rank: bool) -> bytes:
     size = torch.zeros(1, dtype=torch.int64, device=_device_of(group))
     _receive(group, size, by_rank=by_rank)
     if not 0 <= int(size) <= MOST_HEADER:
@@ -134,14 +135,14 @@ def _received_content(group: Group, *, by_rank: bool) -> bytes:
     return content.cpu().numpy().tobytes()
 
 
-def _receive(group: Group, into: Tensor, *, by_rank: bool) -> None:
+def _receive(group: Any, into: Tensor, *, by_rank: bool) -> None:
     if by_rank:
         group.recv([into], 0, 0).wait()
     else:
         _broadcast(group, into)
 
 
-def _broadcast(group: Group, tensor: Tensor) -> None:
+def _broadcast(group: Any, tensor: Tensor) -> None:
     options: Any = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([tensor], options).wait()

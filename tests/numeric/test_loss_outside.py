@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.models.families import IGNORED, Entry, build
 from tests.tools.laboratory import ADAMW, Case, Lab
-from tests.tools.loss_outside_ranks import Batch, Outside, local_rows, losses_of, outside, with_extras
+from tests.tools.loss_outside_ranks import Batch, Outside, exchanged, local_rows, losses_of, outside, with_extras
 
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
@@ -114,3 +114,15 @@ def test_each_dp_rank_may_give_its_own_rows(lab: Lab) -> None:
     arguments = (labels_of(entry), num_tokens(entry, entry.batch(8, 0)))
     for whole, local in lab.run(Case("gpt", {"dp": 2}, job=local_rows, job_arguments=arguments)):
         assert whole == local
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tp 2, cp 2", "tp 2, pp 2, along the sequence", "a head that is not sharded"])
+def test_every_exchange_of_a_step_is_listed(lab: Lab, case: str) -> None:
+    model, mesh, rest = CASES[case]
+    entry = build(model)
+    arguments = (labels_of(entry), num_tokens(entry, entry.batch(8, 0)))
+    for seen, listed in lab.run(Case(model, mesh, rest, job=exchanged, job_arguments=arguments)):
+        assert seen == listed
+        assert seen

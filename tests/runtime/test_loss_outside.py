@@ -161,7 +161,7 @@ def test_bad_batches_plans_and_models_are_refused():
     with Engine(plan(gpt(), spec())) as engine:
         for extra, words in (
             (torch.ones(3), r"which only the loss function reads, has shape \[3\]"),
-            (1.0, "is float"),
+            (1.0, "is a float"),
         ):
             with pytest.raises(PlanError, match=words):
                 engine.forward_backward({**batch_of(), "extra": extra}, loss=weighted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planner.exchanges.log_probs import rows_with_loss_outside
 from runtime import Engine
 from runtime.loss_outside import LossFunction
 
@@ -87,3 +89,23 @@ def local_rows(plan: Any, batches: list[Batch], labels: str, num_tokens: int) ->
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size)
         own = {name: value[rows] for name, value in batch.items()}
         return [engine.forward_backward(batch, loss=loss), engine.forward_backward(own, loss=loss, local=True)]
+
+
+def exchanged(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> tuple[dict[Any, int], dict[Any, int]]:
+    """(axis, kind, phase) → bytes of this rank's exchanges in the graphs of a step, as seen and as listed."""
+    batch = with_extras(batches[0], labels)
+    loss = losses_of(batch, labels, num_tokens)["grpo"]
+    with Engine(plan, timeout_seconds=60) as engine:
+        engine.forward_backward(batch, loss=loss)
+        axes = engine.program.axes
+        for axis in axes.values():
+            axis.bytes.clear()
+        engine.forward_backward(batch, loss=loss)
+        seen = {(name, *key): size for name in ("tp", "cp") if name in axes for key, size in axes[name].bytes.items()}
+        pp_rank = engine.groups.pp_rank
+    decisions, shards = plan.to_run()
+    listed: Counter[Any] = Counter()
+    for row in rows_with_loss_outside(decisions, shards, plan.schedule, plan.recomputed):
+        if row.axis in ("tp", "cp") and row.per == "microbatch" and plan.mesh.pp_rank_of(row.stage) == pp_rank:
+            listed[row.axis, row.kind, row.phase] += row.bytes * row.count * plan.schedule.num_microbatches
+    return +Counter(seen), +listed
