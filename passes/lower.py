@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from passes.add_log_probs import add_log_probs
 from passes.add_next_rows import add_next_rows
 from passes.add_scores import add_scores
 from passes.attend_by_documents import attend_by_documents
@@ -81,6 +82,12 @@ _BEHIND: tuple[Pass, ...] = (*(step for step in PASSES[_LOCALIZED:] if step.run 
 SCORING: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_scores), *_BEHIND)
 NEXT_ROWS: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_next_rows), *_BEHIND)
 LOCAL_SCORES: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_scores), *LOCAL[_LOCALIZED:])
+# A stage for a loss outside the model: as it trains, but nothing is captured or compiled.
+LOCAL_LOG_PROBS: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_log_probs), *LOCAL[_LOCALIZED:])
+LOG_PROBS: tuple[Pass, ...] = (
+    *LOCAL_LOG_PROBS,
+    *(step for step in PASSES[len(LOCAL) :] if step.run not in (cut_regions, compile_pieces)),
+)
 
 Borders = tuple[tuple[BoundaryPlan, ...], tuple[BoundaryPlan, ...]]
 
@@ -94,14 +101,16 @@ def lower_stage(
     return finish(context, stage, chunk, local, borders)
 
 
-def lower_scores(
+def lower_loss_stage(
     context: LowerContext,
     trained: StageModule,
     local: Callable[[str], LocalParameter],
     borders: Borders,
-    passes: tuple[Pass, ...] = SCORING,
+    passes: tuple[Pass, ...],
 ) -> StageModule:
-    """The stage of the loss once more, as it returns scores of labels too, or by other ``passes`` something else."""
+    """The stage of the loss once more: by ``SCORING`` it returns scores of labels too, by ``NEXT_ROWS`` the logits of
+    one position, and by ``LOG_PROBS``, for training, log-probabilities of labels in place of the loss.
+    """
     stage = extract(context, trained.index)
     run_passes(stage, context, passes)
     return finish(context, stage, trained.chunk, local, borders)

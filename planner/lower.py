@@ -13,7 +13,7 @@ from passes.base import LowerContext, Pass
 from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
-from passes.lower import NEXT_ROWS, PASSES, SCORING, lower_scores, lower_stage, run_passes
+from passes.lower import LOG_PROBS, NEXT_ROWS, PASSES, SCORING, lower_loss_stage, lower_stage, run_passes
 from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.parameters import LocalParameter
@@ -128,6 +128,28 @@ def lower_scoring(
     It shares the handles of ``program``, the training program of ``rank``; parameters and buffers are on meta. Raises
     PlanError, on every rank, if the loss gives no label a probability.
     """
+    return _loss_stage_again(plan, rank, program, device, passes)
+
+
+def lower_for_loss_outside(
+    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+) -> StageModule | None:
+    """The stage of the loss for training with a loss outside the model: it returns log-probabilities of labels in place
+    of the loss; None on a rank that does not run it.
+
+    It shares the handles of ``program``, as ``lower_scoring`` does. Raises PlanError, on every rank, if the loss gives
+    no label a probability.
+    """
+    return _loss_stage_again(plan, rank, program, device, LOG_PROBS)
+
+
+def _loss_stage_again(
+    plan: Plan,
+    rank: int,
+    program: RankProgram,
+    device: torch.device | str,
+    passes: tuple[Pass, ...],
+) -> StageModule | None:
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     decisions, shards = plan.to_run()
     check_scored(decisions)
@@ -135,11 +157,11 @@ def lower_scoring(
     if trained is None:
         return None
     handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
-    handles |= {"gate": program.gate or context.gate}
+    handles |= {"gate": program.gate or context.gate, "weight_gradients": program.weight_gradients}
     axes = {name: program.axes[name] for name in context.axes}
     context = replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
     borders = shards.received(trained.index), shards.sent(trained.index)
-    return lower_scores(context, trained, _local(decisions, context, trained.index), borders, passes)
+    return lower_loss_stage(context, trained, _local(decisions, context, trained.index), borders, passes)
 
 
 def check_stages(plan: Plan) -> None:

@@ -9,12 +9,17 @@ from planner.shadow import refuse_shadows
 refuse_shadows()
 
 if TYPE_CHECKING:
+    from runtime.checkpoint.stream_group import receive_weights
     from runtime.engine import Engine
     from runtime.report.step_report import StepReport
 
-__all__ = ["Engine", "StepReport"]
+__all__ = ["Engine", "StepReport", "receive_weights"]
 
-_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report.step_report"}
+_HOMES = {
+    "Engine": "runtime.engine",
+    "StepReport": "runtime.report.step_report",
+    "receive_weights": "runtime.checkpoint.stream_group",
+}
 
 
 def __getattr__(name: str) -> Any:

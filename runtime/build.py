@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ from runtime.weights.initial_weights import Fresh, differing, take_constants, ta
 from runtime.weights.shards import Kept, fill, fill_later, keep, without_gradients
 from runtime.weights.sources import WeightSource
 
+AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
 _engine_numbers = count()
 
 
@@ -129,10 +131,11 @@ def executor_of(
     *,
     before_backward: Callable[[bool], None],
     before_weights: Callable[[bool], None] | None = None,
-) -> Executor:
+    kind: type[AnyExecutor] = Executor,
+) -> AnyExecutor:
     """The loop over this rank's actions."""
     orders = plan.schedule.actions
-    return Executor(
+    return kind(
         built.program.stages,
         orders[groups.pp_rank],
         Transport(groups, len(plan.stages), orders),

@@ -29,6 +29,7 @@ from runtime.commands import (
     diff,
     env,
     evaluate,
+    export,
     fuzz,
     generate,
     predict,
@@ -168,6 +169,8 @@ app.command("prepare", epilog=prepare.EPILOG)(prepare.prepare_command)
 app.command("evaluate", epilog=evaluate.EPILOG)(evaluate.evaluate_command)
 app.command("generate", epilog=generate.EPILOG)(generate.generate_command)
 app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_command)
+app.command("export", epilog=export.EXPORT_EPILOG)(export.export_command)
+app.command("import", epilog=export.IMPORT_EPILOG)(export.import_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("predict", epilog=predict.EPILOG)(predict.predict_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)

@@ -36,18 +36,20 @@ from runtime.distributed.faults.activity import (
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import RankMesh
 from runtime.engine_generation import EngineGeneration
+from runtime.engine_loss import EngineLoss
+from runtime.engine_stream import EngineStream
+from runtime.loss_outside import LossFunction, LossOutside, LossOutsideExecutor
 from runtime.mode import Mode, check_mode, need_training
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
-from runtime.scores import Scores
 from runtime.update import Update
 from runtime.variants import Variant, Variants
 from runtime.weights.sources import weight_source
 
 
-class Engine(EngineGeneration):
+class Engine(EngineGeneration, EngineLoss, EngineStream):
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
@@ -105,32 +107,44 @@ class Engine(EngineGeneration):
 
     # ---- public: steps
 
-    def train_step(self, batch: Mapping[str, Tensor], *, local: bool = False) -> StepReport:
+    def train_step(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
+    ) -> StepReport:
         """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
 
-        ``local``: the batch has only the rows of this dp rank, as from a DistributedSampler. Raises PlanError for a
-        batch that does not fit the plan, StepError if a stage fails, AuditError before a step if its audit fails.
+        ``local``: the batch has only the rows of this dp rank, as from a DistributedSampler. ``loss``: a function in
+        place of the model's own loss, as in ``forward_backward``. Raises PlanError for a batch that does not fit the
+        plan, StepError if a stage fails, AuditError before a step if its audit fails.
         On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
         need_training(self.mode, "train_step")
         self._need_own_weights("train_step")
         if self._audit is not None and self._audit.is_due(self.step_index):
-            self._audit.judge(self.step_index, *self._audited(self._audit, batch, local))
-        return self._train_step(batch, local)
+            self._audit.judge(self.step_index, *self._audited(self._audit, self._planned(batch), local))
+        return self._train_step(batch, local, loss)
 
     @shared_call(BATCH)
-    def _train_step(self, batch: Mapping[str, Tensor], local: bool) -> StepReport:
+    def _train_step(self, batch: Mapping[str, Tensor], local: bool, function: LossFunction | None) -> StepReport:
         clock = StepClock(self.groups.device)
-        loss = self._forward_backward(batch, local)
+        batch, outside = self._outside(batch, function)
+        loss = self._forward_backward(batch, local, outside)
         return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
 
     @shared_call(BATCH)
-    def forward_backward(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
+    ) -> float:
         """The loss of the global batch; its gradients replace those of an earlier call and are left for
-        ``gather_gradients`` and ``optimizer_step``."""
+        ``gather_gradients`` and ``optimizer_step``.
+
+        ``loss(log_probs, rows)``: a function in place of the model's own loss. It is called once for each microbatch,
+        with log P of its labels [micro, length] (float64; 0 where the model takes no target) and its rows of ``batch``,
+        in which further tensors may be. It returns a scalar. The loss is the sum of these values over the global batch.
+        """
         need_training(self.mode, "forward_backward")
         self._need_own_weights("forward_backward")
-        self._loss = self._forward_backward(batch, local)
+        batch, outside = self._outside(batch, loss)
+        self._loss = self._forward_backward(batch, local, outside)
         self._activity.off(GRADIENTS)
         self.optimizer.reduce_gradients()
         self._gradients_ready = True
@@ -189,20 +203,6 @@ class Engine(EngineGeneration):
         self._count_sums(variant, step, training=False)
         return self._over_world(self._loss_here(variant.executor.evaluate(step)))
 
-    @shared_call("evaluation")
-    def score(self, batch: Mapping[str, Tensor]) -> Scores:
-        """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
-
-        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
-        Logits are not gathered.
-        Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
-        """
-        self._ready()
-        variant = self._variants.of(batch, local=False, any_number=True)
-        rounds = variant.rounds.of(batch, local=False, scored=True)
-        found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
-        return Scores.joined(found, len(batch[found[0].key]))
-
     def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
         """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
         return self._variants.of(batch, local=False, any_number=True).scoring.executor
@@ -251,9 +251,11 @@ class Engine(EngineGeneration):
     def _activity(self) -> Activity:
         return self.groups.faults.activity
 
-    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool) -> Tensor:
-        variant = self._turn_to(batch, local)
+    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool, outside: LossOutside | None) -> Tensor:
+        variant = self._turn_to(batch, local, outside=outside is not None)
         step = self._step(variant, batch, local)
+        if outside is not None and isinstance(variant.executor, LossOutsideExecutor):
+            variant.executor.begin(outside, batch, variant.layout, local=local)
         self._gradients_ready = False
         self._activity.off(FORWARD)
         self._count_sums(variant, step)
@@ -306,9 +308,13 @@ class Engine(EngineGeneration):
         steps = (self._step(variant, each, False, counts) for each in rounds)
         return self._over_world(sum((self._loss_here(variant.executor.evaluate(s)) for s in steps), self._nothing))
 
-    def _turn_to(self, batch: Mapping[str, Tensor], local: bool) -> Variant:
+    def _turn_to(self, batch: Mapping[str, Tensor], local: bool, *, outside: bool = False) -> Variant:
         """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
         variant = self._variants.of(batch, local=local)
+        if outside and variant.outside is None:  # before the first step: whether each label is predicted once
+            self._ready()
+            variant.scoring.score(self._step(variant, batch, local))
+        variant = self._variants.outside(variant) if outside else variant
         if variant is not self._now:
             self._now, self._gradients_ready = variant, False
             self.optimizer.buffers.expect(variant.contributions)

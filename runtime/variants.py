@@ -27,6 +27,7 @@ from runtime.cuda_graphs.graphs import Graphs
 from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.intake import FirstBatch, Intake
+from runtime.loss_outside import build_outside
 from runtime.next_tokens.rows import NextRows
 from runtime.pipeline.executor import Executor
 from runtime.rounds import Rounds, number_of
@@ -38,7 +39,9 @@ Hooks = Mapping[str, Callable[[bool], None]]
 
 @dataclass
 class Variant:
-    """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it."""
+    """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it. ``outside``: the same
+    for a loss outside the model.
+    """
 
     plan: Plan
     built: Built
@@ -50,6 +53,7 @@ class Variant:
     groups: Groups
     _scoring: Scoring | None = None
     _next_rows: NextRows | None = None
+    outside: Variant | None = None
 
     @property
     def program(self) -> RankProgram:
@@ -103,6 +107,20 @@ class Variants:
     def layouts(self) -> list[BatchLayout]:
         """The planned ones, from the shortest sequences to the longest."""
         return self._layouts
+
+    def outside(self, variant: Variant) -> Variant:
+        """The same for a loss outside the model, lowered on first use. Raises PlanError if the model's own loss gives
+        no label a probability, and for a plan with CUDA graphs.
+        """
+        if variant.outside is None:
+            if variant.graphs is not None:
+                fix = "set cuda_graphs: {impl: none}"
+                raise PlanError("CUDA graphs hold the model's own loss, not a function", where="cuda_graphs", fix=fix)
+            built, executor = build_outside(variant.plan, variant.built, self._groups, variant.executor, self._hooks)
+            _watch(executor, variant.executor)
+            changes = {"built": built, "executor": executor, "contributions": contributions_of(built.program)}
+            variant.outside = replace(variant, **changes)
+        return variant.outside
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """Among ``plan.lengths``; the greatest if a batch has none of them, and its check says what is wrong."""
@@ -174,10 +192,15 @@ class Variants:
         graphs = graphs_of(plan, built, groups)
         if graphs is not None:
             groups.before_end.append(graphs.release)
-        executor = executor_of(plan, built, groups, graphs, **self._hooks)
-        if first is not None:  # what watches that one sees all steps
-            executor.transport.waits = first.transport.waits
-            executor.around = lambda action, step: first.around(action, step)
+        executor = executor_of(plan, built, groups, graphs, kind=Executor, **self._hooks)
+        if first is not None:
+            _watch(executor, first)
         intake = Intake(built.program, built.layout, groups, self._first)
         rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
         return Variant(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
+
+
+def _watch(executor: Executor, first: Executor) -> None:
+    """What watches the first executor sees all steps."""
+    executor.transport.waits = first.transport.waits
+    executor.around = lambda action, step: first.around(action, step)

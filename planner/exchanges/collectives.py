@@ -25,6 +25,14 @@ from planner.sharding.shards import Shards
 
 def collective_rows(lowered: Lowered, places: Places, recomputed: Sequence[Piece] = ()) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
+    rows = rows_of_stages(lowered, places, recomputed)
+    if lowered.decisions.terms.in_turn > 1:  # all forwards of a step run twice
+        rows = [replace(row, count=2) if row.phase == "forward" else row for row in rows]
+    return tuple(rows)
+
+
+def rows_of_stages(lowered: Lowered, places: Places, recomputed: Sequence[Piece] = ()) -> list[CollectivePlan]:
+    """One row for each exchange of a forward and a backward of a microbatch."""
     decisions, shards = lowered.decisions, lowered.shards
     rows: list[CollectivePlan] = []
     for stage in range(lowered.num_stages):
@@ -35,9 +43,7 @@ def collective_rows(lowered: Lowered, places: Places, recomputed: Sequence[Piece
         repeated = [call for call in calls if (call.name, call.changed) in rerun]
         rows += (row for call in repeated for row in _again_rows(decisions, call, stage, places))
         rows += _boundary_rows(decisions, shards, places, stage, stage)
-    if decisions.terms.in_turn > 1:  # all forwards of a step run twice
-        rows = [replace(row, count=2) if row.phase == "forward" else row for row in rows]
-    return tuple(rows)
+    return rows
 
 
 def rows_of_call(decisions: Decisions, call: Call, stage: int, places: Places) -> Iterator[CollectivePlan]:

@@ -47,6 +47,13 @@ def check_scored(decisions: Decisions) -> None:
                 where=where_of(decisions.program.node(pick.node)),
                 fix="set mesh.pp: 1, or change pipeline.split",
             )
+        reader = decisions.program.node(pick.node)
+        if decisions.placements.wanted(reader, 0).kind not in ("I", "V"):
+            raise PlanError(
+                "the targets' logits are partial sums over tp where the loss looks them up",
+                where=where_of(reader),
+                fix="set tensor_parallel.overrides: {HEAD: replicate}, with the name of the head",
+            )
 
 
 def _rows_of_pick(decisions: Decisions, pick: Pick) -> Iterator[CollectivePlan]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes.base import LowerContext, Staged, StageGraph
+from passes.base import LowerContext, Pass, Staged, StageGraph
 from passes.extract import extract
 from passes.gather_weights import Visit, visits_of
 from passes.lower import LOCAL, LOCAL_SCORES
@@ -56,11 +56,14 @@ def _staged(decisions: Decisions, shards: Shards) -> Staged:
 
 @dataclass
 class Lowered:
-    """Owns the stages, traces and visits that were asked for. ``regions``: the parts of blocks that graphs capture."""
+    """Owns the stages, traces and visits that were asked for. ``regions``: the parts of blocks that graphs capture.
+    ``passes``: those that make the program of one rank.
+    """
 
     decisions: Decisions
     shards: Shards
     regions: Sequence[Region] = ()
+    passes: tuple[Pass, ...] = LOCAL
     _stages: dict[int, StageGraph] = field(default_factory=dict, repr=False)
     _traces: dict[int, StageTrace] = field(default_factory=dict, repr=False)
     _visits: dict[int, list[Visit]] = field(default_factory=dict, repr=False)
@@ -73,7 +76,7 @@ class Lowered:
             place, cpu = self.decisions.mesh.place(0), torch.device("cpu")
             context = context_at(self.decisions, self.shards, place, cpu, regions=tuple(self.regions))
             stage = self._stages[index] = extract(context, index)
-            for step in LOCAL:
+            for step in self.passes:
                 step.run(stage, context)
         return self._stages[index]
 
@@ -85,12 +88,8 @@ class Lowered:
 
     def scoring_trace(self) -> StageTrace:
         """Of the stage of the loss as it returns scores of labels too (planner.exchanges.scores.check_scored)."""
-        index, place = self.num_stages - 1, self.decisions.mesh.place(0)
-        context = context_at(self.decisions, self.shards, place, torch.device("cpu"), regions=tuple(self.regions))
-        stage = extract(context, index)
-        for step in LOCAL_SCORES:
-            step.run(stage, context)
-        return trace_of(self.decisions, self.shards, stage)
+        scored = Lowered(self.decisions, self.shards, self.regions, LOCAL_SCORES)
+        return scored.trace(self.num_stages - 1)
 
     def visits(self, index: int) -> list[Visit]:
         """Of the weights that ranks hold in shards, as the first rank of the stage reads them."""

@@ -33,6 +33,7 @@ _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 paramete
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
 _DIGITS = 32
+NO_OPTIMIZER = "none"  # of a save of weights alone
 
 Size = Annotated[int, Field(ge=0, le=2**48)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=8)]
@@ -125,6 +126,11 @@ class Manifest(_Strict):
     texts: dict[Literal["config.json", "generation_config.json"], JsonValue]
     adapters: AdaptersEntry | None = None
     extra: dict[str, JsonValue]
+
+    @property
+    def has_weights_alone(self) -> bool:
+        """Whether it was imported: any optimizer begins with its weights."""
+        return self.optimizer.name == NO_OPTIMIZER
 
     @property
     def has_average(self) -> bool:

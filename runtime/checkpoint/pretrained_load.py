@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import part_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 from runtime.distributed.agreement import agree, agreed
@@ -41,6 +41,22 @@ class Found:
 
     parameters: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, str]
+
+
+class OfModel(Protocol):
+    """A parameter of a model: a plan's row, or one that is described without a plan."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
 
 
 def hub_of(plan: Plan) -> HubFormat:
@@ -100,8 +116,12 @@ def load_pretrained(
 
 def find(files: SafetensorsFiles, plan: Plan) -> Found:
     """Match the stored tensors with the plan's parameters. Raises one PlanError that lists all that does not fit."""
-    hub = hub_of(plan)
-    names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in plan.parameters}
+    return find_in(files, hub_of(plan), plan.parameters)
+
+
+def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[OfModel]) -> Found:
+    """Match the stored tensors with ``rows``, the parameters of a model. Raises PlanError likewise."""
+    names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in rows}
     buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
     known = {name for names in (*names_of.values(), buffers_of) for name in names}
     names = match_names(files.tensors, known, hub)
@@ -118,9 +138,7 @@ def find(files: SafetensorsFiles, plan: Plan) -> Found:
     absent += [base for base, name in buffers_of.items() if name not in buffers and not hub.ignores_absent(base)]
     extra = [s for s, name in names.items() if name not in known and not _ignored(hub, s, name)]
     twice = [stored for stored in places.values() if len(stored) > 1]
-    wrong = [
-        w for row in plan.parameters for s in parameters.get(row.name, ()) if (w := _misfit(files.tensors[s], row))
-    ]
+    wrong = [w for row in rows for s in parameters.get(row.name, ()) if (w := _misfit(files.tensors[s], row))]
     _raise_misfits(files, hub, absent, extra, twice, wrong)
     return Found(parameters, buffers)
 
@@ -167,7 +185,7 @@ def _ignored(hub: HubFormat, stored: str, name: str) -> bool:
     return hub.ignores_unexpected(stored) or hub.ignores_unexpected(name)
 
 
-def _misfit(stored: StoredTensor, row: ParameterPlan) -> str:
+def _misfit(stored: StoredTensor, row: OfModel) -> str:
     """Why this tensor cannot be the parameter of ``row``; empty if it can."""
     if stored.shape != tuple(row.shape):
         return f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, the model has {list(row.shape)}"

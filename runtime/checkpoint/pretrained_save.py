@@ -69,7 +69,7 @@ def save_pretrained(
             fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
         )
     files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
-    tensors = (_whole(entry, own, groups, kept) for entries in files.values() for entry in entries)
+    tensors = (whole_entry(entry, own, groups, kept) for entries in files.values() for entry in entries)
     write_agreed(groups, Path(directory), files, tensors, texts_of(plan, kept))
 
 
@@ -126,7 +126,7 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
     return dict(zip(names, ordered, strict=True))
 
 
-def _whole(entry: Entry, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Tensor | None:
+def whole_entry(entry: Entry, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Tensor | None:
     """The full tensor on rank 0, None elsewhere. Every rank calls it for every entry, in one order."""
     if entry.row is not None:
         return whole(entry.row, own, entry.dtype, groups)
@@ -145,16 +145,16 @@ def write_directory(
     directory: Path, files: Mapping[str, list[Entry]], tensors: Iterator[Tensor | None], texts: Mapping[str, Any]
 ) -> None:
     """Everything into a new directory, which then takes the place of ``directory``. Raises OSError."""
-    with replaced_directory(directory, _is_weights, _is_index) as new:
+    with replaced_directory(directory, is_weights, _is_index) as new:
         for name, entries in files.items():
-            _write_safetensors(new / name, entries, tensors)
+            write_safetensors(new / name, entries, tensors)
         if len(files) > 1:
-            texts = {**texts, INDEX: _index(files)}
+            texts = {**texts, INDEX: index_of(files)}
         for name, content in texts.items():
             write_new(new / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _is_weights(name: str) -> bool:
+def is_weights(name: str) -> bool:
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
@@ -163,7 +163,7 @@ def _is_index(name: str) -> bool:
     return name in (SINGLE, INDEX)
 
 
-def _write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
+def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
     """One file of the next ``len(entries)`` of ``tensors``."""
     with open_new(path) as file:
         file.write(header_of(entries))
@@ -187,7 +187,7 @@ def header_of(entries: Iterable[Entry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _index(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
+def index_of(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
     total = sum(entry.num_bytes for entries in files.values() for entry in entries)
     places = {entry.name: name for name, entries in files.items() for entry in entries}
     return {"metadata": {"total_size": total}, "weight_map": places}

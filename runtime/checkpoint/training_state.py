@@ -95,14 +95,18 @@ class TrainingState:
         if self.reads == "average" and not manifest.has_average:
             fix = "load its weights, or a save of a run with optimizer: {ema: 0.999}"
             raise PlanError("the save has no running mean of the weights", where="optimizer.ema", fix=fix)
-        if self.reads == "all" and manifest.optimizer.name != self.plan.optimizer.name:
+        is_whole = self.reads == "all" and not manifest.has_weights_alone
+        if is_whole and manifest.optimizer.name != self.plan.optimizer.name:
             raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=OTHER)
         given = {name for name, entry in manifest.tensors.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
         buffers = set(hub_of(self.plan).persistent_buffers)
         saved_buffers = manifest.tensors.keys() - given
         problems = []
-        if absent := [*(n for n in known if n not in given), *sorted(buffers - saved_buffers)]:
+        absent_buffers = sorted(buffers - saved_buffers)
+        if manifest.has_weights_alone:
+            absent_buffers = [name for name in absent_buffers if not hub_of(self.plan).ignores_absent(name)]
+        if absent := [*(n for n in known if n not in given), *absent_buffers]:
             problems.append(f"absent: {listed(absent)}")
         if extra := [n[:200] for n in manifest.tensors if n not in (known if n in given else buffers)]:
             problems.append(f"unexpected: {listed(extra)}")
@@ -115,9 +119,13 @@ class TrainingState:
         """Read all that this rank owns. Raises PlanError if a file cannot be read after all."""
         begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
-            if kind != AVERAGE or manifest.has_average:
-                is_averaged = self.reads == "average" and AVERAGE in manifest.tensors[name].values
-                reader.read_into(target, name, AVERAGE if is_averaged else kind, box)
+            if (kind == AVERAGE and not manifest.has_average) or name not in manifest.tensors:
+                continue
+            if self.reads == "average" and AVERAGE in manifest.tensors[name].values:
+                kind = AVERAGE
+            elif kind == "main" and manifest.has_weights_alone:
+                kind = "parameter"
+            reader.read_into(target, name, kind, box)
         if self.optimizer.average is not None and not manifest.has_average:
             self.optimizer.average.start()
         self._restore_loss_scale(manifest.loss_scale)
@@ -140,7 +148,7 @@ class TrainingState:
         held = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
         found = set()
         for _, name, kind, box in self._targets():
-            if kind in ("parameter", "buffer"):
+            if kind in ("parameter", "buffer") and name in held:
                 found |= {index for (index, *_), other in held[name] if other.intersection(box) is not None}
         return {manifest.files[index].name for index in found}
 
@@ -209,6 +217,8 @@ class TrainingState:
             wanted = _kinds(row.dtype, buffers.get(name), manifest)
             if entry.shape != tuple(row.shape):
                 found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
+            elif manifest.has_weights_alone:
+                continue  # cast as they are read
             elif entry.values.get("parameter") != row.dtype:
                 found.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
             elif self.reads == "all" and entry.values != wanted:

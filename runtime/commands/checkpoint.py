@@ -10,6 +10,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
+from runtime.commands.export import export_save
 
 if TYPE_CHECKING:
     from runtime.checkpoint.manifest import Manifest
@@ -37,10 +38,8 @@ def checkpoint_command(
     ] = False,
 ) -> None:
     """List the saves in a directory, verify them, or export one. Runs in one process. Exit 1 if a save is damaged."""
-    from runtime.checkpoint.export import export as export_save
     from runtime.checkpoint.manifest import MANIFEST
-    from runtime.checkpoint.saves import LATEST, latest_in, resolve, saves_in
-    from runtime.checkpoint.saves import verify as verify_save
+    from runtime.checkpoint.saves import LATEST, latest_in, saves_in
 
     if ema and export is None:
         raise PlanError(
@@ -49,10 +48,7 @@ def checkpoint_command(
             fix="add --export HF_DIR, or remove --ema",
         )
     if export is not None:
-        save = resolve(directory)
-        manifest = verify_save(save)
-        export_save(save, manifest, export, averaged=ema)
-        write_text(f"{save} → {export}{_told_of_adapters(manifest)}")
+        export_save(directory, export, ema=ema)
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
@@ -71,13 +67,6 @@ def checkpoint_command(
         write_text(problem)
     if problem or not all(is_good for _, is_good in rows):
         raise typer.Exit(DAMAGED)
-
-
-def _told_of_adapters(manifest: Manifest) -> str:
-    if manifest.adapters is None:
-        return ""
-    kinds = ", ".join(str(config.get("peft_type", "adapter")) for config in manifest.adapters.configs.values())
-    return f": the base with its adapter ({kinds}) merged, under the base's own names"
 
 
 def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bool]:

@@ -189,11 +189,16 @@ class Executor:
             self.transport.send(_out_of(stage, action), sent)
         if stage.has_scores:
             self.scores.append(outputs[-2])
+        seed = None
         if stage.has_loss:
-            loss = outputs[-1].detach().to(torch.float64)
+            loss, seed = self.loss_of(outputs[-1], step, action)
             self._loss = loss if self._loss is None else self._loss + loss
         if torch.is_grad_enabled():
-            self._saved[action.chunk, action.microbatch] = _save(stage, received, outputs, step.scale)
+            self._saved[action.chunk, action.microbatch] = _save(stage, received, outputs, seed)
+
+    def loss_of(self, output: Tensor, step: Step, action: Action) -> tuple[Tensor, Tensor]:
+        """The loss of a microbatch (float64), and the gradient with which the backward of ``output`` begins."""
+        return output.detach().to(torch.float64), _seed(output, step.scale)
 
     def _backward(self, step: Step, action: Action) -> None:
         stage = self.stages[action.chunk]
@@ -256,12 +261,12 @@ def _unobserved(action: Action, step: Step) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], scale: Tensor | None) -> Saved:
+def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], seed: Tensor | None) -> Saved:
     roots = [output for output, b in zip(outputs, stage.sends, strict=False) if b.requires_grad]
     if stage.has_loss:
         roots.append(outputs[-1])
     edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-    return Saved(received, edges, _seed(outputs[-1], scale) if stage.has_loss else None)
+    return Saved(received, edges, seed)
 
 
 def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:

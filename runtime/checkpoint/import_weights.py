@@ -1,0 +1,208 @@
+"""A Hugging Face directory as a save, without a launch: weights alone, from which any layout and optimizer begins.
+
+    headers of the files → names and shapes of the model → buckets: read → rank-0000N.safetensors → manifest, latest
+
+One bucket is in memory at a time; values keep the dtype of the files, and a run casts them as it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner.capture.model.hub_format import HubFormat, hub_format
+from planner.capture.model.meta_init import meta_parameters
+from planner.capture.model.reference import load_model
+from planner.files.json_text import read_json
+from planner.files.text import is_file
+from planner.ranks import DEFAULT_ORDER
+from planner.sharding.boxes import Box
+from runtime.checkpoint.atomic_directory import replaced_directory
+from runtime.checkpoint.lines import Line
+from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
+from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
+from runtime.checkpoint.pretrained_load import Found, find_in
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor
+from runtime.checkpoint.saves import owned, saves_in, write_latest
+
+BUCKET_BYTES = 512 << 20
+STEP = 0
+_TEXTS = ("config.json", "generation_config.json")
+_AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter of a model that no plan was made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the save: its kind, and the tensor of the files with its values."""
+
+    name: str
+    kind: str
+    source: StoredTensor
+
+    @property
+    def num_bytes(self) -> int:
+        return Box((0,) * len(self.source.shape), self.source.shape).num_elements * _dtype(self.source).itemsize
+
+
+def import_weights(
+    directory: Path, run: Path, model: str | None = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Path, int]:
+    """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the
+    model of the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
+    """
+    with SafetensorsFiles(directory) as files:
+        built = _model_of(directory, model)
+        rows, hub = described(built), hub_format(built)
+        found = find_in(files, hub, rows)
+        _check_tied(files, found)
+        tensors = _stored(files, rows, hub, found)
+        texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
+        _refuse_saves(run)
+        with owned(run):
+            _refuse_saves(run)
+            aliases = {row.name: row.aliases for row in rows}
+            return _write(files, tensors, aliases, run, texts, bucket_bytes), len(tensors)
+
+
+def described(model: nn.Module) -> list[Described]:
+    """Every parameter once, under its first name."""
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        Described(first, tuple(p.shape), str(p.dtype).removeprefix("torch."), tuple(others))
+        for first, *others in names.values()
+        if (p := parameters[first]) is not None
+    ]
+
+
+def _model_of(directory: Path, model: str | None) -> nn.Module:
+    if model is None and not is_file(directory / "config.json"):
+        raise PlanError(
+            "the directory has no config.json, which names its model",
+            where=str(directory),
+            fix="add --model MODEL, the model that has these weights",
+        )
+    with meta_parameters():
+        return load_model(model or f"hf:{directory}")
+
+
+def _stored(files: SafetensorsFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
+    """In the model's order, buffers last."""
+    parameters = [Stored(row.name, "parameter", files.tensors[found.parameters[row.name][0]]) for row in rows]
+    held = [name for name in hub.persistent_buffers if name in found.buffers]
+    return [*parameters, *(Stored(name, "buffer", files.tensors[found.buffers[name]]) for name in held)]
+
+
+def _check_tied(files: SafetensorsFiles, found: Found) -> None:
+    """Copies of a tied parameter that are stored under several names must be equal."""
+    for first, *others in found.parameters.values():
+        for other in others:
+            if not torch.equal(_read(files, files.tensors[first]), _read(files, files.tensors[other])):
+                raise PlanError(
+                    f"{first} and {other} differ in the files, but are one tied parameter in the model",
+                    where=str(files.tensors[other].file),
+                    fix="set tie_word_embeddings: false in its config.json",
+                )
+
+
+def _refuse_saves(run: Path) -> None:
+    if run.is_dir() and (saves := saves_in(run)):
+        raise PlanError(
+            f"the directory already has saves: {saves[-1].name}", where=str(run), fix="import to a new directory"
+        )
+
+
+def _write(
+    files: SafetensorsFiles,
+    tensors: Sequence[Stored],
+    aliases: Mapping[str, tuple[str, ...]],
+    run: Path,
+    texts: Mapping[str, Any],
+    bucket_bytes: int,
+) -> Path:
+    name = f"step-{STEP:08d}"
+    try:
+        with replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new:
+            records = [
+                write_pieces(new, number, [_piece(files, each) for each in bucket], 0, {})
+                for number, bucket in enumerate(_buckets(tensors, bucket_bytes))
+            ]
+            names = [(each.name, aliases.get(each.name, ())) for each in tensors]
+            write_manifest(new / MANIFEST, _manifest(names, records, texts))
+        write_latest(run, name)
+    except OSError as error:
+        raise PlanError(
+            f"cannot write the save: {error.strerror or error}",
+            where=str(error.filename or run),
+            fix="use a writable directory with space for the weights",
+        ) from None
+    return run / name
+
+
+def _buckets(tensors: Iterable[Stored], most: int) -> Iterator[list[Stored]]:
+    bucket: list[Stored] = []
+    for each in tensors:
+        if bucket and sum(held.num_bytes for held in bucket) + each.num_bytes > most:
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket
+
+
+def _piece(files: SafetensorsFiles, stored: Stored) -> WrittenPiece:
+    shape = stored.source.shape
+    return WrittenPiece(stored.name, stored.kind, Box((0,) * len(shape), shape), _read(files, stored.source))
+
+
+def _read(files: SafetensorsFiles, source: StoredTensor) -> Tensor:
+    value = torch.empty(source.shape, dtype=_dtype(source))
+    files.read_into(value, source.name)
+    return value
+
+
+def _dtype(source: StoredTensor) -> torch.dtype:
+    if source.dtype is None:
+        fix = "store the weights in a floating-point dtype"
+        raise PlanError(f"{source.name} is stored in a quantised type", where=str(source.file), fix=fix)
+    return source.dtype
+
+
+def _manifest(
+    names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record], texts: Mapping[str, Any]
+) -> Manifest:
+    files, tensors = tables_of(names, records)
+    return Manifest(
+        step=STEP,
+        line=Line.new(),
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        mesh=dict.fromkeys(_AXES, 1),  # pyright: ignore[reportArgumentType] - pydantic checks it
+        order=DEFAULT_ORDER,
+        zero=0,
+        seed=0,
+        optimizer=OptimizerEntry(name=NO_OPTIMIZER, updates=0),
+        loss_scale=None,
+        files=files,
+        tensors=tensors,
+        texts=dict(texts),  # pyright: ignore[reportArgumentType]
+        extra={},
+    )

@@ -1,0 +1,66 @@
+"""The commands ``meshwright export`` and ``import``: a save as a Hugging Face directory, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli import write_text
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.manifest import Manifest
+
+EXPORT_EPILOG = "Examples: meshwright export run weights · meshwright export run/step-00000012 weights --ema"
+IMPORT_EPILOG = (
+    "Examples: meshwright import weights run · meshwright train hf:weights SPEC --data stdlib --resume run --save run2"
+)
+
+
+def export_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of saves, or a single save.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for config.json and safetensors.")],
+    ema: Annotated[bool, typer.Option("--ema", help="Export the running mean of the weights (optimizer.ema).")] = False,
+) -> None:
+    """Export the last save of RUN as a Hugging Face directory; an adapter is merged into its base.
+
+    Runs in one process, with one tensor in memory at a time.
+    """
+    export_save(run, directory, ema=ema)
+
+
+def export_save(run: Path, directory: Path, *, ema: bool) -> None:
+    """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
+    from runtime.checkpoint.export import export
+    from runtime.checkpoint.saves import resolve, verify
+
+    save = resolve(run)
+    manifest = verify(save)
+    export(save, manifest, directory, averaged=ema)
+    write_text(f"{save} → {directory}{_told_of_adapters(manifest)}")
+
+
+def import_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face directory with safetensors.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="New directory of saves.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model of the weights; default: that of DIR's config.json."),
+    ] = None,
+) -> None:
+    """Import a Hugging Face directory as a save of step 0, for train --resume RUN with any layout.
+
+    Runs in one process, with one bucket in memory at a time.
+    """
+    from runtime.checkpoint.import_weights import import_weights
+
+    save, num_tensors = import_weights(directory, run, model)
+    write_text(f"{directory} → {save}: {num_tensors} tensors")
+
+
+def _told_of_adapters(manifest: Manifest) -> str:
+    if manifest.adapters is None:
+        return ""
+    kinds = ", ".join(str(config.get("peft_type", "adapter")) for config in manifest.adapters.configs.values())
+    return f": the base with its adapter ({kinds}) merged, under the base's own names"

@@ -1,0 +1,64 @@
+"""Log-probabilities of labels, and losses outside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from runtime.data.batches import BatchLayout
+from runtime.distributed.faults.shared_call import shared_call
+from runtime.loss_outside import LossFunction, LossOutside
+from runtime.scores import Scores
+
+if TYPE_CHECKING:
+    from runtime.variants import Variants
+
+
+class EngineLoss:
+    """What an Engine does with the probabilities of labels. The Engine owns all that is named here."""
+
+    layout: BatchLayout
+    _variants: Variants
+    _ready: Any
+    _step: Any
+
+    @shared_call("evaluation")
+    def score(self, batch: Mapping[str, Tensor]) -> Scores:
+        """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
+
+        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        Logits are not gathered.
+        Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
+        """
+        self._ready()
+        variant = self._variants.of(batch, local=False, any_number=True)
+        rounds = variant.rounds.of(batch, local=False, scored=True)
+        found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
+        return Scores.joined(found, len(batch[found[0].key]))
+
+    def log_probs(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
+        dropout; 0 where the loss takes no target.
+
+        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        Tensors that the plan does not read may be in the batch: they are ignored. Raises PlanError, with the source
+        line, for a loss that is not a cross-entropy over a vocabulary.
+        """
+        return self.score(self._planned(batch)).log_probabilities
+
+    def _planned(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a batch that the plan reads."""
+        if not isinstance(batch, Mapping):
+            return batch  # its check reports it
+        return {name: value for name, value in batch.items() if name in self.layout.inputs}
+
+    def _outside(
+        self, batch: Mapping[str, Tensor], loss: LossFunction | None
+    ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
+        """The planned tensors and the loss outside; without one the whole batch."""
+        if loss is None:
+            return batch, None
+        given = batch if isinstance(batch, Mapping) else {}
+        return self._planned(batch), LossOutside.of(loss, given, self.layout.inputs)

@@ -1,0 +1,126 @@
+"""A loss outside the model: a function of the log-probabilities of labels, with its gradient fed back into the stages.
+
+    F of the last stage     log P [micro, length] → function(log P, rows) → its value, and ∂ value / ∂ log P
+    B of the last stage     begins with that gradient in place of the loss's
+
+The loss of the global batch is the sum of the values of all its microbatches. Ranks of tp and cp compute the same
+value; one of them adds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.lower import lower_for_loss_outside
+from runtime.build import Built, executor_of
+from runtime.data.batches import BatchLayout
+from runtime.distributed.groups import Groups
+from runtime.pipeline.executor import Executor, Step
+from runtime.weights.shards import share
+
+LossFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class LossOutside:
+    """``extras``: tensors of the batch that only the function reads, by name; [sequences, ..] as the others."""
+
+    function: LossFunction
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(function: Any, batch: Mapping[str, Tensor], planned: Mapping[str, object]) -> LossOutside:
+        """Raises PlanError unless it can be called and the extras have a row for each sequence."""
+        if not callable(function):
+            what = f"the loss is a {type(function).__name__}, not a function"
+            raise PlanError(what, where="loss", fix="give a function of (log_probs, batch) that returns a scalar")
+        extras = {name: x for name, x in batch.items() if name not in planned}
+        sizes = {len(x) for name, x in batch.items() if name in planned and isinstance(x, Tensor) and x.ndim}
+        for name, value in extras.items():
+            if not isinstance(value, Tensor) or not value.ndim or (sizes and len(value) not in sizes):
+                given = (
+                    f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+                )
+                raise PlanError(
+                    f"batch[{name!r}], which only the loss function reads, {given}",
+                    where="batch",
+                    fix="give a tensor with one row for each sequence, or keep it in the function",
+                )
+        return LossOutside(function, extras)
+
+
+class LossOutsideExecutor(Executor):
+    """The loop over actions, with a function as the loss. ``of_model``: the loop with the model's own."""
+
+    of_model: Executor
+    _function: LossFunction
+    _rows: Sequence[dict[str, Tensor]] = ()
+
+    def begin(self, loss: LossOutside, batch: Mapping[str, Tensor], layout: BatchLayout, *, local: bool) -> None:
+        """The function of the next run, and the batch with the rows that it reads."""
+        self._function = loss.function
+        rows = {**batch, **loss.extras}
+        if any(stage.has_loss for stage in self.stages):
+            self._rows = layout.microbatches(rows, rows, self.transport.groups.device, local=local)
+
+    def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
+        """The forwards with the model's own loss, for sums over the batch that it reads."""
+        return self.of_model.evaluate(step, training=training)
+
+    def loss_of(self, output: Tensor, step: Step, action: Any) -> tuple[Tensor, Tensor]:
+        """The value of the function for a microbatch, and its gradient."""
+        with torch.enable_grad():
+            log_probs = output.detach().requires_grad_()
+            value: Any = self._function(log_probs, dict(self._rows[action.microbatch]))
+            _check_value(value)
+            (gradient,) = torch.autograd.grad(value, log_probs, allow_unused=True)
+        if gradient is None:
+            raise _independent()
+        if step.scale is not None:
+            gradient = gradient * step.scale.to(gradient.dtype)
+        loss = value.detach().to(torch.float64).reshape(())
+        is_counted = self.transport.groups.coordinate["cp"] == 0
+        return loss if is_counted else torch.zeros_like(loss), gradient
+
+
+def _check_value(value: object) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        given = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise PlanError(
+            f"the loss function returns {given[:200]}",
+            where="loss",
+            fix="return one floating-point scalar, as a tensor",
+        )
+    if not value.requires_grad:
+        raise _independent()
+
+
+def _independent() -> PlanError:
+    return PlanError(
+        "the value of the loss function does not depend on log_probs",
+        where="loss",
+        fix="compute it from log_probs without detach(); for rows without a loss add log_probs.sum() * 0",
+    )
+
+
+def build_outside(
+    plan: Plan, built: Built, groups: Groups, of_model: Executor, hooks: Mapping[str, Callable[[bool], None]]
+) -> tuple[Built, LossOutsideExecutor]:
+    """The stages of a rank with that of the loss lowered to return log-probabilities, over the tensors of ``built``."""
+    last = lower_for_loss_outside(plan, groups.rank, built.program, groups.device)
+    stages = list(built.program.stages)
+    if last is not None:
+        place = [stage.index for stage in stages].index(last.index)
+        share(stages[place], last, groups.device)
+        stages[place] = last
+    built = replace(built, program=replace(built.program, stages=stages))
+    executor = executor_of(plan, built, groups, None, kind=LossOutsideExecutor, **hooks)
+    executor.of_model = of_model
+    return built, executor

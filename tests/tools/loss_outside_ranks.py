@@ -1,0 +1,111 @@
+"""Losses outside the model, DPO and GRPO: over any rows of a batch, and the jobs of ranks that train with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planner.exchanges.log_probs import rows_with_loss_outside
+from runtime import Engine
+from runtime.loss_outside import LossFunction
+
+Batch = dict[str, Tensor]
+
+
+class Outside(NamedTuple):
+    """Of a rank: each loss, its gradients (rank 0), log_probs before; of the last loss (loss, norm) of two steps."""
+
+    losses: dict[str, float]
+    gradients: dict[str, dict[str, Tensor | None]]
+    log_probs: Tensor
+    steps: tuple[float, ...]
+
+
+def dpo(num_pairs: int) -> LossFunction:
+    """Rows are chosen, rejected, chosen …; ``reference``: log P of each sequence by the reference model [b]."""
+
+    def loss(log_probs: Tensor, rows: Batch) -> Tensor:
+        chosen, rejected = (log_probs.sum(-1) - rows["reference"]).view(-1, 2).unbind(1)
+        return -F.logsigmoid(0.3 * (chosen - rejected)).sum() / num_pairs
+
+    return loss
+
+
+def grpo(num_tokens: float) -> LossFunction:
+    """Clipped ratios and a KL penalty, each token equal; ``old`` [b, length], ``advantages`` [b]."""
+
+    def loss(log_probs: Tensor, rows: Batch) -> Tensor:
+        ratio = (log_probs - rows["old"]).exp()
+        gain = rows["advantages"].unsqueeze(1)
+        clipped = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        behind = rows["old"] - log_probs
+        penalty = behind.exp() - behind - 1
+        return ((0.04 * penalty - clipped) * (log_probs != 0)).sum() / num_tokens
+
+    return loss
+
+
+def with_extras(batch: Batch, labels: str) -> Batch:
+    """The batch with the tensors that the losses read beside it."""
+    generator = torch.Generator().manual_seed(3)
+    size = batch[labels].shape
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {**batch, "reference": 5 * drawn(size[0]), "old": -4 + 0.5 * drawn(*size), "advantages": drawn(size[0])}
+
+
+def losses_of(batch: Batch, labels: str, num_tokens: int) -> dict[str, LossFunction]:
+    return {"dpo": dpo(len(batch[labels]) // 2), "grpo": grpo(num_tokens)}
+
+
+def outside(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> Outside:
+    """Gradients of each loss, then two steps of the last one; the model's own loss runs in between."""
+    batch = with_extras(batches[0], labels)
+    losses, gradients = {}, {}
+    with Engine(plan, timeout_seconds=60) as engine:
+        log_probs = engine.log_probs(batch)
+        for name, loss in losses_of(batch, labels, num_tokens).items():
+            losses[name] = engine.forward_backward(batch, loss=loss)
+            gradients[name] = dict(engine.gather_gradients())
+            assert engine.forward_backward(batches[0]) != losses[name]
+        assert engine.forward_backward(batch, loss=loss) == losses[name]
+        norm = engine.optimizer_step().grad_norm
+        report = engine.train_step(batch, loss=loss)
+        return Outside(losses, gradients, log_probs, (losses[name], norm, report.loss, report.grad_norm))
+
+
+def local_rows(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> list[float]:
+    """The loss of the global batch, given in full and as the rows of each dp rank."""
+    batch = with_extras(batches[0], labels)
+    loss = losses_of(batch, labels, num_tokens)["grpo"]
+    with Engine(plan, timeout_seconds=60) as engine:
+        size = len(batch[labels]) // engine.mesh.dp_size
+        rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size)
+        own = {name: value[rows] for name, value in batch.items()}
+        return [engine.forward_backward(batch, loss=loss), engine.forward_backward(own, loss=loss, local=True)]
+
+
+def exchanged(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> tuple[dict[Any, int], dict[Any, int]]:
+    """(axis, kind, phase) → bytes of this rank's exchanges in the graphs of a step, as seen and as listed."""
+    batch = with_extras(batches[0], labels)
+    loss = losses_of(batch, labels, num_tokens)["grpo"]
+    with Engine(plan, timeout_seconds=60) as engine:
+        engine.forward_backward(batch, loss=loss)
+        axes = engine.program.axes
+        for axis in axes.values():
+            axis.bytes.clear()
+        engine.forward_backward(batch, loss=loss)
+        seen = {(name, *key): size for name in ("tp", "cp") if name in axes for key, size in axes[name].bytes.items()}
+        pp_rank = engine.groups.pp_rank
+    decisions, shards = plan.to_run()
+    listed: Counter[Any] = Counter()
+    for row in rows_with_loss_outside(decisions, shards, plan.schedule, plan.recomputed):
+        if row.axis in ("tp", "cp") and row.per == "microbatch" and plan.mesh.pp_rank_of(row.stage) == pp_rank:
+            listed[row.axis, row.kind, row.phase] += row.bytes * row.count * plan.schedule.num_microbatches
+    return +Counter(seen), +listed
