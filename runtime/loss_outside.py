@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class LossOutside:
                     where="batch",
                     fix="give a tensor with one row for each sequence, or keep it in the function",
                 )
-        return LossOutside(function, extras)
+        return LossOutside(cast(LossFunction, function), extras)
 
 
 class LossOutsideExecutor(Executor):
