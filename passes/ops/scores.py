@@ -46,7 +46,7 @@ def scores_of_targets(
     one. Zeros for a label that is no target, or ignored; all zeros unless ``is_counted_here``, as other ranks add
     theirs.
     """
-    rows = rows_of(logits, class_dim)
+    rows = rows_of(logits.detach(), class_dim)
     t, at, scored = looked_up(target, places, labels, num_classes, ignored)
     log_probability, is_top = target_scores(rows, t, axis, num_classes)
     columns = torch.stack([log_probability, is_top.to(torch.float64), torch.ones_like(log_probability)])
