@@ -30,6 +30,7 @@ from planner.search.space import BOUNDS, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
+COMPARED = 8  # layouts of which the simplest comes first
 NEAR = 0.03  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
 
@@ -69,13 +70,16 @@ def search(
 
 
 def simplest_first(best: Sequence[Candidate], uncertainty: Uncertainty) -> list[Candidate]:
-    """``best``, with the simplest of those first that are as fast as the fastest: within what is known, and NEAR."""
+    """``best``, with the simplest of those first that are as fast as the fastest: within what is known, and NEAR.
+
+    Of the first COMPARED, so that the answer does not depend on how many are shown.
+    """
     if not best:
         return []
     fastest = best[0]
     near = [
         candidate
-        for candidate in best
+        for candidate in best[:COMPARED]
         if candidate.seconds <= (1 + NEAR) * fastest.seconds
         and is_as_fast(candidate.estimate.cost, fastest.estimate.cost, uncertainty)
     ]
@@ -102,8 +106,8 @@ class _Search:
         with self._clock("bounds"):
             order = BestFirst(points, self._at_least, self._estimate, self._fixed, memory_of(self.cluster))
         with self._clock("estimates"):
-            found = order.search(top, step=lambda done: self.progress("estimating layouts", done, 0))
-            found.best = simplest_first(found.best, self.cluster.uncertainty)
+            found = order.search(max(top, COMPARED), step=lambda done: self.progress("estimating layouts", done, 0))
+            found.best = simplest_first(found.best, self.cluster.uncertainty)[:top]
         if not found.best:
             raise self._fits_nowhere(order, found)
         with self._clock("reasons"):

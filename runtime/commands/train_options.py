@@ -155,7 +155,7 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
-    given["sample_prompt"] = tuple(given["sample_prompt"] or ())
+    given["sample_prompt"] = tuple(given.get("sample_prompt") or ())
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     plan = None if running.plan is None else str(running.plan)

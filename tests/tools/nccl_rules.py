@@ -152,12 +152,12 @@ class NcclRules:
         self._at_end: set[int] = set()
 
     def at_end(self, drain: Callable[[], None]) -> Callable[[], None]:
-        """``drain``, in which sends may be waited for."""
+        """``drain``, or ``settle`` of a forward without gradients, in which sends may be waited for."""
 
         def run() -> None:
             self._at_end.add(self.turns.rank)
             drain()
-            self._at_end.remove(self.turns.rank)
+            self._at_end.discard(self.turns.rank)
 
         return run
 

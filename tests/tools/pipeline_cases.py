@@ -68,6 +68,7 @@ def run_schedule(
             use_each_once(groups)
         stages = scale_stages(rank, schedule, NUM_ELEMENTS, with_flag=with_flag)
         between = transport(groups, schedule.num_stages, schedule.orders)
+        between.settle = rules.at_end(between.settle)
         between.drain = rules.at_end(between.drain)
         runs = executor(stages, schedule.orders[rank], between, RandomState(0, 0))
         step = Step(0, scale_batches(schedule.num_microbatches, NUM_ELEMENTS), 0, [])

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from planner.cluster.read import read_cluster
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
 from planner.pipeline.schedule import fold_of
 from planner.search.choice import Cut, Point
+from planner.search.search import search
 from planner.search.winner import planned_spec, winner_text
 from planner.spec.spec import Spec
+from tests.models.deep import captured, spec_of
 
 TEXT = """# a comment
 mesh: {mesh}
@@ -61,3 +64,13 @@ def test_devices_of_the_command_line_are_those_of_the_spec(tmp_path: Path):
     asked = Spec.load(given).with_devices(8)
     assert asked.devices == 8
     assert "devices: 8" in winner_text(given, asked, point(), "")
+
+
+def test_the_winner_is_the_same_however_many_are_shown():
+    spec = spec_of("gpt2", cluster="dgx-a100", devices=16)
+    results = [search(captured("gpt2"), spec, read_cluster("dgx-a100"), top=top) for top in (1, 3, 12)]
+    assert len({result.winner.point for result in results}) == 1
+    fastest = min(results[-1].best, key=lambda candidate: candidate.order)
+    assert results[0].winner.seconds <= 1.03 * fastest.seconds
+    assert results[0].winner.point.key <= fastest.point.key
+    assert [len(result.best) for result in results] == [1, 3, 12]

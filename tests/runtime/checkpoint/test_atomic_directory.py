@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from passes.errors import PlanError
 from runtime.checkpoint import atomic_directory
 from runtime.checkpoint.atomic_directory import is_mount_point, replaced_directory
-from runtime.checkpoint.pretrained_save import _is_index, _is_weights
+from runtime.checkpoint.pretrained_save import _is_index, is_weights
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsFiles
 from tests.tools.paths import ROOT
 
@@ -152,7 +152,7 @@ SETS["three"] = [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), IN
 
 
 def save_set(directory: Path, kind: str, value: float) -> None:
-    with replaced_directory(directory, _is_weights, _is_index) as new:
+    with replaced_directory(directory, is_weights, _is_index) as new:
         files = [name for name in SETS[kind] if name != INDEX]
         held = {file: [name for i, name in enumerate("uvwxyz") if i % len(files) == n] for n, file in enumerate(files)}
         for file, names in held.items():
