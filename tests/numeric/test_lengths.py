@@ -47,7 +47,7 @@ def compared(name: str, numbers: tuple[int, ...], limit: float, **spec: Any) -> 
     return rows
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
 def test_lengths_in_turn_train_as_one_process(name: str, layout: str) -> None:

@@ -97,7 +97,7 @@ def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -
     assert any(not block.is_square for block in causal) is of_chunks
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*TAKEN, *FOUND_IN_POSITIONS, "modernbert"])
 def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str, blocks: list[Block]) -> None:

@@ -84,7 +84,7 @@ def both(host: Any, name: str, path: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt", "bert", "mixtral"])
 def test_ranks_of_a_loaded_plan_train_to_the_same_bits(lab: Lab, name: str, tmp_path: Path) -> None:
     (losses, weights), (found, found_weights) = lab.call(both, name, str(tmp_path / "plan.pt"))
