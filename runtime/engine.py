@@ -40,7 +40,7 @@ from runtime.engine_loss import EngineLoss
 from runtime.engine_stream import EngineStream
 from runtime.loss_outside import LossFunction, LossOutside, LossOutsideExecutor
 from runtime.mode import Mode, check_mode, need_training
-from runtime.pipeline.executor import Executor, Step
+from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
@@ -202,10 +202,6 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         step = self._step(variant, batch, local)
         self._count_sums(variant, step, training=False)
         return self._over_world(self._loss_here(variant.executor.evaluate(step)))
-
-    def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
-        """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
-        return self._variants.of(batch, local=False, any_number=True).scoring.executor
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.data.batches import BatchLayout
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.loss_outside import LossFunction, LossOutside
+from runtime.pipeline.executor import Executor
 from runtime.scores import Scores
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class EngineLoss:
         rounds = variant.rounds.of(batch, local=False, scored=True)
         found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
+
+    def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
+        """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
+        return self._variants.of(batch, local=False, any_number=True).scoring.executor
 
     def log_probs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
