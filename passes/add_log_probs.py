@@ -16,13 +16,13 @@ from functools import reduce
 import torch
 from torch import fx
 
-from passes.add_scores import call, places_of
+from passes.add_scores import call, look_up_of, looked_up, places_of
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import g
 from passes.ops.log_probs import log_probs_of_targets
-from passes.partition.loss.scored import Pick, find_scored, is_over_classes
+from passes.partition.loss.scored import Pick
 from passes.types.types import Placement
 
 aten = torch.ops.aten
@@ -33,11 +33,8 @@ def add_log_probs(stage: StageGraph, context: LowerContext) -> None:
     """One call for each look-up of targets; their results add up, as each is zero at labels without a target."""
     if not stage.has_loss:
         return
-    program = context.staged.program
-    scored = find_scored(program)
-    (name,) = (name for name, key in program.inputs.items() if key == scored.key)
-    labels = stage.env[name]
-    parts = [_log_probs(stage, context, labels, pick) for pick in scored.picks]
+    labels, picks = looked_up(stage, context)
+    parts = [_log_probs(stage, context, labels, pick) for pick in picks]
     output = stage.graph.output_node()
     with stage.graph.inserting_before(output):
         whole = reduce(lambda a, b: _call(stage, a, aten.add.Tensor, (a, b)), parts)
@@ -51,20 +48,14 @@ def add_log_probs(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _log_probs(stage: StageGraph, context: LowerContext, labels: fx.Node, pick: Pick) -> fx.Node:
-    reader = stage.env[pick.node]
-    logits, target = reader.args[0], reader.args[pick.target]
-    assert isinstance(logits, fx.Node)
-    assert isinstance(target, fx.Node)
-    over_classes = is_over_classes(context.staged.placements, context.staged.program.node(pick.node), pick)
-    handle = axis_node(stage, context.tp) if over_classes else None
-    with stage.graph.inserting_before(reader):
-        places = places_of(stage, labels, target)
+    of = look_up_of(stage, context, pick)
+    with stage.graph.inserting_before(of.reader):
+        places = places_of(stage, labels, of.target)
         value = torch.empty(labels.meta["val"].shape, dtype=torch.float64, device="meta")
-        given = (logits, target, places, labels, handle, pick.class_dim, pick.num_classes, pick.ignored)
-        found = call(stage, reader, log_probs_of_targets, given, value)
+        given = (of.logits, of.target, places, labels, of.handle, pick.class_dim, pick.num_classes, pick.ignored)
+        found = call(stage, of.reader, log_probs_of_targets, given, value)
         found.meta |= {"grad": True, "placement": WHOLE}
-        are_rows_cut = logits.meta["placement"].is_sharded and not over_classes
-        return _sum(stage, found, context.tp) if are_rows_cut else found
+        return _sum(stage, found, context.tp) if of.are_rows_cut else found
 
 
 def _sum(stage: StageGraph, value: fx.Node, axis: AxisHandle) -> fx.Node:

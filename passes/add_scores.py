@@ -11,6 +11,8 @@ Leaves:  collectives are those of the plan and of planner.exchanges.scores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -21,7 +23,7 @@ from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.ops import collectives, context
 from passes.ops.scores import own_places, part_of_places, scores_of_targets
-from passes.partition.loss.scored import Pick, Scored, find_scored, is_over_classes
+from passes.partition.loss.scored import Pick, find_scored, is_over_classes
 from passes.program.ops.places import PlaceWriter
 
 aten = torch.ops.aten
@@ -31,11 +33,20 @@ MOVES = (context.local_rows, *PARTS)
 
 def add_scores(stage: StageGraph, context: LowerContext) -> None:
     """One call for each look-up of targets; their results add up, as each is zero at labels without a target."""
+    labels, picks = looked_up(stage, context)
+    return_beside_loss(stage, labels, [_scores(stage, context, labels, pick) for pick in picks])
+
+
+def looked_up(stage: StageGraph, context: LowerContext) -> tuple[fx.Node, tuple[Pick, ...]]:
+    """The labels of the batch, and where the loss looks up what is made of them."""
     program = context.staged.program
     scored = find_scored(program)
     (name,) = (name for name, key in program.inputs.items() if key == scored.key)
-    labels = stage.env[name]
-    parts = [_scores(stage, context, labels, scored, pick) for pick in scored.picks]
+    return stage.env[name], scored.picks
+
+
+def return_beside_loss(stage: StageGraph, labels: fx.Node, parts: Sequence[fx.Node]) -> None:
+    """The sum of ``parts`` becomes a result of the stage, before the loss."""
     output = stage.graph.output_node()
     with stage.graph.inserting_before(output):
         whole = reduce(lambda a, b: call(stage, labels, aten.add.Tensor, (a, b), parts[0].meta["val"]), parts)
@@ -45,20 +56,38 @@ def add_scores(stage: StageGraph, context: LowerContext) -> None:
     stage.has_scores = True
 
 
-def _scores(stage: StageGraph, context: LowerContext, labels: fx.Node, scored: Scored, pick: Pick) -> fx.Node:
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Of one pick in a stage. ``handle``: of tp, if logits are sharded over the classes. ``are_rows_cut``: each rank
+    has the rows of its own tokens.
+    """
+
+    reader: fx.Node
+    logits: fx.Node
+    target: fx.Node
+    handle: fx.Node | None
+    are_rows_cut: bool
+
+
+def look_up_of(stage: StageGraph, context: LowerContext, pick: Pick) -> LookUp:
     reader = stage.env[pick.node]
     logits, target = reader.args[0], reader.args[pick.target]
     assert isinstance(logits, fx.Node)
     assert isinstance(target, fx.Node)
-    cut = logits.meta["placement"]
     over_classes = is_over_classes(context.staged.placements, context.staged.program.node(pick.node), pick)
-    is_mine = context.tp.rank == 0 or (cut.is_sharded and not over_classes)  # rows that are cut are this rank's own
     handle = axis_node(stage, context.tp) if over_classes else None
-    with stage.graph.inserting_before(reader):
-        places = places_of(stage, labels, target)
+    return LookUp(reader, logits, target, handle, logits.meta["placement"].is_sharded and not over_classes)
+
+
+def _scores(stage: StageGraph, context: LowerContext, labels: fx.Node, pick: Pick) -> fx.Node:
+    of = look_up_of(stage, context, pick)
+    is_mine = context.tp.rank == 0 or of.are_rows_cut
+    with stage.graph.inserting_before(of.reader):
+        places = places_of(stage, labels, of.target)
         value = torch.empty((3, *labels.meta["val"].shape), dtype=torch.float64, device="meta")
-        given = (logits, target, places, labels, handle, pick.class_dim, pick.num_classes, pick.ignored, is_mine)
-        return call(stage, reader, scores_of_targets, given, value)
+        sizes = (pick.class_dim, pick.num_classes, pick.ignored, is_mine)
+        given = (of.logits, of.target, places, labels, of.handle, *sizes)
+        return call(stage, of.reader, scores_of_targets, given, value)
 
 
 def places_of(stage: StageGraph, labels: fx.Node, looked_up: fx.Node) -> fx.Node:

@@ -14,6 +14,7 @@ from passes.ops.axis import AxisHandle, has_values, widened
 from passes.ops.collectives import note
 from passes.ops.random_state import RandomState
 from passes.ops.runs import all_gather_single
+from passes.ops.scores import rows_of
 
 Tensor = torch.Tensor
 
@@ -49,8 +50,7 @@ def next_rows(
     label that each row of logits is compared with. Zeros for a sequence with its row on another rank, and zero counts
     unless ``is_counted_here``, as other ranks have the same rows.
     """
-    rows = logits.movedim(class_dim, -1)
-    rows = widened(rows.reshape(-1, rows.shape[-1]))
+    rows = widened(rows_of(logits, class_dim))
     is_wanted = wanted.of_microbatch().unsqueeze(1) == places.reshape(1, -1)
     found = is_wanted.sum(1)
     own = torch.where(found.unsqueeze(1) > 0, rows[is_wanted.to(torch.uint8).argmax(1)], 0.0)

@@ -79,7 +79,6 @@ class Predictor:
         cuts = self._cuts.get((name, recompute))
         if cuts is None:
             cuts = self._cuts[name, recompute] = self._made(run, name, recompute)
-        cuts.spec = run.spec
         point = _point(run, cuts)
         key = (name, recompute, point.cut)
         if key not in self._works:

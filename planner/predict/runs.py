@@ -38,6 +38,11 @@ class Measured(Section):
     memory: Positive | None = key(None, "bytes of the fullest device")
     fits: bool | None = key(None, "whether it ran at all; false: out of memory")
 
+    @property
+    def ran(self) -> bool | None:
+        """Whether the run did; None if the file does not say so."""
+        return True if self.fits is None and self.seconds is not None else self.fits
+
 
 @dataclass(frozen=True)
 class Run:

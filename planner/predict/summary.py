@@ -45,7 +45,7 @@ def summaries(predicted: Sequence[Predicted]) -> list[Summary]:
 
 def _summary(sweep: str, of: list[Predicted]) -> Summary:
     timed = [p for p in of if p.run.measured.seconds is not None]
-    judged = [p for p in of if _ran(p) is not None]
+    judged = [p for p in of if p.run.measured.ran is not None]
     sized = [abs(p.memory_error) for p in of if p.memory_error is not None]
     errors = [p.error for p in timed if p.error is not None]
     ranked = len(timed) >= _FEWEST
@@ -62,15 +62,9 @@ def _summary(sweep: str, of: list[Predicted]) -> Summary:
         chosen.run.name if chosen else "",
         (chosen.run.measured.seconds or 0.0) / fastest - 1 if chosen else None,
         len(judged),
-        sum(p.fits == _ran(p) for p in judged),
+        sum(p.fits == p.run.measured.ran for p in judged),
         median(sized) if sized else None,
     )
-
-
-def _ran(predicted: Predicted) -> bool | None:
-    """Whether the run did; None if the file does not say so."""
-    measured = predicted.run.measured
-    return True if measured.fits is None and measured.seconds is not None else measured.fits
 
 
 def _is_within(predicted: Predicted) -> bool:

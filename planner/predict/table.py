@@ -31,11 +31,11 @@ def _runs(predicted: Sequence[Predicted]) -> Section:
     rows = []
     for p in predicted:
         measured = p.run.measured
-        ran = measured.fits if measured.fits is not None else (True if measured.seconds is not None else None)
         rows.append(
             (p.run.name, seconds_text(measured.seconds) if measured.seconds else "-",
              seconds_text(p.candidate.seconds), " and ".join(map(seconds_text, p.candidate.estimate.cost.range)),
-             _signed(p.error), gigabytes(p.candidate.fullest.total), gigabytes(p.usable), _FITS[p.fits], _FITS[ran])
+             _signed(p.error), gigabytes(p.candidate.fullest.total), gigabytes(p.usable), _FITS[p.fits],
+             _FITS[measured.ran])
         )  # fmt: skip
     note = "seconds of a step; memory of the fullest rank, of what a process may fill"
     return Section("Predicted beside measured", columns, tuple(rows), note, frozenset(columns[1:7]))

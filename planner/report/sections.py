@@ -8,6 +8,7 @@ from typing import Any
 
 from passes.program.stages import BoundaryPlan
 from passes.types.collectives import CollectivePlan
+from planner.cost.step_time import PARTS
 from planner.fold import V
 from planner.regions.regions import GraphRegion
 from planner.report.compiled import compiled_section
@@ -22,9 +23,6 @@ from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
-COST_PARTS = (
-    "compute", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "pp_bubble", "dp_comm", "optimizer",
-)  # fmt: skip
 _LONG_ORDER = 24  # actions that still read well one by one
 
 
@@ -294,7 +292,7 @@ def _cost(plan: Tables) -> Section:
     if plan.cost is None:
         return Section("Estimated time of one step")
     step = plan.cost.step_seconds
-    shown = [part for part in COST_PARTS if getattr(plan.cost, part)]
+    shown = [part for part in PARTS if getattr(plan.cost, part)]
     rows = [
         (part.replace("_", " "), format_seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown
     ]

@@ -9,6 +9,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import Format, Model, NoCache, Output, Peft, SpecFile, show_table, write_text
+from runtime.commands.options import Load, NumRanks, Tokenizer
 
 EPILOG = (
     "Examples: meshwright evaluate examples/gpt.py:build examples/gpt.yaml --data book.txt --load checkpoints "
@@ -31,15 +32,8 @@ def evaluate_command(
     cloze: Annotated[
         bool, typer.Option("--cloze", help="Cloze accuracy: predict all tokens of the last word of each document.")
     ] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
-    ] = None,
-    load: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Load weights from a save of `train`, or a directory of saves, of any layout."
-        ),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    load: Load = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="With --load: evaluate the running mean of the weights (optimizer.ema).")
     ] = False,
@@ -57,7 +51,7 @@ def evaluate_command(
             min=1, metavar="N", help="Number of tokens that normalizes perplexity; default: the number of words."
         ),
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None,
+    nproc: NumRanks = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     peft: Peft = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.cli import Format, Model, NoCache, Output, Peft, SpecFile, write_text
+from runtime.commands.options import Load, NumRanks, Tokenizer
 
 EPILOG = (
     'Examples: meshwright generate examples/gpt.py:build examples/gpt.yaml --load run --prompt "def main" '
@@ -19,18 +20,11 @@ def generate_command(
     model: Model,
     spec: SpecFile,
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to continue; give it several times.")],
-    load: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Load weights from a save of `train`, or a directory of saves, of any layout."
-        ),
-    ] = None,
+    load: Load = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="With --load: use the running mean of the weights (optimizer.ema).")
     ] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="New tokens of each prompt; default: as many as fit, up to 64.")
     ] = None,
@@ -43,7 +37,7 @@ def generate_command(
         typer.Option(metavar="P", help="Sample among the most probable tokens that have the share P together."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of sampled tokens.")] = 0,
-    nproc: Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None,
+    nproc: NumRanks = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     peft: Peft = None,

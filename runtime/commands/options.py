@@ -10,7 +10,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Load = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Load weights from a save of `train`, or a directory of saves, of any layout."),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
+]
+NumRanks = Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")]
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -57,7 +57,7 @@ def _kernels(trace: StageTrace, ops: OpsOf, numbers: Sequence[int], readers: dic
     calls = [trace.calls[at] for at in numbers]
     made = {memory for call in calls for memory in call.makes if memory not in call.reads}
     given = dict.fromkeys(n for call in calls for n in call.operands if trace.values[n].memory not in made)
-    results = _results(trace, calls, made - {m for m in made if readers.get(m, set()) <= set(numbers)})
+    results = _results(trace, calls, {m for m in made if readers.get(m, set()) - set(numbers)})
     if not results:  # no reader: the last result is written all the same
         results = list(calls[-1].results[:1])
     moved = _sum(ops, given)

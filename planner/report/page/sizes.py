@@ -6,9 +6,9 @@ from collections import Counter
 
 from planner.cluster.cluster import Cluster
 from planner.cost.planned import usable_bytes
+from planner.cost.step_time import PARTS
 from planner.report.page.bars import Bars, bars_of
 from planner.report.page.machines import link_of
-from planner.report.sections import COST_PARTS
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
@@ -45,13 +45,13 @@ def cost_bars(plan: Tables) -> Bars | None:
     """One bar: the seconds of a step by cause."""
     if plan.cost is None:
         return None
-    sizes = [(part, getattr(plan.cost, part)) for part in COST_PARTS]
+    sizes = [(part, getattr(plan.cost, part)) for part in PARTS]
     named = [(_words(part), seconds, f"{_words(part)} {format_seconds(seconds)}") for part, seconds in sizes]
     said = format_seconds(plan.cost.step_seconds)
     if plan.cost.uncertain:
         said += ", between {} and {}".format(*map(format_seconds, plan.cost.range))
     row = ("a step", named, said)
-    return bars_of("Seconds of a step", [row], list(map(_words, COST_PARTS)))
+    return bars_of("Seconds of a step", [row], list(map(_words, PARTS)))
 
 
 def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
