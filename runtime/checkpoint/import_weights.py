@@ -7,7 +7,7 @@ One bucket is in memory at a time; values keep the dtype of the files, and a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from planner.files.text import is_file
 from planner.ranks import DEFAULT_ORDER
 from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory
+from runtime.checkpoint.filled import filled
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
@@ -144,7 +145,7 @@ def _write(
         with replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new:
             records = [
                 write_pieces(new, number, [_piece(files, each) for each in bucket], 0, {})
-                for number, bucket in enumerate(_buckets(tensors, bucket_bytes))
+                for number, bucket in enumerate(filled(tensors, lambda each: each.num_bytes, bucket_bytes))
             ]
             names = [(each.name, aliases.get(each.name, ())) for each in tensors]
             write_manifest(new / MANIFEST, _manifest(names, records, texts))
@@ -156,17 +157,6 @@ def _write(
             fix="use a writable directory with space for the weights",
         ) from None
     return run / name
-
-
-def _buckets(tensors: Iterable[Stored], most: int) -> Iterator[list[Stored]]:
-    bucket: list[Stored] = []
-    for each in tensors:
-        if bucket and sum(held.num_bytes for held in bucket) + each.num_bytes > most:
-            yield bucket
-            bucket = []
-        bucket.append(each)
-    if bucket:
-        yield bucket
 
 
 def _piece(files: SafetensorsFiles, stored: Stored) -> WrittenPiece:

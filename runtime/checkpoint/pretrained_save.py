@@ -26,6 +26,7 @@ from planner.files.atomic import open_new, write_new
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
+from runtime.checkpoint.filled import filled
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed
@@ -111,11 +112,7 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
     """File name → its tensors: filled in order up to ``max_bytes``, more only for a tensor that is larger alone."""
     if max_bytes < 1:
         raise PlanError(f"max_shard_bytes is {max_bytes}", fix="give a positive number of bytes")
-    parts: list[list[Entry]] = [[]]
-    for entry in entries:
-        if parts[-1] and sum(e.num_bytes for e in parts[-1]) + entry.num_bytes > max_bytes:
-            parts.append([])
-        parts[-1].append(entry)
+    parts = filled(entries, lambda entry: entry.num_bytes, max_bytes) or [[]]
     # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
     ordered = [sorted(part, key=lambda e: -e.dtype.itemsize) for part in parts]
     names = (

@@ -18,6 +18,7 @@ from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of
 from runtime.checkpoint.adapters_save import adapted_of, gathered
+from runtime.checkpoint.filled import filled
 from runtime.checkpoint.merged_save import Merge, Merging
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.pretrained_save import Entry, entries_of, texts_of, whole_entry
@@ -101,16 +102,7 @@ def _merged(plan: Plan, groups: Groups, kept: Kept, bucket_bytes: int) -> Stream
 
 
 def in_buckets(items: Iterable[Item], most: int) -> tuple[tuple[Item, ...], ...]:
-    """In their order, filled up to ``most`` bytes; more only for a tensor that is larger alone."""
-    buckets: list[list[Item]] = []
-    size = 0
-    for item in items:
-        if not buckets or size + item.entry.num_bytes > most:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(item)
-        size += item.entry.num_bytes
-    return tuple(map(tuple, buckets))
+    return tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, most)))
 
 
 @dataclass(frozen=True)
