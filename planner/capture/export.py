@@ -38,7 +38,7 @@ from planner.capture.data_dependence import (
 )
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.hooks import refuse_gradient_hooks
-from planner.capture.gradients.parameter_writes import refuse_parameter_writes
+from planner.capture.gradients.parameter_writes import drop_writes_of_itself, refuse_parameter_writes
 from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.caches import caches_off
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
@@ -156,6 +156,7 @@ def _functional(
     """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
     the nodes of their last values."""
     module = exported.graph_module
+    drop_writes_of_itself(module)
     if _any_call(module, is_write) or is_dynamic(module):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)

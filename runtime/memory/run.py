@@ -12,7 +12,7 @@ at the peak                         with working memory and messages: all live m
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -106,12 +106,18 @@ def held_tensors(engine: Engine) -> list[Tensor]:
 
 
 def registered_bytes(engine: Engine) -> int:
-    """Buffers, constants and frozen parameters, each memory once in a stage."""
+    """Buffers, constants and the frozen parameters that no gradient buffer holds, each memory once in a stage."""
+    laid_out = _sizes(tensor for buffer in engine.optimizer.buffers.buffers for tensor in buffer.kept_parameters)
     total = 0
     for stage in engine.program.stages:
         own = [*stage.module.buffers(), *(p for p in stage.module.parameters() if not p.requires_grad)]
-        total += sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+        total += sum(size for memory, size in _sizes(own).items() if memory not in laid_out)
     return total
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each memory, by its address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _held(rank: int, row: MemoryRow, buffers: dict[str, int], registered: int) -> list[Compared]:

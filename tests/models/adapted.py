@@ -39,6 +39,11 @@ def lora(*targets: str, **options: Any) -> Callable[[], Entry]:
     return adapted("Lora", target_modules=list(targets), **({"r": 4, "lora_alpha": 8} | options))
 
 
+def mixtral() -> Entry:
+    """As many layers as the other bases have."""
+    return families.hugging_face("Mixtral:ForCausalLM", **families.LLAMA, num_local_experts=4)
+
+
 def second(model: Any) -> None:
     """A second LoRA of other targets and rank; only the first is trained and runs."""
     import peft
@@ -91,6 +96,13 @@ ADAPTED: dict[str, Callable[[], Entry]] = {
     "t5-lora": adapted("Lora", families.t5, r=4, target_modules=["q", "v", "wo"], task_type="SEQ_2_SEQ_LM"),
     "t5-ia3": adapted(
         "IA3", families.t5, target_modules=["k", "v", "wo"], feedforward_modules=["wo"], task_type="SEQ_2_SEQ_LM"
+    ),
+    "mixtral-lora-experts": adapted(
+        "Lora",
+        mixtral,
+        r=4,
+        target_modules=[Q],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     ),
     "bert-lora": adapted("Lora", families.FAMILIES["bert-classes"], r=4, target_modules=["query"], task_type="SEQ_CLS"),
 }

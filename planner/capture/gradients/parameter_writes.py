@@ -21,6 +21,16 @@ FIX = "compute a new value in the forward (`w = self.weight * c`), or change the
 MAX_NORM_FIX = "remove max_norm, and divide by the norm in the forward: `F.embedding(ids, normalised(self.weight))`"
 
 
+def drop_writes_of_itself(module: fx.GraphModule) -> None:
+    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward."""
+    for graph in [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
+            value, source = node.args
+            if value is source:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
     """``parameters``: placeholder name → dotted name. Raises PlanError at the first write, with the user's line."""
     names = {node: parameters[node.name] for node in module.graph.nodes if node.name in parameters}

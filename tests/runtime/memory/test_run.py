@@ -92,6 +92,28 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     assert all(-1024 <= measured - predicted <= MESSAGES for measured, predicted in told), told
 
 
+FROZEN = """
+
+def build_frozen():
+    model = build()
+    model.blocks[0].requires_grad_(False)
+    return model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["tp: 2", "dp: 2"])
+def test_frozen_weights_that_ranks_could_share_are_counted_once(tmp_path: Path, mesh: str) -> None:
+    """Zero 3 lays frozen parameters out in a buffer; with one rank of dp it has all of each."""
+    reference, spec_path = written(tmp_path, mesh, "optimizer: {zero: 3}\n")
+    with (tmp_path / "tiny.py").open("a") as file:
+        file.write(FROZEN)
+    report = compare_memory(reference.replace(":build", ":build_frozen"), spec_path)
+    assert report.passed, str(report)
+    assert all(row.measured == row.predicted for row in report.rows if row.category == "parameters")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompute: str) -> None:

@@ -81,6 +81,35 @@ def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
     assert_capture_equals(model)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2.0 * weight
+
+
+def parametrized(model: OneBody, x: Tensor) -> Tensor:
+    nn.utils.parametrize.register_parametrization(model.up, "weight", Doubled())
+    try:
+        return model.up(x)
+    finally:
+        nn.utils.parametrize.remove_parametrizations(model.up, "weight", leave_parametrized=False)
+
+
+def test_a_parametrization_that_lasts_for_the_forward_writes_nothing() -> None:
+    """PyTorch registers one by ``weight.set_(weight)``; peft adapts the experts of a stack so."""
+    assert_capture_equals(OneBody(parametrized))
+
+
+def set_to_another(model: OneBody, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.up.weight.set_(model.up.weight * 0.5)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return model.up(x)
+
+
+def test_a_parameter_set_to_another_tensor_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"the forward writes into parameter up\.weight"):
+        capture(OneBody(set_to_another), batch())
+
+
 def cast_to_what_it_is(model: OneBody, x: Tensor) -> Tensor:
     model.up = model.up.to(torch.float64)
     return model.up(x)
