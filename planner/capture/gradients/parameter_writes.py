@@ -8,6 +8,7 @@ Read off the exported graph before it is made functional, while writes are still
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,13 +23,31 @@ MAX_NORM_FIX = "remove max_norm, and divide by the norm in the forward: `F.embed
 
 
 def drop_writes_of_itself(module: fx.GraphModule) -> None:
-    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward."""
-    for graph in [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
+    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward.
+
+    Where a region without gradients does so, the value behind it is ``x`` itself, with its gradient.
+    """
+    graphs = [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    for inner in graphs:
+        for node in inner.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
             value, source = node.args
             if value is source:
                 node.replace_all_uses_with(source)
-                graph.erase_node(node)
+                inner.graph.erase_node(node)
+    for inner in graphs:
+        for node in inner.graph.find_nodes(op="call_function", target=operator.getitem):
+            if (same := _passed_through(inner, node)) is not None:
+                node.replace_all_uses_with(same)
+
+
+def _passed_through(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The operand of a region that ``node``, one of its results, is; None for a result that the region makes."""
+    call: Any = node.args[0]
+    for body, holders, operands in _bodies(module, call) if isinstance(call, fx.Node) else ():
+        result = body.graph.output_node().args[0][node.args[1]]  # pyright: ignore
+        if result in holders:
+            return operands[holders.index(result)]
+    return None
 
 
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
@@ -62,14 +81,16 @@ def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tu
 
 
 def _writes_in_region(module: fx.GraphModule, node: fx.Node, of: Mapping[Any, str]) -> Iterator[tuple[fx.Node, str]]:
-    bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-    for body in bodies:
+    for body, holders, operands in _bodies(module, node):
+        yield from _writes(body, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
+
+
+def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node], list[Any]]]:
+    """The graphs that a call of a region runs, each with its placeholders and what they stand for."""
+    for body in [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]:
         inner: Any = getattr(module, str(body.target), None)
-        if not isinstance(inner, fx.GraphModule):
-            continue
-        operands = node.args[node.args.index(body) + 1 :]
-        holders = inner.graph.find_nodes(op="placeholder")
-        yield from _writes(inner, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
+        if isinstance(inner, fx.GraphModule):
+            yield inner, list(inner.graph.find_nodes(op="placeholder")), [*node.args[node.args.index(body) + 1 :]]
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
