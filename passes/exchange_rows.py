@@ -39,6 +39,7 @@ BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.part: meeting.part,
     exchange.join: meeting.join,
     exchange.share: meeting.share,
+    exchange.own_slices: meeting.own_slices,
     exchange.send_slots: slots.send_slots,
     exchange.return_slots: slots.return_slots,
     exchange.slots_of: slots.slots_of,
@@ -64,6 +65,8 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
                 node.args = (*node.args, *(None,)[len(node.args) - 3 :])
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
+            if node.target is exchange.own_slices:
+                node.args = (*node.args, axis_node(stage, context.axes["ep"]))
             if node.target is exchange.return_slots:
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, node.meta["val"].shape[node.args[2]])

@@ -8,6 +8,7 @@
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
+    own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
     drop_rows(rows, p, names)                 [m, …]        dropout of rows by their names, wherever they are
 
@@ -63,6 +64,11 @@ def part(rows: Tensor, here: Tensor, number: int) -> Tensor:
 def share(weight: Tensor) -> Tensor:
     """A weight that every rank has, read by the experts of each: its gradient is that of all of them."""
     return weight
+
+
+def own_slices(value: Tensor, dim: int) -> Tensor:
+    """Those of this rank's experts, of a value of all experts that every rank has."""
+    return value
 
 
 def join(*parts: Tensor, dim: int = 0) -> Tensor:

@@ -8,12 +8,14 @@ else is no layer of experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from passes.moe.branches import branches_of
 from passes.moe.equal_calls import merge_equal_calls
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
+from passes.moe.own_slices import read_with_stacks
 from passes.moe.paths import (
     between,
     carrying,
@@ -24,7 +26,7 @@ from passes.moe.paths import (
     probs_of,
     tokens_of,
 )
-from passes.moe.products import Product, ends, products_of, weights_of
+from passes.moe.products import Product, ends, products_of, stacks_in, weights_of
 from passes.moe.space import Space, spaces, takings
 from passes.moe.weights import is_weight
 from passes.program.ops.aten import shape_of
@@ -79,7 +81,11 @@ def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> Ex
     dispatch, capacity = dispatch_of(space, first, tokens[0])
     if takes and dispatch is Dispatch.CAPACITY:
         dispatch = Dispatch.TAKEN
-    return _made(space, nodes, tokens[0], combined, dispatch, capacity, weights_of(space, products, first, last))
+    weights = weights_of(space, products, first, last)
+    found = _made(space, nodes, tokens[0], combined, dispatch, capacity, weights)
+    if isinstance(found, str):
+        return found
+    return replace(found, beside=tuple(read_with_stacks(space, stacks_in(space))))
 
 
 def _of_takers(space: Space) -> ExpertLayer | None:

@@ -17,6 +17,7 @@ from passes.moe.opening_branches import open_branches
 from passes.moe.opening_pairs import open_pairs
 from passes.moe.opening_slot_branches import open_slot_branches
 from passes.moe.opening_slots import open_slots
+from passes.moe.own_slices import take_own_slices
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.types.sizes import Sizes
@@ -82,6 +83,7 @@ def _opened_here(program: Program, layer: ExpertLayer, dense: str) -> ExpertLaye
 
 
 def _opened(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    layer = take_own_slices(program, layer) if layer.beside else layer
     if layer.dispatch is Dispatch.OFFSETS:
         open_stacks(program, layer)
         return layer

@@ -19,6 +19,7 @@ from passes.moe.building import Builder, erase_unread
 from passes.moe.domain import Domain
 from passes.moe.inside import border_of, check_read, inside_of, made_of, outer_of
 from passes.moe.layers import ExpertLayer
+from passes.moe.own_slices import stacks_of
 from passes.moe.refusals import check_draws, refusal_of
 from passes.moe.routing import Routing
 from passes.moe.rows import Rows, dims_of_stacks, keeps_rows
@@ -43,7 +44,7 @@ class _Opening:
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.graph, self.layer = program.graph.graph, layer
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
-        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
         self.inside = inside_of(self.of_stacks)
         self._refusal = refusal_of(layer, FIX)

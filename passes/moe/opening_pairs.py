@@ -21,6 +21,7 @@ from passes.moe.domain import Domain
 from passes.moe.inside import is_number, made_of
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.moe.layouts import Counts, Layout, Part, followed
+from passes.moe.own_slices import stacks_of
 from passes.moe.pair_ops import ROWS, STACK, Held, PairOps, stack_of
 from passes.moe.refusals import check_draws, refusal_of
 from passes.moe.routing import Routing
@@ -55,7 +56,7 @@ class _Opening:
         self._refusal = refusal_of(layer, FIX)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
-        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
         self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
         seeds = {u for n in self.of_stacks | self.looked_up for u in n.users} - self.of_stacks - self.looked_up

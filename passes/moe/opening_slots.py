@@ -19,6 +19,7 @@ from passes.errors import PlanError
 from passes.moe.domain import Domain
 from passes.moe.inside import border_of, check_read, inside_of, made_of, outer_of
 from passes.moe.layers import ExpertLayer
+from passes.moe.own_slices import stacks_of
 from passes.moe.refusals import check_draws
 from passes.moe.sending_slots import Sending
 from passes.moe.slot_dims import MIXED, followed
@@ -44,7 +45,7 @@ class _Opening:
     def __init__(self, program: Program, layer: ExpertLayer) -> None:
         self.layer, self.sending = layer, Sending(program, layer)
         self.refusal = self.sending.refusal
-        self.stacks = {program.node(w.nodes[0]): w.dim for w in layer.weights}
+        self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
         self.inside = inside_of(self.of_stacks)
         self.entries: dict[fx.Node, fx.Node] = {}  # values read from outside, and the first call that reads each

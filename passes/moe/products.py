@@ -37,12 +37,17 @@ class Product:
 
 def products_of(space: Space) -> list[Product]:
     """Products that keep the experts apart, each with its own matrix of a stack; in the graph's order."""
-    calls = {user for stack in _stacks(space) for user in walk([stack], _readers_of_weight) if user.op != "placeholder"}
-    found = [product_of(call, space.dim, space.ids) for call in sorted(calls)]
+
+    def step(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users if node.name in space.of_weights else _readers_of_weight(node)
+
+    calls = {user for stack in stacks_in(space) for user in walk([stack], step) if user.op != "placeholder"}
+    found = [product_of(call, space.dim, space.ids, space.of_weights) for call in sorted(calls)]
     return [p for p in found if p is not None and space.dim(p.weight) >= 0]
 
 
-def _stacks(space: Space) -> list[fx.Node]:
+def stacks_in(space: Space) -> list[fx.Node]:
+    """The weights with a dim of experts, but for those that scores are made of."""
     return [n for n in space.places if is_weight(n) and space.dim(n) >= 0 and n not in space.scored]
 
 
@@ -52,14 +57,21 @@ def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
     return node.users if passes else ()
 
 
-def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
+def product_of(
+    call: fx.Node,
+    expert_dim: Callable[[fx.Node], int],
+    ids: Collection[fx.Node] = (),
+    of_weights: Collection[str] = (),
+) -> Product | None:
     """A product of a value and a weight; None for others, and if it sums over the experts themselves.
-    ``expert_dim``: of a weight, or -1."""
+    ``expert_dim``: of a weight, or -1; ``of_weights``: names of values made of weights alone, which are no products."""
+    if call.name in of_weights:
+        return None
     rule, read = rule_of(call) if is_product(call) else None, operands_of(call)
     if rule is None or (len(read) != 2 and call.target is aten.einsum.default):
         return None
     for at, w in enumerate(read[:2]):
-        origins = [origin_of(w, d) for d in range(len(shape_of(w)))]
+        origins = [origin_of(w, d, of_weights) for d in range(len(shape_of(w)))]
         weight = next((o[0] for o in origins if o is not None), None)
         if weight is None:
             continue
@@ -99,7 +111,7 @@ def weights_of(space: Space, products: list[Product], first: list[Product], last
     for product in products:
         w = product.weight
         found[w] = ExpertWeight((w.name,), shape_of(w), space.dim(w), *sides(product, first, last))
-    for w in sorted(_stacks(space)):
+    for w in sorted(stacks_in(space)):
         found.setdefault(w, ExpertWeight((w.name,), shape_of(w), space.dim(w)))
     return list(found.values())
 

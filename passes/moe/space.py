@@ -17,7 +17,7 @@ from passes.moe.slots import stacks_of_slots
 from passes.moe.ties import Place, Ties
 from passes.moe.weights import is_weight
 from passes.program.ops.aten import aten, packet_of, shape_of
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.products import PRODUCTS, computed_of_weights
 from passes.program.walks import ancestors, readers, walk
 
 
@@ -34,6 +34,7 @@ class Space:
     chosen: list[fx.Node] = field(default_factory=list)
     ids: set[fx.Node] = field(default_factory=set)
     places: dict[fx.Node, set[Place]] = field(default_factory=dict)
+    of_weights: frozenset[str] = frozenset()  # the names of all values that are made of weights alone
 
     def dim(self, node: fx.Node) -> int:
         """The dim that counts the experts and nothing else; -1 if there is none."""
@@ -58,13 +59,13 @@ class Space:
 
 def spaces(graph: fx.Graph) -> list[Space]:
     """One for each router; whether it has experts is decided later."""
-    known = Ties()
+    known, of_weights = Ties(), computed_of_weights(graph.nodes)
     found: dict[tuple[fx.Node, int], Space] = {}
     for node, dim, chosen in selections(graph):
         scores = node.all_input_nodes[0]
         size = shape_of(scores)[dim]
         root = _root(known, scores, dim, size)
-        space = found.setdefault((root, size), Space(root, size))
+        space = found.setdefault((root, size), Space(root, size, of_weights=of_weights))
         space.choices.append(node)
         space.seeds.append((scores, dim))
         space.chosen += chosen
@@ -79,12 +80,13 @@ def takings(graph: fx.Graph) -> list[Space]:
     """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_weight(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = Ties(), list[Space]()
+    of_weights = computed_of_weights(graph.nodes) if sizes else frozenset[str]()
     for node, ranked, chosen in selections(graph):
         scores = node.all_input_nodes[0]
         for dim, size in enumerate(shape_of(scores)):
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
                 root = _root(known, scores, dim, size)
-                space = Space(root, size, [node], [(scores, dim)], chosen)
+                space = Space(root, size, [node], [(scores, dim)], chosen, of_weights=of_weights)
                 _grow(known, space, {root})
                 found.append(space)
     return found

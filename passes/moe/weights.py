@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 
 from passes.moe.ties import lookup, ties
-from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.ops.groups import LAID_OUT
 
 
@@ -13,17 +15,43 @@ def is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta.get("parameter"))
 
 
-def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
-    """The parameter and its dim that a dim of a value so made is; None for others."""
+def origin_of(node: fx.Node, dim: int, of_weights: Collection[str] = ()) -> tuple[fx.Node, int] | None:
+    """The parameter and its dim that a dim of a value so made is; None for others.
+
+    ``of_weights``: names of values made of weights alone. Such a value is a changed weight if it has all its dims.
+    """
     while not is_weight(node):
-        sources = [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if is_view(node) else []
-        if len(sources) != 1:
+        source = _source_of(node, of_weights)
+        up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is source]
+        if source is None or len(up) != 1:
             return None
-        up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is sources[0]]
-        if len(up) != 1:
-            return None
-        node, dim = sources[0], up[0]
+        node, dim = source, up[0]
     return node, dim
+
+
+def _source_of(node: fx.Node, of_weights: Collection[str]) -> fx.Node | None:
+    """The value that ``node`` is a view of, or a change of."""
+    floats = [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point]
+    if is_view(node):
+        return floats[0] if len(floats) == 1 else None
+    if node.name not in of_weights:
+        return None
+    return next((n for n in floats if _has_all_dims(node, n) and _is_changed_weight(n, of_weights)), None)
+
+
+def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
+    held = [(dict(tie).get(node), dict(tie).get(source)) for tie in ties(node)]
+    pairs = {(there, here) for there, here in held if there is not None and here is not None}
+    return len(pairs) == len(shape_of(node)) == len(shape_of(source))
+
+
+def _is_changed_weight(node: fx.Node, of_weights: Collection[str]) -> bool:
+    while not is_weight(node):
+        source = _source_of(node, of_weights)
+        if source is None:
+            return False
+        node = source
+    return True
 
 
 def is_view(node: fx.Node) -> bool:

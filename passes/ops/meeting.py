@@ -111,6 +111,12 @@ def share(weight: Tensor) -> Tensor:
     return weight
 
 
+def own_slices(value: Tensor, dim: int, ep: AxisHandle) -> Tensor:
+    """[.., E, ..] → [.., E / ep, ..]: of the experts of this rank. The gradient of the others' slices is zero here."""
+    number = value.shape[dim] // ep.size
+    return value.narrow(dim, ep.rank * number, number)
+
+
 def join(*parts: Tensor, dim: int = 0) -> Tensor:
     """The rows of all experts of this rank, by expert; or their slots."""
     return torch.cat(parts, dim)

@@ -3,7 +3,7 @@
 dispatch    rows replicated over tp, each rank sends its share: R → replicated over etp: R
 give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
 
-send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R.
+send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices: a value of all experts, likewise.
 """
 
 from __future__ import annotations
@@ -82,9 +82,18 @@ COVERS = (
     Covers(dispatch, targets=(exchange.dispatch,), gives={Form.ROWS}),
     Covers(drop_rows, targets=(exchange.drop_rows,)),
     Covers(join, targets=(exchange.join,)),
-    Covers(share, targets=(exchange.share,), gives=frozenset()),
+    Covers(share, targets=(exchange.share, exchange.own_slices), gives=frozenset()),
     Covers(give_back, targets=(exchange.give_back,), gives={Form.ROWS}),
     Covers(send_slots, targets=(exchange.send_slots,), gives={Form.ROWS}),
     Covers(return_slots, targets=(exchange.return_slots,), gives={Form.ROWS}),
 )
-BORDERS = frozenset({exchange.share, exchange.dispatch, exchange.give_back, exchange.send_slots, exchange.return_slots})
+BORDERS = frozenset(
+    {
+        exchange.share,
+        exchange.own_slices,
+        exchange.dispatch,
+        exchange.give_back,
+        exchange.send_slots,
+        exchange.return_slots,
+    }
+)
