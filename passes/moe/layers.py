@@ -68,7 +68,7 @@ class ExpertLayer:
     combined: str
     tips: tuple[str, ...] = ()  # of experts that are branches: the summands of each
     sent: tuple[str, ...] = ()  # calls that send slots to experts, in an opened graph
-    beside: tuple[tuple[str, int], ...] = ()  # of values of all experts that are read with the stacks: (name, dim)
+    beside: tuple[tuple[str, int], ...] = ()  # of values of all experts that are read beside stacks: (name, dim)
     limit: int = 0  # slots of an expert, if as many are filled as tokens chose it; 0: not known
     dense: Doubt | None = None  # why experts in a loop compute every token; None: they do not, or by the model's code
 

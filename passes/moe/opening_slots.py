@@ -55,7 +55,7 @@ class _Opening:
 
     def run(self) -> ExpertLayer:
         self._check()
-        experts = followed(self.stacks, self.inside | self.of_stacks, self.refusal)
+        experts = followed(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal)
         slots = self._slots(experts)
         sent = [self._send(value, experts[value], slots[value]) for value in self.entries]
         for node in border_of(self.inside):

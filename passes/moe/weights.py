@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.moe.ties import lookup, ties
 from passes.program.ops.aten import aten, packet_of, shape_of
@@ -31,7 +31,8 @@ def origin_of(node: fx.Node, dim: int, of_weights: Collection[str] = ()) -> tupl
 
 def _source_of(node: fx.Node, of_weights: Collection[str]) -> fx.Node | None:
     """The value that ``node`` is a view of, or a change of."""
-    floats = [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point]
+    values = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    floats = [n for n in values if n.meta["val"].dtype.is_floating_point]
     if is_view(node):
         return floats[0] if len(floats) == 1 else None
     if node.name not in of_weights:

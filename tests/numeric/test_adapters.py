@@ -44,6 +44,17 @@ def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"cp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2}],
+    ids=name_of,
+)
+def test_adapted_stacks_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
+    kind = "mixtral-lora-experts"
+    assert lab.check(Case(kind, mesh, PRECISION[kind])).wrong == []
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt", "gpt2-prefix"])
 def test_an_adapted_model_with_its_base_in_shards_equals_one_process(lab: Lab, kind: str) -> None:
     case = Case(kind, {"tp": 2, "dp": 2}, {"optimizer": {"zero": 3}})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from planner import PlanError, plan
 from tests.models import experts, slots
+from tests.models.adapted_experts import Added, LowRank, Normed, adapted
 from tests.models.slots import Way
 from tests.numeric.test_expert_layouts import FOLDINGS, batch_of
 from tests.tools.simulated_mesh import run_mesh, spec_of
@@ -22,9 +23,11 @@ from tests.tools.simulated_mesh import run_mesh, spec_of
 UNKNOWN = (slots.expert_choice,)  # experts fill all their slots, whoever chose what
 
 
-def built(way: Way, capacity: int = 3, **more: Any) -> nn.Module:
+def built(way: Way, capacity: int = 3, change: type[nn.Module] | None = None, **more: Any) -> nn.Module:
+    """``change``: of the stacks (tests.models.adapted_experts)."""
     torch.manual_seed(3)
-    model = experts.Net(slots.Slots(way, capacity, **more)).double()
+    layer = slots.Slots(way, capacity, **more)
+    model = experts.Net(adapted(layer, change) if change is not None else layer).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -71,6 +74,14 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
     else:
         assert figures[: slots.E] == torch.tensor(counts).sum(0).tolist()
         assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize("change", [LowRank, Added, Normed], ids=lambda change: change.__name__)
+def test_slots_of_experts_with_computed_stacks(change: type[nn.Module], folding: str) -> None:
+    mesh = FOLDINGS[folding]
+    check(slots.one_hot, batch_of(2 * mesh.get("dp", 1)), mesh, change=change)
 
 
 @pytest.mark.sampled(1)

@@ -3,7 +3,7 @@
 dispatch    rows replicated over tp, each rank sends its share: R → replicated over etp: R
 give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
 
-send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices: a value of all experts, likewise.
+send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices likewise.
 """
 
 from __future__ import annotations

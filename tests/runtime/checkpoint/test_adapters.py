@@ -52,15 +52,29 @@ def test_files_have_the_bytes_that_peft_writes_in_one_process(
         assert_merged(model, tmp_path / "merged")
 
 
+@pytest.mark.thorough
+def test_adapters_of_expert_stacks_have_the_bytes_that_peft_writes(lab: Lab, tmp_path: Path) -> None:
+    rest = {"precision": {"parameters": "float32"}}
+    arguments = (str(tmp_path),)
+    case = Case(
+        "mixtral-lora-experts", {"dp": 2, "ep": 2}, rest, job=adapter_ranks.trained_and_saved, job_arguments=arguments
+    )
+    model = one_process(case.model, lab.run(case)[0]).float()
+    model.save_pretrained(tmp_path / "expected")
+    written, expected = (tmp_path / name / FILES[0] for name in ("adapters", "expected"))
+    assert written.read_bytes() == expected.read_bytes()
+    assert_merged(model, tmp_path / "merged", torch.float32)
+
+
 def as_sets(config: dict[str, Any]) -> dict[str, Any]:
     """Lists of names in no order, as peft writes sets."""
     return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
-def assert_merged(model: Any, directory: Path) -> None:
+def assert_merged(model: Any, directory: Path, dtype: torch.dtype = torch.float64) -> None:
     """transformers loads the directory, and its weights are those of peft's own merge."""
     truth = model.merge_and_unload()
-    found = type(truth).from_pretrained(directory, dtype=torch.float64)
+    found = type(truth).from_pretrained(directory, dtype=dtype)
     expected = dict(truth.named_parameters())
     assert dict(found.named_parameters()).keys() == expected.keys()
     for name, value in found.named_parameters():
