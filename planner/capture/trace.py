@@ -87,7 +87,7 @@ def traced(forward: Forward, earlier: Earlier | None, *, is_known: bool) -> Trac
 
     ``earlier``: captures of the same model at other sizes. If the first was kept, this one is recorded where possible.
     """
-    found = None if earlier is None or earlier.first is None else _resized(forward, earlier.first, is_known)
+    found = None if earlier is None or earlier.first is None else _resized(forward, earlier, earlier.first, is_known)
     if found is not None:
         return found
     assumed, keeps = Assumptions(), earlier is not None and earlier.first is None and not is_known
@@ -146,17 +146,18 @@ def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) 
         return watch.calls_alike(forward.kwargs, calls)
 
 
-def _resized(forward: Forward, first: FirstExport, is_known: bool) -> Traced | None:
+def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: bool) -> Traced | None:
     """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind: then it
     is exported, and that reports why.
     """
     watch, gradients, recorder = forward.watch(), PythonGradients(forward.model), forward.recorder()
     with suppress(Exception), watch.installed():
-        further = [] if is_known else [FurtherCall(forward.mode)]
+        further = [] if is_known or earlier.was_repeated else [FurtherCall(forward.mode)]
         with gradients.watched():
             are_alike = _are_alike(forward, watch, [recorder, *further])
         if are_alike and recorder.found is not None and watch.left_nothing:
             exported = _named(first.at(recorder.found), forward.model)
+            earlier.was_repeated |= bool(further)
             notes, told = [*gradients.notes, *watch.notes], list(gradients.regions.told())
             return Traced(exported, notes, told, forward.questions(Assumptions()), [])
     return None
