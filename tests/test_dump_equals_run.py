@@ -12,7 +12,7 @@ import torch.distributed as dist
 from passes.ops import collectives, experts
 from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
 from passes.program.ops.aten import value_bytes
-from planner import Captured, Plan, capture, plan
+from planner import Captured, Plan, plan
 from planner.spec.spec import Spec
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes
@@ -20,6 +20,7 @@ from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost, in_fork
 from runtime.optimizer import buffers, scattered, whole_weights, zero1
 from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.captures import captured_again, plan_again
 from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 
@@ -315,14 +316,12 @@ def run_all(host: StoreHost, cases: list[str]) -> dict[str, Ran]:
 
 
 def run_cases_of(host: StoreHost, model: str, cases: list[str]) -> dict[str, Ran]:
-    built, captured, found = build(model), {}, {}
+    built, found = build(model), {}
     for number, (case, (name, changes)) in enumerate(CASES.items()):
         if name == model and case in cases:
             spec = Spec.load(spec_of(model, **changes))
-            key = str((spec.inputs, spec.batch.micro, spec.loss, spec.precision.parameters))
-            captured[key] = captured.get(key) or capture(built, spec)
             host.begin(f"{number + 1}0")
-            found[case] = in_fork(run_case, host, captured[key], spec)
+            found[case] = in_fork(run_case, host, captured_again(built, spec), spec)
     return found
 
 
@@ -395,7 +394,7 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_a_layer_costs_two_forward_and_two_backward_all_reduces_and_the_loss_three_scalars_a_token(model):
-    made = plan(build(model), spec_of(model, mesh={"tp": 2, "pp": 2}))
+    made = plan_again(build(model), spec_of(model, mesh={"tp": 2, "pp": 2}))
     blocks = [path for stage in made.stages for path in stage.blocks]
     for block in blocks:
         rows = [r for r in made.collectives if r.axis == "tp" and r.block == block]
@@ -422,7 +421,7 @@ def tokens_of_loss(made: Plan) -> int:
 )
 def test_each_way_of_rows_to_experts_is_tokens_by_choices_by_hidden_by_itemsize(mesh, precision):
     changes = {"mesh": mesh} | ({"precision": {"parameters": precision}} if precision else {})
-    made = plan(build("mixtral"), spec_of("mixtral", **changes))
+    made = plan_again(build("mixtral"), spec_of("mixtral", **changes))
     config: Any = build("mixtral").config
     rows = tokens_of_loss(made) * config.num_experts_per_tok // mesh.get("tp", 1)  # tp ranks share them
     size = rows * config.hidden_size * (2 if precision else 4)

@@ -11,9 +11,10 @@ from torch import fx, nn
 
 from passes.partition.options.base import Option
 from passes.partition.sequence.sorted_rows import SortedRows
-from planner import PlanError, plan
+from planner import PlanError
 from tests.models import experts, hugging_face, slots, sorted_experts, stacked_experts
 from tests.numeric.test_expert_layouts import FAMILIES, OPENED, STACKED, batch_of, built, check, family, layer_of
+from tests.tools.captures import plan_again
 from tests.tools.laboratory import Case, Lab
 from tests.tools.simulated_mesh import spec_of
 
@@ -70,7 +71,7 @@ def test_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
 @pytest.mark.parametrize("way", sorted_experts.REFUSED, ids=lambda w: w.__name__)
 def test_rows_that_are_not_those_of_a_rank_alone_are_refused(way: sorted_experts.Way, mesh: dict[str, int]) -> None:
     with pytest.raises(PlanError) as refused:
-        plan(sorting(way), spec_of(batch_of(2, LENGTH), mesh))
+        plan_again(sorting(way), spec_of(batch_of(2, LENGTH), mesh))
     assert "sorted_experts.py" in str(refused.value.where)
 
 
@@ -88,7 +89,7 @@ def test_rows_mixed_with_those_of_tokens_would_be_another_training(monkeypatch: 
 @pytest.mark.check
 def test_slots_for_which_all_ranks_compete_are_refused() -> None:
     with pytest.raises(PlanError, match="tokens of all ranks of cp compete for 3 slots of each expert") as refused:
-        plan(experts.Net(slots.Slots(slots.one_hot)), spec_of(batch_of(2, LENGTH), LAYOUTS["cp2·ep2"]))
+        plan_again(experts.Net(slots.Slots(slots.one_hot)), spec_of(batch_of(2, LENGTH), LAYOUTS["cp2·ep2"]))
     assert refused.value.fix == "set cp: 1; or set ep: 1 and remove etp"
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner import meta_parameters, plan
+from planner import meta_parameters
 from planner.frozen_plan import Plan
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
+from tests.tools.captures import plan_again
 from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 
@@ -30,7 +31,7 @@ def planned(model: str, mesh: str) -> Plan:
     """Weights are on meta until a rank draws its own."""
     with meta_parameters():
         made = MODELS[model].make()
-    return plan(made, spec_of(model, mesh=MESHES[mesh], optimizer={"alignment": "none", "bucket_size": None}))
+    return plan_again(made, spec_of(model, mesh=MESHES[mesh], optimizer={"alignment": "none", "bucket_size": None}))
 
 
 def live() -> int:
