@@ -104,7 +104,9 @@ def test_without_names_and_without_ep_each_expert_drops_of_the_rows_that_chose_i
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", ["dp: 2, ep: 2", "cp: 2, tp: 2, ep: 4, etp: 1"])
+@pytest.mark.parametrize(
+    "mesh", ["dp: 2, ep: 2", pytest.param("cp: 2, tp: 2, ep: 4, etp: 1", marks=pytest.mark.thorough)]
+)
 def test_one_process_drops_the_same(tmp_path: Path, mesh: str) -> None:
     """The model itself, whose draws are made by their names."""
     (tmp_path / "dropping.py").write_text(

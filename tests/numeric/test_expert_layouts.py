@@ -129,7 +129,7 @@ EXTREME = (
 FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops above, and by slots
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", STACKED, ids=lambda w: w.__name__)
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
@@ -138,7 +138,7 @@ def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", [*TOGETHER, experts.picked, selected_rows.beside_shared], ids=lambda w: w.__name__)
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):

@@ -42,7 +42,7 @@ def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
     check(lambda: family(name), batch, mesh, 1e-5, 1e-5, **more)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", FEW)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None:
@@ -58,7 +58,7 @@ def test_a_loop_under_every_layout(layout: str) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_sorted_rows(way: sorted_experts.Way, layout: str) -> None:

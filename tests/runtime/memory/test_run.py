@@ -92,6 +92,7 @@ def test_ranks_of_a_pipeline_hold_what_the_plan_predicts(tmp_path: Path, mesh: s
     assert all(-1024 <= measured - predicted <= MESSAGES for measured, predicted in told), told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompute: str) -> None:

@@ -89,7 +89,7 @@ def runs(request: pytest.FixtureRequest) -> dict[tuple[str, str], Ran]:
     return session_lab().call(run_all, chosen(request, "case"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_a_rank_has_its_part_of_the_experts_and_no_more(runs: dict[tuple[str, str], Ran], case: tuple[str, str]):
