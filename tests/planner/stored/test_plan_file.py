@@ -43,6 +43,7 @@ def lowered(made: Plan) -> list[str]:
     return [passes_text(made, rank, full=True) for rank in range(made.mesh.world_size)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("three heads")])
 def test_a_loaded_plan_is_lowered_as_the_saved_one(name: str, tmp_path: Path) -> None:
     made = planned(name)
