@@ -106,7 +106,7 @@ def test_a_family(name: str, layout: str) -> None:
     of_family(name, LAYOUTS[layout])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [CUT, {"recompute": "full"}, {"recompute": "selective"}], ids=["sp", "full", "some"])
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
 def test_a_family_with_what_else_shards_or_frees(name: str, more: dict[str, object]) -> None:

@@ -257,6 +257,7 @@ def test_a_save_saved_adapters_and_their_merge_have_one_perplexity(base: Path) -
     assert perplexity(base, base) != pytest.approx(found, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_and_search_count_what_is_trained(base: Path) -> None:
     words = ("--peft", str(config_in(base.parent)), "--format", "json")
