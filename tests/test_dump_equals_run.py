@@ -6,143 +6,21 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from passes.ops import collectives, experts
-from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
 from passes.program.ops.aten import value_bytes
-from planner import Captured, Plan, capture, plan
+from planner import Captured, Plan, plan
 from planner.spec.spec import Spec
-from runtime.distributed import opening
-from runtime.distributed.groups import Groups, expert_axes
-from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost, in_fork
-from runtime.optimizer import buffers, scattered, whole_weights, zero1
 from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.captures import captured_again, plan_again
 from tests.tools.chosen_cases import chosen
+from tests.tools.counted_calls import STEPS, run_counted
 from tests.tools.laboratory import session_lab
 
-STEPS = 2
-AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp", "shard", "replica")
-OTHERS = ("broadcast", "reduce", "scatter", "gather", "all_to_all", "reduce_scatter", "all_gather_object", "barrier")
 ROUTED = (
     "all_to_all",
     "etp",
 )  # a rank passes on what came to it: its bytes follow the routing
-
-
-class Calls:
-    """Wraps what the runtime calls of torch.distributed. Owns: (kind, axis, bytes) → how often, while it is open.
-
-    Rows that go to experts and back are as many bytes as this rank sends, or gets back: what else comes or goes follows
-    the routing of others.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        groups = engine.groups
-        axes = {axis: groups.over(axis) for axis in AXES}
-        self.axis_of = {id(group): axis for axis, group in axes.items() if group is not None}
-        assert len(self.axis_of) == sum(group is not None for group in axes.values()), "a group of two axes"
-        self.axis_of |= {id(group): "embedding" for group in groups.embedding.values() if group is not None}
-        self.seen: Counter[tuple[str, str, int]] = Counter()
-        self._own_rows = 1
-        self._is_inside = False  # what a counted call calls in turn is the same exchange
-
-    def __enter__(self) -> Calls:
-        self.patch = pytest.MonkeyPatch()
-        names = {"all_reduce": 0, "isend": 0, "irecv": 0, ALL_GATHER: 0, REDUCE_SCATTER: 1, "all_gather": 0}
-        kinds = {"isend": "send", "irecv": "recv", ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter"}
-        for name, position in names.items():
-            self._wrap(dist, name, kinds.get(name, name), position)
-        for name in OTHERS:  # no row of a plan is of these
-            self._wrap(dist, name, f"{name}, in no plan", 0)
-        self._wrap(dist, "all_to_all_single", "all_to_all", None)
-        for name, position in {"_send": 1, "_return": 0}.items():
-            self._turn(name, position)
-        self._wrap(collectives, "gather_runs", "all_gather", 0)
-        self._wrap(collectives, "scatter_runs", "reduce_scatter", 1)
-        self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
-        self._wrap(buffers, "all_gather", "all_gather", 0)
-        self._wrap(zero1, "all_gather", "all_gather", 0)
-        self._wrap(scattered, "reduce_scatter", "reduce_scatter", 1)
-        self._wrap(whole_weights, "all_gather", "all_gather", 0)
-        return self
-
-    def _turn(self, name: str, position: int) -> None:
-        """Where the own rows are in an all-to-all that ``name`` of the ops calls: given it, or what it gives."""
-        real = getattr(experts, name)
-
-        def call(*args: Any) -> Any:
-            self._own_rows = position
-            return real(*args)
-
-        self.patch.setattr(experts, name, call)
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
-
-    def _wrap(self, module: Any, name: str, kind: str, position: int | None) -> None:
-        """Count calls by the bytes of the argument that holds the whole tensor (None: this rank's own rows)."""
-        real = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return real(*args, **kwargs)
-            given = args[self._own_rows if position is None else position] if args else []
-            tensors = given if isinstance(given, list) else [given]
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            self.seen[kind, self.axis_of.get(id(kwargs.get("group")), "?"), size] += 1
-            self._is_inside = True
-            try:
-                return real(*args, **kwargs)
-            finally:
-                self._is_inside = False
-
-        self.patch.setattr(module, name, call)
-
-
-def own_groups(groups: Groups) -> None:
-    """A group of its own for each axis of experts, also where a run shares that of tp or dp: calls tell their axis."""
-    for axis, members in expert_axes(groups.mesh).items():
-        if groups.mesh.size(axis) > 1:
-            setattr(groups, axis, opening._make(groups, members, axis))
-
-
-def run_counted(made: Plan) -> dict[str, Any]:
-    """Of this rank: the calls of ``STEPS`` steps, its collectives in graphs by phase, the bytes of its buffers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "_make_expert_groups", own_groups)
-        return counted(made)
-
-
-def counted(made: Plan) -> dict[str, Any]:
-    with Engine(made, timeout_seconds=60) as engine:
-        batch = batch_of(made)
-        engine.train_step(batch)
-        axes = engine.program.axes
-        for axis in axes.values():
-            axis.counts.clear()
-            axis.bytes.clear()
-        with Calls(engine) as calls:
-            for _ in range(STEPS):
-                engine.train_step(batch)
-                engine.optimizer.wait_parameters()
-        return {
-            "calls": calls.seen,
-            "counts": {name: axis.counts for name, axis in axes.items()},
-            "bytes": {name: axis.bytes for name, axis in axes.items()},
-            "memory": engine.optimizer.measured_bytes(),
-        }
-
-
-def batch_of(made: Plan) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    batch = made.spec["batch"]
-    return {
-        name: torch.randint(0, given["high"], (batch["global"], *given["shape"]), generator=generator)
-        for name, given in made.spec["inputs"].items()
-    }
 
 
 def rows_of_rank(made: Plan, rank: int) -> Counter[tuple[str, str, int]]:
@@ -315,14 +193,12 @@ def run_all(host: StoreHost, cases: list[str]) -> dict[str, Ran]:
 
 
 def run_cases_of(host: StoreHost, model: str, cases: list[str]) -> dict[str, Ran]:
-    built, captured, found = build(model), {}, {}
+    built, found = build(model), {}
     for number, (case, (name, changes)) in enumerate(CASES.items()):
         if name == model and case in cases:
             spec = Spec.load(spec_of(model, **changes))
-            key = str((spec.inputs, spec.batch.micro, spec.loss, spec.precision.parameters))
-            captured[key] = captured.get(key) or capture(built, spec)
             host.begin(f"{number + 1}0")
-            found[case] = in_fork(run_case, host, captured[key], spec)
+            found[case] = in_fork(run_case, host, captured_again(built, spec), spec)
     return found
 
 
@@ -395,7 +271,7 @@ def registered_bytes(made: Plan, pp_rank: int) -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_a_layer_costs_two_forward_and_two_backward_all_reduces_and_the_loss_three_scalars_a_token(model):
-    made = plan(build(model), spec_of(model, mesh={"tp": 2, "pp": 2}))
+    made = plan_again(build(model), spec_of(model, mesh={"tp": 2, "pp": 2}))
     blocks = [path for stage in made.stages for path in stage.blocks]
     for block in blocks:
         rows = [r for r in made.collectives if r.axis == "tp" and r.block == block]
@@ -422,7 +298,7 @@ def tokens_of_loss(made: Plan) -> int:
 )
 def test_each_way_of_rows_to_experts_is_tokens_by_choices_by_hidden_by_itemsize(mesh, precision):
     changes = {"mesh": mesh} | ({"precision": {"parameters": precision}} if precision else {})
-    made = plan(build("mixtral"), spec_of("mixtral", **changes))
+    made = plan_again(build("mixtral"), spec_of("mixtral", **changes))
     config: Any = build("mixtral").config
     rows = tokens_of_loss(made) * config.num_experts_per_tok // mesh.get("tp", 1)  # tp ranks share them
     size = rows * config.hidden_size * (2 if precision else 4)

@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "place"), CASES)
 def test_a_command_prints_what_stands_there(path: Path, place: int, page_of: Callable[[Path], Page]) -> None:

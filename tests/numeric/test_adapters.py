@@ -30,7 +30,7 @@ REFUSED_OVER_CP = {"prefix", "prefix-projection", "gpt2-prefix"}
 PRECISION = {"mixtral-lora-experts": {"precision": {"parameters": "float32"}}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "rest"), LAYOUTS, ids=[name_of(mesh) for mesh, _ in LAYOUTS])
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str, int], rest: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner import plan
 from runtime.verify.run import verify
 from tests.models import experts, selected_rows
+from tests.tools.captures import plan_again
 from tests.tools.paths import ROOT
 from tests.tools.simulated_mesh import Ran, run_mesh, spec_of
 
@@ -88,14 +88,14 @@ def test_they_are_dropped() -> None:
 @pytest.mark.check
 def test_without_names_ep_refuses_dropout_by_line_and_says_what_names_it() -> None:
     with pytest.raises(PlanError, match="draws for rows that other ranks hold") as refused:
-        plan(made(experts.masks)(), spec_of(batch_of(4), LAYOUTS["dp2·ep2"]))
+        plan_again(made(experts.masks)(), spec_of(batch_of(4), LAYOUTS["dp2·ep2"]))
     assert refused.value.fix.startswith("set dropout: layout_invariant")
 
 
 @pytest.mark.check
 def test_without_names_and_without_ep_each_expert_drops_of_the_rows_that_chose_it() -> None:
     model, batch = made(experts.masks)(), batch_of(4)
-    (note, *_) = [row.what for row in plan(model, spec_of(batch, {})).diagnostics if " experts" in row.what]
+    (note, *_) = [row.what for row in plan_again(model, spec_of(batch, {})).diagnostics if " experts" in row.what]
     assert "(the rows that chose it)" in note
     loss = ran(experts.masks, {}).loss
     assert torch.isfinite(loss)
@@ -104,7 +104,9 @@ def test_without_names_and_without_ep_each_expert_drops_of_the_rows_that_chose_i
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", ["dp: 2, ep: 2", "cp: 2, tp: 2, ep: 4, etp: 1"])
+@pytest.mark.parametrize(
+    "mesh", ["dp: 2, ep: 2", pytest.param("cp: 2, tp: 2, ep: 4, etp: 1", marks=pytest.mark.thorough)]
+)
 def test_one_process_drops_the_same(tmp_path: Path, mesh: str) -> None:
     """The model itself, whose draws are made by their names."""
     (tmp_path / "dropping.py").write_text(

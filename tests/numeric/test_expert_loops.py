@@ -45,7 +45,7 @@ def notes(found: Plan) -> list[Diagnostic]:
 
 
 @pytest.mark.check
-@pytest.mark.covering(1)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mesh", ["one", "tp2", "dp2·tp2"])
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_trains_as_one_process(way, mesh):
@@ -53,6 +53,7 @@ def test_every_spelling_trains_as_one_process(way, mesh):
     check(make_net(way), batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"compile": True}], ids=["plain", "recompute", "compile"])
 def test_two_layers_beside_a_shared_expert(mesh, more):

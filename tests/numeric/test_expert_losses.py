@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner import plan
 from planner.capture.python.state import PythonState
 from tests.models import experts, hugging_face
 from tests.models.hugging_face import EXPERTS, Member
 from tests.numeric.test_expert_layouts import FOLDINGS, batch_of, check, family
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import spec_of
 
 LAYOUTS = {"dp2": {"dp": 2}, "dp4": {"dp": 4}, **{n: FOLDINGS[n] for n in ("ep2·dp2", "tp2·dp2·ep2, etp 1")}}
@@ -67,14 +67,14 @@ def test_a_family_with_its_loss():
 def test_statistics_of_each_microbatch_are_reported():
     spec = spec_of(batch_of(8), {"dp": 2})
     spec["batch"] = {"global": 8, "micro": 2, "statistics": "microbatch"}
-    warned = [row for row in plan(made("one-hot"), spec).diagnostics if row.level == "warning"]
+    warned = [row for row in plan_again(made("one-hot"), spec).diagnostics if row.level == "warning"]
     assert any("averaged over microbatches" in row.what and "batch.statistics" in row.fix for row in warned)
 
 
 def test_forwards_that_run_twice_are_reported():
     spec = spec_of(batch_of(8), {"dp": 2})
     spec["batch"] = {"global": 8, "micro": 2}
-    made_plan = plan(made("one-hot"), spec)
+    made_plan = plan_again(made("one-hot"), spec)
     assert [row.level for row in made_plan.diagnostics if "run twice" in row.what] == ["info"]
     assert not any("averaged over microbatches" in row.what for row in made_plan.diagnostics)
 
@@ -97,7 +97,7 @@ class Hooking(nn.Module):
 def test_hooks_that_a_forward_installs_are_gone_with_what_says_that_they_are_there():
     model = Hooking()
     before = PythonState(model)
-    decided = plan(
+    decided = plan_again(
         model, {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [8], "dtype": "float32"}}}
     )
     assert before.changes() == []

@@ -14,9 +14,10 @@ from passes.partition.options.forms import Form
 from passes.partition.options.table import RULES
 from passes.program.ops.aten import aten
 from passes.types.types import I
-from planner import PlanError, plan
+from planner import PlanError
 from tests.models.shared_experts import PLACES, Shared
 from tests.numeric.test_expert_layouts import batch_of, built, check
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import spec_of
 
 LENGTH = 8
@@ -60,7 +61,7 @@ def test_branches_that_are_cut_otherwise_are_refused() -> None:
 
 
 def test_what_comes_before_the_first_own_weight_is_computed_once() -> None:
-    made = plan(built(partial(Shared, "norm")), spec_of(batch_of(2), {}))
+    made = plan_again(built(partial(Shared, "norm")), spec_of(batch_of(2), {}))
     graph = made.to_run()[0].program.graph.graph
     own = [n for n in graph.find_nodes(op="call_function", target=aten.layer_norm.default) if "experts" in str(n.args)]
     assert len(own) == 1
@@ -69,7 +70,7 @@ def test_what_comes_before_the_first_own_weight_is_computed_once() -> None:
 def test_a_weight_is_shared_only_between_axes() -> None:
     batch = batch_of(4)
     for mesh, count in (({}, 0), ({"dp": 2, "ep": 2}, 2)):  # the matrix and its bias
-        made = plan(built(partial(Shared, "last")), spec_of(batch, mesh))
+        made = plan_again(built(partial(Shared, "last")), spec_of(batch, mesh))
         graph = made.to_run()[0].program.graph.graph
         assert len(graph.find_nodes(op="call_function", target=exchange.share)) == count
 

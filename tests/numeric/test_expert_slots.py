@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import PlanError, plan
+from planner import PlanError
 from tests.models import experts, slots
 from tests.models.adapted_experts import Added, LowRank, Normed, adapted
 from tests.models.slots import Way
 from tests.numeric.test_expert_layouts import FOLDINGS, batch_of
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import run_mesh, spec_of
 
 UNKNOWN = (slots.expert_choice,)  # experts fill all their slots, whoever chose what
@@ -121,20 +122,20 @@ def test_all_tokens_dropped():
 @pytest.mark.parametrize("way", slots.REFUSED, ids=lambda w: w.__name__)
 def test_what_is_not_computed_slot_by_slot_is_told(way):
     with pytest.raises(PlanError, match=slots.REFUSED[way]) as raised:
-        plan(built(way), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+        plan_again(built(way), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
     assert "slots.py" in str(raised.value)
 
 
 @pytest.mark.thorough
 def test_a_plan_tells_slots_and_what_is_sent():
-    made = plan(built(slots.one_hot), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+    made = plan_again(built(slots.one_hot), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
     (row,) = made.experts
     assert (row.how, row.bytes) == ("3 slots of each expert", 4 * 3 * 8 * 8)
     assert "3 slots of each expert" in made.describe()
-    taken = plan(built(slots.expert_choice), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
+    taken = plan_again(built(slots.expert_choice), spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
     assert taken.experts[0].how == "3 slots that each expert fills"
 
 
 def test_experts_that_ep_does_not_divide_are_told():
     with pytest.raises(PlanError, match="4 experts are not divisible by ep = 3"):
-        plan(built(slots.one_hot), spec_of(batch_of(6), {"dp": 3, "ep": 3}))
+        plan_again(built(slots.one_hot), spec_of(batch_of(6), {"dp": 3, "ep": 3}))

@@ -35,7 +35,7 @@ def evaluated(made: Plan, batches: list[Batch]) -> float:
         return engine.evaluate(batches[0])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", LOSSES)
 def test_a_loss_of_means_is_that_of_the_global_batch(lab: Lab, model: str, layout: str) -> None:

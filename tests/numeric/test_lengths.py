@@ -49,20 +49,21 @@ def compared(name: str, numbers: tuple[int, ...], limit: float, **spec: Any) -> 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.thorough), "t5"])
 def test_lengths_in_turn_train_as_one_process(name: str, layout: str) -> None:
     mesh, more = LAYOUTS[layout]
     rows = compared(name, (8,) * 5, 1e-10, mesh=mesh, batch=PLANNED, **more)
     assert rows == [(4, 8), (8, 8), (12, 8)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"ep": 2, "dp": 2}, {"cp": 2, "ep": 2}], ids=name_of)
 def test_experts_of_several_lengths(mesh: dict[str, int]) -> None:
     compared("mixtral", (8,) * 5, 3e-6, mesh=mesh, batch=PLANNED, precision={"parameters": "float32"})
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "pp2·dp2, zero bubble, recomputed"])
 def test_a_step_of_so_many_tokens_has_more_short_sequences(layout: str) -> None:
     mesh, more = LAYOUTS[layout]
@@ -71,7 +72,7 @@ def test_a_step_of_so_many_tokens_has_more_short_sequences(layout: str) -> None:
     assert rows == [(4, 24), (8, 12), (12, 8)]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "pp2·dp2, zero bubble, recomputed"])
 def test_a_step_takes_every_number_of_sequences_that_microbatches_divide(layout: str) -> None:
     mesh, more = LAYOUTS[layout]

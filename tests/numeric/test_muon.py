@@ -116,7 +116,7 @@ def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw",
     assert measured["optimizer"] == planned
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "gpt_neox", "llama"])
 def test_muon_is_that_of_torch_on_whole_matrices(name: str, layout: str) -> None:

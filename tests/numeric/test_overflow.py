@@ -38,6 +38,7 @@ def with_an_overflow(decided: Any, batches: list[dict[str, Tensor]], bad_rank: i
     return rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_rank", [0, 3], ids=["first stage", "last stage"])
 def test_one_ranks_overflow_skips_the_step_on_every_rank_and_halves_the_scale(lab: Lab, bad_rank: int) -> None:

@@ -40,7 +40,7 @@ def test_loss_and_every_gradient_equal_one_process(name: str, layout: str) -> No
     assert not any(ran.gradients[name].any() for name in ran.gradients.keys() - trained.keys())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)

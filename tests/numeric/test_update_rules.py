@@ -96,6 +96,7 @@ def test_a_rule_trains_as_that_of_torch(rule: str, layout: str) -> None:
     assert measured["optimizer"] == planned
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> None:
     entry = families.build("gpt")

@@ -28,7 +28,7 @@ SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_
         ("llama-one-key-head", {"tp": 2}, {}),
         ("gpt_neox", {"tp": 2}, {}),
         ("z-loss", {"tp": 2}, {}),
-        ("t5", {"tp": 2}, {}),
+        pytest.param("t5", {"tp": 2}, {}, marks=pytest.mark.thorough),
         ("experts", {"dp": 2, "ep": 2}, {}),
         ("experts", {"tp": 2, "ep": 2, "etp": 1}, {}),
         ("slots", {"dp": 2, "ep": 2}, {}),

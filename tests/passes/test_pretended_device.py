@@ -177,7 +177,7 @@ def test_a_step_is_on_the_device_alone(elsewhere: Elsewhere, case: Case) -> None
     check(elsewhere.run(run_case, case), case.mesh.get("pp", 1))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_CASES, ids=str)
 def test_a_step_of_any_family_is_on_the_device_alone(elsewhere: Elsewhere, case: Case) -> None:

@@ -40,6 +40,23 @@ PLACE = ROOT / ".pytest_cache" / "meshwright"
 _made: dict[str, dict[int, Program]] = {}  # by key, and by how many microbatches the batch is as large as
 
 
+class _Again(Captured):
+    """Keeps what is captured at other batch sizes too: a fork that plans has no other way to hand it on."""
+
+    key: str = ""
+
+    def program(self, times: int = 1) -> Program:
+        if times in self._programs:
+            return super().program(times)
+        key = f"{self.key}-{times}"
+        found = _read(self.model, key)
+        if found is None:
+            super().program(times)
+            found = _kept(self.model, key, self._programs[times])
+        self._programs[times] = found
+        return super().program(times)
+
+
 def plan_again(model: nn.Module, spec: Mapping[str, Any]) -> Plan:
     """``plan(model, spec)``, without a capture where one of the same was made before."""
     return plan(captured_again(model, spec), spec)
@@ -54,7 +71,9 @@ def captured_again(model: nn.Module, spec: Spec | Mapping[str, Any]) -> Captured
         return capture(model, spec)
     if key not in _made:
         _made[key] = {1: _read(model, key) or _kept(model, key, capture(model, spec).program())}
-    return Captured(model, loss, dtype, 0.0, inputs, _made[key])
+    captured = _Again(model, loss, dtype, 0.0, inputs, _made[key])
+    captured.key = key
+    return captured
 
 
 def program_again(model: nn.Module, inputs: Mapping[str, Tensor]) -> Program:

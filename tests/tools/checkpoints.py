@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from planner import plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.safetensors_files import SINGLE
 from runtime.engine import Engine
+from tests.tools.captures import plan_again
 
 pytest.importorskip("transformers")
 
@@ -37,7 +37,7 @@ class Own(nn.Module):
 
 def own_engine(model: nn.Module, **sections: Any) -> Engine:
     given = {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": {"ids": {"shape": [3], "dtype": "int64"}}}
-    return Engine(plan(model, Spec.load({**given, **sections})))
+    return Engine(plan_again(model, Spec.load({**given, **sections})))
 
 
 def own_checkpoint() -> dict[str, Tensor]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner import meta_parameters, plan
+from planner import meta_parameters
 from planner.frozen_plan import Plan
 from runtime.engine import Engine
 from tests.models import experts, hugging_face
+from tests.tools.captures import plan_again
 
 LENGTH = min(experts.LENGTH, hugging_face.LENGTH)
 VOCABULARY = min(experts.VOCABULARY, hugging_face.VOCABULARY)
@@ -37,7 +38,7 @@ def plan_of(kind: str, layout: dict[str, int]) -> Plan:
         is_loop = kind == "a loop"
         model = experts.Net(experts.Layer(experts.masks)) if is_loop else hugging_face.build("mixtral")
     ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
-    return plan(
+    return plan_again(
         model,
         {
             "mesh": layout,

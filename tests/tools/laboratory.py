@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from runtime.fuzz.forks import Child, ForkError, StoreHost, in_fork
+from tests.tools.captures import captured_again
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
 
 CALL_SECONDS = 280.0
@@ -243,10 +244,8 @@ def _bench(connection: Connection, other: Connection, host: StoreHost, first: Ca
 
 def _captured(entry: Any, case: Case) -> Any:
     """The model, captured; as it is where that fails, so that each fork meets the error by itself."""
-    from planner import capture
-
     try:
-        return capture(entry.model, spec_of(entry, case))
+        return captured_again(entry.model, spec_of(entry, case))
     except PlanError:
         return entry.model
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner import PlanError, plan
+from planner import PlanError
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost
+from tests.tools.captures import plan_again
 
 VOCABULARY, LENGTH = 42, 6
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -64,7 +65,7 @@ PLANNED: dict[str, Plan] = {}  # by directory and layout: what a process planned
 
 def plan_of(directory: Path, **layout: Any) -> Plan:
     made = PLANNED.get(str((directory, layout)))
-    return made or plan(load_model(f"hf:{directory}").eval(), Spec.load(spec_of(**layout)))
+    return made or plan_again(load_model(f"hf:{directory}").eval(), Spec.load(spec_of(**layout)))
 
 
 def batch() -> dict[str, Tensor]:

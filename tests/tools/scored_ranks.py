@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.stage_module import RankProgram, StageModule
-from planner import Plan, plan
+from planner import Plan
 from planner.lower import lower, lower_scoring
 from planner.mesh import Mesh
 from runtime.weights.shards import fill, share
 from runtime.weights.sources import ModelWeights
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import AXES, Batch, spec_of, totals_of
 from tests.tools.simulated_ranks import on_threads
 
@@ -35,7 +36,7 @@ def scores_on(
 ) -> tuple[Plan, Tensor, list[RankProgram]]:
     """The plan, [3, *labels] of the global batch, and what each rank ran. ``change``: of each scoring stage."""
     model = make()
-    made = plan(model, spec_of(batch, mesh, **more))
+    made = plan_again(model, spec_of(batch, mesh, **more))
     programs = [lower(made, rank) for rank in range(made.mesh.world_size)]
     scoring: dict[int, StageModule] = {}
     for rank, program in enumerate(programs):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner import Plan, plan
+from planner import Plan
 from planner.lower import lower
 from planner.sharding.parts import Part
 from runtime.weights.shards import shard
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import run_step
 from tests.tools.simulated_ranks import assert_typed, on_threads
 
@@ -40,7 +41,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def planned(make: Callable[[], nn.Module], batch: Batch, tp: int, overrides: Mapping[str, str] | None = None) -> Plan:
-    return plan(built(make), spec_of(batch, tp, overrides))
+    return plan_again(built(make), spec_of(batch, tp, overrides))
 
 
 def assert_equals_one_process(
@@ -48,7 +49,7 @@ def assert_equals_one_process(
 ) -> Plan:
     """Loss and every gradient of the ranks are those of the model alone, and every collective is in the plan."""
     model = built(make)
-    made = plan(model, spec_of(batch, tp, overrides))
+    made = plan_again(model, spec_of(batch, tp, overrides))
     programs = [lower(made, rank, thorough=True) for rank in range(tp)]
     for rank, program in enumerate(programs):
         _fill(program.stages[0], model, tp, rank)

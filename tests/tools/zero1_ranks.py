@@ -181,11 +181,12 @@ def main(rank, directory):
     dp_pair, tp_pair = pairs[rank // 2], pairs[2 + rank % 2]
     groups = {2: {"dp": dp_pair, "world": dp_pair}, 4: {"dp": dist.group.WORLD, "world": dist.group.WORLD}}
     results = {}
-    for case in CASES:
+    chosen = torch.load(directory / "cases.pt", weights_only=False)
+    for case in [case for case in CASES if case in chosen]:
         precision, dp, zero, alignment, bucket_size = case
         results[case] = run_case(precision, zero, alignment, bucket_size, groups[dp], dp, rank % dp)
     mixed = {"dp": dp_pair, "tp": tp_pair, "embedding": {(0, 1): tp_pair}, "world": dist.group.WORLD}
-    for case in TP_CASES:
+    for case in [case for case in TP_CASES if case in chosen]:
         results[case] = run_tp_case(*case, mixed, rank // 2, rank % 2)
     results["not_finite"] = run_not_finite(groups[4], rank)
     torch.save(results, f"{directory}/{rank}.pt")

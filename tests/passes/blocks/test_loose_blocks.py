@@ -15,8 +15,8 @@ from planner.api import plan
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
 from tests.passes.blocks.test_blocks import kinds, ops, paths
-from tests.planner.pipeline.test_stages import check_equals_whole, stage_of_parameter, stages_of
 from tests.tools.captured import capture
+from tests.tools.stages_in_turn import check_equals_whole, stage_of_parameter, stages_of
 
 MODELS = {**BODIES, "encoder_decoder": EncoderDecoder, "gathered_loss": GatheredLoss}
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from passes.moe import exchange
 from passes.program.ops.aten import aten, packet_of
-from planner import plan
 from tests.models import experts
 from tests.models.experts import Layer
 from tests.numeric.test_expert_layouts import batch_of, built, check
+from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import spec_of
 
 LOOP: dict[str, int] = {}
@@ -72,7 +72,7 @@ def loop_of(way: experts.Way) -> Layer:
 
 
 def calls_of(way: Callable[..., Tensor]) -> Counter[object]:
-    made = plan(built(partial(loop_of, way)), spec_of(batch_of(2), LOOP))
+    made = plan_again(built(partial(loop_of, way)), spec_of(batch_of(2), LOOP))
     graph = made.to_run()[0].program.graph.graph
     return Counter(packet_of(n.target) if n.op == "call_function" else None for n in graph.nodes)
 
@@ -114,6 +114,6 @@ class RoutedTwice(Layer):
 def test_equal_calls_that_become_one_keep_the_gradient_of_each(mesh: dict[str, int]) -> None:
     """Of a call that leads to choices alone no gradient is wanted; of its equal one is."""
     check(lambda: built(RoutedTwice), batch_of(2 * mesh.get("dp", 1), 8), mesh, 1e-10, 1e-10)
-    made = plan(built(RoutedTwice), spec_of(batch_of(4, 8), SPREAD))
+    made = plan_again(built(RoutedTwice), spec_of(batch_of(4, 8), SPREAD))
     graph = made.to_run()[0].program.graph.graph
     assert len([n for n in graph.nodes if n.target is aten.softmax.int]) == 1

@@ -193,7 +193,7 @@ def test_a_model_that_fails_at_one_length_is_refused_when_planned() -> None:
         plan(Reader(fails), spec)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "t5", "llama", "gemma2", "falcon-alibi"])
 def test_families_are_exported_once_for_all_lengths(name: str, exports: list[int]) -> None:
     entry = families.build(name)

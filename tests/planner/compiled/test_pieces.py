@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner import Plan, plan
+from planner import Plan
+from tests.tools.captures import plan_again
 
 WIDTH = 16
 SPEC: dict[str, Any] = {
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
 
 def planned(act: Any, **more: Any) -> Plan:
-    return plan(Net(act), SPEC | more)
+    return plan_again(Net(act), SPEC | more)
 
 
 def test_nothing_is_compiled_where_nobody_asks():
@@ -56,7 +57,7 @@ def test_what_stands_between_two_products_is_one_piece_and_equal_ones_share_a_fu
 
 
 def test_all_copies_of_a_block_share_a_function():
-    rows = plan(Net(F.gelu, 6), SPEC).compiled
+    rows = plan_again(Net(F.gelu, 6), SPEC).compiled
     assert [row.function for row in rows if not row.reason] == [0, 1, 1, 1, 1, 2]
 
 

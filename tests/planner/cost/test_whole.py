@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner import plan
 from planner.cost.whole import Filling, most_gradients
 from tests.models.plannable import build, spec_of
+from tests.tools.captures import plan_again
 
 DP = 4
 # bytes of an element, by (zero, precision): parameters, gradients, optimizer; (whole, share of one rank)
@@ -27,7 +27,7 @@ FORMULA = {
 def test_bytes_of_a_rank_are_those_of_the_formula(model: str, zero: int, precision: str):
     asked = {"zero": zero, "alignment": "none"}
     given = {"mesh": {"dp": DP}, "batch": {"global": 8, "micro": 1}, "optimizer": asked}
-    made = plan(build(model), spec_of(model, **given, precision={"parameters": precision}))
+    made = plan_again(build(model), spec_of(model, **given, precision={"parameters": precision}))
     elements = sum(buffer.num_elements for buffer in made.optimizer.buffers)  # buckets end on multiples of dp
     registered = made.memory[0].parameters - _bytes(FORMULA[zero, precision][0], elements)
     assert registered == _registered(model, precision)
@@ -44,7 +44,7 @@ def _bytes(of_element: tuple[int, int], elements: int) -> int:
 def _registered(model: str, precision: str) -> int:
     """Bytes of the model's own buffers: those that are left without a data-parallel layout."""
     spec = spec_of(model, mesh={}, optimizer={"alignment": "none"}, precision={"parameters": precision})
-    made = plan(build(model), spec)
+    made = plan_again(build(model), spec)
     size = {"float32": 4, "bfloat16": 2}[precision]
     return made.memory[0].parameters - size * sum(buffer.num_elements for buffer in made.optimizer.buffers)
 

@@ -13,7 +13,7 @@ from passes.program.stages import StageAssignment
 from planner.pipeline.balance import balance
 from planner.pipeline.stages import WORTH_IT, assign_stages
 from tests.models.small import captured, layers
-from tests.planner.pipeline.test_stages import check_equals_whole, sizes, stages_of
+from tests.tools.stages_in_turn import check_equals_whole, sizes, stages_of
 
 
 def exhaustive(costs: list[int], num_stages: int) -> list[int]:

@@ -63,6 +63,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["kron", "hadamard"])
 def test_weights_made_by_adapters_over_tp_equal_one_process(kind: str) -> None:
     make: Callable[[], nn.Module] = lambda: Model(kind)  # noqa: E731

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from examples.gpt import build
 from passes.errors import SpecError
-from planner import PlanError, plan
+from planner import PlanError
 from planner.spec.spec import Spec
+from tests.tools.captures import plan_again
 
 INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "targets": {"like": "input_ids"}}
 SPEC: dict[str, Any] = {"batch": {"global": 4, "micro": 2}, "mesh": {}, "inputs": INPUTS}
 
 
 def kinds(asked: Any) -> dict[str, str]:
-    return {row.block: row.kind for row in plan(build(), {**SPEC, "recompute": asked}).recompute}
+    return {row.block: row.kind for row in plan_again(build(), {**SPEC, "recompute": asked}).recompute}
 
 
 @pytest.mark.thorough
@@ -35,7 +36,7 @@ def test_the_last_glob_that_names_a_block_decides_and_others_keep_all():
 
 def test_a_glob_that_names_no_block_is_an_error_with_the_nearest_names():
     with pytest.raises(PlanError) as error:
-        plan(build(), {**SPEC, "recompute": {"layer.*": "full"}})
+        plan_again(build(), {**SPEC, "recompute": {"layer.*": "full"}})
     assert "recompute: `layer.*` matches no block" in str(error.value)
     assert all(name in (error.value.fix or "") for name in list(kinds("full"))[:2])
 
@@ -64,4 +65,4 @@ def test_a_model_without_blocks_is_an_error():
 
     inputs = {"x": {"shape": [4], "dtype": "float32"}}
     with pytest.raises(PlanError, match="no repeated blocks"):
-        plan(Single(), {**SPEC, "inputs": inputs, "recompute": "full"})
+        plan_again(Single(), {**SPEC, "inputs": inputs, "recompute": "full"})

@@ -46,7 +46,7 @@ def test_attention_holds_the_scores_and_the_rest_does_not(name):
     assert min(parts.values()) >= 2
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_of_a_block_are_the_block(name):
     parts, whole = planned(name, "attn", "mlp"), planned(name)
@@ -56,7 +56,7 @@ def test_the_parts_of_a_block_are_the_block(name):
         assert sum(map(len, mine)) == len(layer.nodes)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",), ("attn", "mlp"), ()])
 def test_nothing_comes_back_into_a_captured_region(name, scope):

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from planner import Plan, plan
+from planner import Plan
 from planner.lower import lower
 from planner.regions.static_memory import slots_of
 from planner.report.sections import format_slots
 from tests.models import families
+from tests.tools.captures import plan_again
 
 INTERLEAVED = {"mesh": {"pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}
 LAYOUTS: list[dict[str, Any]] = [{"mesh": {}}, {"mesh": {"tp": 2, "pp": 2}}, INTERLEAVED]
@@ -23,7 +24,7 @@ def planned(name: str, scope: list[str], *, impl: str = "emulate", microbatches:
         for key, (shape, dtype, _) in entry.inputs.items()
     }
     spec = {"mesh": {}, "batch": {"global": microbatches, "micro": 1}, "inputs": inputs, **sections}
-    return plan(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
+    return plan_again(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
 
 
 @pytest.mark.sampled(1)
@@ -88,7 +89,7 @@ def test_a_region_whose_outputs_carry_no_gradient_has_no_backward():
         parameter.requires_grad_("h.3" in name or "ln_f" in name)
     inputs = {key: {"shape": list(shape), "dtype": "int64"} for key, (shape, _, _) in entry.inputs.items()}
     spec = {"mesh": {}, "batch": {"global": 4, "micro": 1}, "inputs": inputs}
-    made = plan(entry.model, {**spec, "cuda_graphs": {"impl": "emulate"}})
+    made = plan_again(entry.model, {**spec, "cuda_graphs": {"impl": "emulate"}})
     assert [region.num_graphs for region in made.regions] == [1, 1, 1, 2]
     assert [(row.num_graphs, row.num_replays) for row in made.graph_slots] == [(5, 20)]
 

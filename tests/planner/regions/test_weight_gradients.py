@@ -8,12 +8,12 @@ import pytest
 from torch import fx
 
 from passes.own_linears import PRODUCTS
-from planner import plan
 from planner.lower import lower
 from planner.regions.weight_gradients import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
 from planner.saved.lowered import Lowered
 from tests.models import families
 from tests.models.tiny import planned
+from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import spec_of
 
 HOW = {"weight_gradients": CAN_WAIT, "weight_gradients_at_once": AT_ONCE}  # by the handle of a product
@@ -69,7 +69,7 @@ def test_what_can_wait_is_what_products_of_the_stages_add(mesh):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "frozen"])
 def test_in_graphs_nothing_waits(name, scope):
     entry = families.build(name)
-    made = plan(entry.model, spec_of(entry, scope))
+    made = plan_again(entry.model, spec_of(entry, scope))
     assert decided(made) == in_modules(made)
     assert bool(decided(made)[IN_GRAPH]) == (scope is not None)
 
@@ -84,7 +84,7 @@ def test_what_autograd_makes_has_a_reason():
 def test_a_plan_with_w_says_what_waits_and_why_others_do_not():
     entry = families.build("gpt2")
     spec = spec_of(entry, ["mlp"], mesh={"pp": 2}, pipeline={"schedule": "zero_bubble"})
-    notes = [row.what for row in plan(entry.model, spec).diagnostics if row.where == "pipeline.schedule"]
+    notes = [row.what for row in plan_again(entry.model, spec).diagnostics if row.where == "pipeline.schedule"]
     waiting, *others = [note for note in notes if "wait for W" in note or "computed with the backward" in note]
     assert waiting.startswith("gradients of ")
     assert any("in CUDA graphs: transformer.h.*.mlp" in note for note in others)

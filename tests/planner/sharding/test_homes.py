@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Plan, plan
+from planner import Plan
 from planner.sharding.homes import Homes, _of_all_ranks, combined_axes, exchanged_elements, homes_of
 from tests.models import families
+from tests.tools.captures import plan_again
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
@@ -32,7 +33,7 @@ def planned(name: str, mesh: dict[str, int], **optimizer: Any) -> Plan:
     size = 2 * mesh.get("dp", 1)
     spec = {"mesh": mesh, "batch": {"global": size, "micro": 2}, "inputs": inputs}
     spec |= {"optimizer": {"name": "muon", **optimizer}, "tensor_parallel": {"vocabulary_multiple": 8}}
-    return plan(entry.model, spec)
+    return plan_again(entry.model, spec)
 
 
 def homes(made: Plan, ep_rank: int = 0) -> list[Homes]:

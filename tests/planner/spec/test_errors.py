@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from expecttest import assert_expected_inline
 
 from passes.errors import SpecError
 from planner.spec.spec import Spec
-from tests.tools.specs import MINIMAL, TWO_LINES, dict_error, error, load
+from tests.tools.specs import MINIMAL, TWO_LINES, dict_error, error
 
 pytestmark = pytest.mark.check
 
@@ -213,84 +211,6 @@ def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     ]
 
 
-def test_everything_that_is_wrong_comes_at_once_in_the_order_of_the_lines(tmp_path):
-    text = """\
-optimizer: {lr: high, schedule: {kind: cosine}}
-mesh: {tp: 0, pp: 2, vppp: 2}
-inputs:
-  ids: {shape: [4, 0]}
-  labels: {like: idss}
-batch: {global: 8}
-precision: {parameters: fp16}
-clusters: none.yaml
-"""
-    assert_expected_inline(
-        error(tmp_path, text),
-        """\
-8 errors in the spec
-optimizer.lr must be a number, not the string 'high'
-  at:  spec.yaml:1
-  fix: write a number at least 0, without quotes
-optimizer.schedule.steps is missing: a cosine decay needs its last step
-  at:  spec.yaml:1
-  fix: add `steps: 10000`
-mesh.tp is 0, it must be at least 1
-  at:  spec.yaml:2
-  fix: set it to 1 or more
-unknown key 'vppp' in mesh
-  at:  spec.yaml:2
-  fix: did you mean 'vpp'?
-inputs.ids.shape.1 is 0, it must be at least 1
-  at:  spec.yaml:4
-  fix: set it to 1 or more
-batch.micro is missing
-  at:  spec.yaml:6
-  fix: add `micro: 2`
-precision.parameters cannot be the string 'fp16'
-  at:  spec.yaml:7
-  fix: did you mean 'float16'? choose one of: float32, bfloat16, float16, float64, null
-unknown key 'clusters'
-  at:  spec.yaml:8
-  fix: did you mean 'cluster'?""",
-    )
-    with pytest.raises(SpecError) as caught:
-        load(tmp_path, text)
-    assert [e.where.line for e in caught.value.errors] == [1, 1, 2, 2, 4, 6, 7, 8]
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_all_that_keys_say_against_one_another_comes_at_once(tmp_path):
-    text = "mesh: {pp: 2, vpp: 2, dp: 4}\nbatch: {global: 9, micro: 2}\npipeline: {split: [1, 2, 3]}\n"
-    assert_expected_inline(
-        error(tmp_path, text),
-        """\
-3 errors in the spec
-mesh.vpp = 2 needs an interleaved schedule, but pipeline.schedule is 1f1b
-  at:  spec.yaml:1
-  fix: set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1
-batch.global = 9 is not divisible by batch.micro · mesh.dp = 2 · 4 = 8
-  at:  spec.yaml:2
-  fix: set batch.global to 8 or 16, or change batch.micro or mesh.dp
-pipeline.split has 3 stages, mesh.pp · mesh.vpp = 2 · 2 = 4
-  at:  spec.yaml:3
-  fix: list 4 numbers of blocks, or write auto""",
-    )
-
-
-def test_a_misspelt_key_is_not_also_missing(tmp_path):
-    assert_expected_inline(
-        error(tmp_path, "mash: {tp: 2}\nbatch: {global: 8, micr: 2}\n"),
-        """\
-2 errors in the spec
-unknown key 'mash'
-  at:  spec.yaml:1
-  fix: did you mean 'mesh'?
-unknown key 'micr' in batch
-  at:  spec.yaml:2
-  fix: did you mean 'micro'?""",
-    )
-
-
 def test_a_list_or_a_choice_tells_the_item_that_is_wrong():
     assert "pipeline.split.1 is 0, it must be at least 1" in dict_error(pipeline={"split": [4, 0]})
     assert "inputs.x.shape.0 must be a whole number, not the string 'a'" in dict_error(inputs={"x": {"shape": ["a"]}})
@@ -372,116 +292,6 @@ inputs.labels.like names no input: 'input_ids'
     )
 
 
-def test_a_key_given_twice_names_both_lines(tmp_path):
-    assert_expected_inline(
-        error(tmp_path, TWO_LINES + "seed: 1\nseed: 2\n"),
-        """\
-the key 'seed' is given twice
-  at:  spec.yaml:4
-  fix: remove one; the first is on line 3""",
-    )
-
-
-def test_all_keys_given_twice_come_at_once(tmp_path):
-    assert_expected_inline(
-        error(tmp_path, TWO_LINES + "seed: 1\noptimizer: {lr: 1.0, lr: 2.0}\nseed: 2\nseed: 3\n"),
-        """\
-3 errors in the spec
-the key 'lr' is given twice
-  at:  spec.yaml:4
-  fix: remove one; the first is on line 4
-the key 'seed' is given twice
-  at:  spec.yaml:5
-  fix: remove one; the first is on line 3
-the key 'seed' is given twice
-  at:  spec.yaml:6
-  fix: remove one; the first is on line 3""",
-    )
-
-
-def test_invalid_yaml_names_the_line(tmp_path):
-    assert_expected_inline(
-        error(tmp_path, TWO_LINES + "\tseed: 1\n"),
-        """\
-invalid YAML: while scanning for the next token, found character '\\t' that cannot start any token
-  at:  spec.yaml:3
-  fix: check the indentation (spaces, no tabs), brackets, quotes and colons around this line""",
-    )
-    assert_expected_inline(
-        error(tmp_path, "mesh: {tp: 2\nbatch: 3\n"),
-        """\
-invalid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'
-  at:  spec.yaml:2
-  fix: check the indentation (spaces, no tabs), brackets, quotes and colons around this line""",
-    )
-
-
-def exploding(innermost: str, around: str) -> str:
-    """Twenty anchors, each of nine times the one before it."""
-    lines = [f"a0: &a0 {innermost}"]
-    lines += [f"a{n}: &a{n} {around.format(', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, 20)]
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("text", "what", "line"),
-    [
-        ("a: 1\nb: \x01\n", "special characters", 2),
-        ("mesh: &m {tp: *m}\n", "an alias refers to the value that contains it", None),
-        ("mesh: &m {<<: *m}\n", "an alias refers to the value that contains it", None),
-        ("mesh: {<<: 3}\n", "`<<` takes a mapping or a list of mappings", 1),
-        ("mesh: {? [a] : b}\n", "a key must be a single word", 1),
-        ("mesh: !!python/object:os.system {}\n", "the tag .* is not supported", 1),
-        ("mesh: {tp: 2}\n---\nbatch: 3\n", "expected a single document", 2),
-        ("- mesh\n", "the spec must be a mapping", 1),
-        ("mesh: {tp: 2}\nseed: " + "9" * 400 + "\n", "the number 9+…9+ is too large", 2),
-        ("mesh: {tp: 2}\nseed: " + "9" * 20_000 + "\n", "the number 9+…9+ is too large", 2),
-        ("optimizer: {lr: 1e999}\n", "the number 1e999 is too large", 1),
-        ("mesh: 2024-13-45\n", "mesh must be a mapping or auto, not the string '2024-13-45'", 1),
-        ("mesh: {tp: 012}\n", "mesh.tp must be a whole number or auto, not the string '012'", 1),
-        ("mesh: {tp: !!int foo}\n", "`foo` is not of the type of its tag, int", 1),
-        ("mesh: {tp: !!bool foo}\n", "`foo` is not of the type of its tag, bool", 1),
-        ("mesh: {tp: !!timestamp 2024-01-01}\n", "the tag .* is not supported", 1),
-        ("mesh: !!binary =\n", "the tag .* is not supported", 1),
-        ("mesh: " + "[" * 900 + "\n", "invalid YAML: nested too deeply", None),
-        ("mesh:\n" + "- " * 900 + "1\n", "invalid YAML: nested too deeply", None),
-        ("mesh: " + "[" * 100 + "]" * 100 + "\n", "mesh must be a mapping or auto, not the list", 1),
-        ('loss: "\\ud800"\n', "lone surrogate", 1),
-        ('loss: "\\UFFFFFFFF"\n', "invalid YAML: .*too large", None),
-        ("%YAML 1." + "9" * 5000 + "\n---\nmesh: 1\n", "invalid YAML: Exceeds the limit", None),
-        (exploding("[1, 2]", "[{}]"), "aliases repeat values too often", None),
-        (exploding("{}", "{{<<: [{}]}}"), "aliases repeat values too often", None),
-        ("#" * (256 * 1024 + 1), "the spec .*spec.yaml is larger than 256 KiB", None),
-        ("hello", "the spec must be a mapping", 1),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else None,
-)
-def test_what_yaml_allows_or_forbids_ends_in_one_error(tmp_path, text, what, line):
-    with pytest.raises(SpecError, match=what) as caught:
-        load(tmp_path, text)
-    assert line is None or str(caught.value.where) == f"spec.yaml:{line}"
-    assert len(str(caught.value)) < 1000
-
-
-def test_files_that_cannot_be_read_are_one_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "binary.yaml").write_bytes(b"mesh: 1\nbatch: \xff\n")
-    for source, what in [("none.yaml", "there is no spec file"), (".", "is a directory"), ("binary.yaml", "UTF-8")]:
-        with pytest.raises(SpecError, match=what):
-            Spec.load(source)
-    with pytest.raises(SpecError) as caught:
-        Spec.load("none.yaml")
-    assert_expected_inline(
-        str(caught.value),
-        """\
-there is no spec file none.yaml
-  at:  none.yaml
-  fix: give the path of a YAML file, or a dict""",
-    )
-    with pytest.raises(SpecError, match="a spec cannot be of type int"):
-        Spec.load(5)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
@@ -510,9 +320,3 @@ def test_sizes_that_no_machine_has_are_refused_in_few_words(keys, what):
     with pytest.raises(SpecError, match=what) as caught:
         Spec.load({**MINIMAL, **keys})
     assert len(str(caught.value)) < 1000
-
-
-def test_of_very_many_errors_the_first_are_shown():
-    words = dict_error(**{f"key_{n}": n for n in range(5000)}).splitlines()
-    assert len(words) == 1 + 20 * 3 + 1
-    assert words[-1] == "and 80 more"

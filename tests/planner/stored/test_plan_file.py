@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner import Plan, plan
+from planner import Plan
 from planner.files.values import Reader, Unstorable, Writer
 from planner.lower import passes_text
 from runtime import Engine
 from runtime.same_code import identity
 from tests.models.plannable import MODELS, build, spec_of
+from tests.tools.captures import plan_again
 from tests.tools.laboratory import Lab, session_lab
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,13 +36,14 @@ NUM_STEPS = 2
 
 
 def planned(name: str, **more: Any) -> Plan:
-    return plan(build(name), spec_of(name, **{**LAYOUTS.get(name, {"mesh": {"tp": 2}}), **more}))
+    return plan_again(build(name), spec_of(name, **{**LAYOUTS.get(name, {"mesh": {"tp": 2}}), **more}))
 
 
 def lowered(made: Plan) -> list[str]:
     return [passes_text(made, rank, full=True) for rank in range(made.mesh.world_size)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("three heads")])
 def test_a_loaded_plan_is_lowered_as_the_saved_one(name: str, tmp_path: Path) -> None:
     made = planned(name)
@@ -63,7 +65,7 @@ def lab() -> Lab:
 def on_meta(name: str) -> Plan:
     with torch.device("meta"):
         model = build(name)
-    return plan(model, spec_of(name, **LAYOUTS[name], initialization={"method": "normal"}))
+    return plan_again(model, spec_of(name, **LAYOUTS[name], initialization={"method": "normal"}))
 
 
 def trained(made: Plan) -> tuple[list[float], dict[str, Tensor]]:
@@ -94,7 +96,7 @@ def test_ranks_of_a_loaded_plan_train_to_the_same_bits(lab: Lab, name: str, tmp_
 
 
 def test_a_loaded_plan_needs_values_from_somewhere(tmp_path: Path) -> None:
-    made = plan(build("gpt2"), spec_of("gpt2", mesh={}, initialization={"method": "model"}))
+    made = plan_again(build("gpt2"), spec_of("gpt2", mesh={}, initialization={"method": "model"}))
     made.save(tmp_path / "plan.pt")
     with Engine(Plan.load(tmp_path / "plan.pt")) as engine, pytest.raises(PlanError) as caught:
         engine.train_step({k: torch.zeros(8, *s, dtype=d) for k, (s, d) in made.to_run()[0].batch_inputs.items()})
@@ -194,7 +196,7 @@ class OfOwnFunction(nn.Linear):
 
 def test_a_function_of_the_user_is_not_saved_and_nothing_is_written(tmp_path: Path) -> None:
     inputs = {"x": {"shape": [8], "dtype": "float32"}, "labels": {"shape": [], "dtype": "int64", "high": 8}}
-    made = plan(OfOwnFunction(8, 8), {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs})
+    made = plan_again(OfOwnFunction(8, 8), {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs})
     with pytest.raises(PlanError, match="a function of your own"):
         made.save(tmp_path / "plan.pt")
     assert list(tmp_path.iterdir()) == []

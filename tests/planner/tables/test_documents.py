@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Plan, plan
+from planner import Plan
 from tests.models.of_documents import Gpt
+from tests.tools.captures import plan_again
 
 LENGTH = 12
 INPUTS = ("tokens", "targets", "position_ids", "document_ids")
@@ -26,7 +27,7 @@ def planned(mean: int | None = None, cluster: str | None = None, **more: Any) ->
     }
     with torch.device("meta"):
         model = Gpt()
-    return plan(model, spec | more)
+    return plan_again(model, spec | more)
 
 
 def remarks(made: Plan, word: str) -> list[str]:

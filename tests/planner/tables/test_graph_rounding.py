@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner import plan
 from planner.tables.rows import Diagnostic
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import spec_of
 
 HALF = {"precision": {"parameters": "bfloat16"}}
@@ -18,7 +18,7 @@ def warnings(impl: str, **sections: Any) -> list[Diagnostic]:
     entry = families.build("gpt2")
     spec = spec_of(entry, ["attn", "mlp"], **sections)
     spec["cuda_graphs"]["impl"] = impl
-    return [row for row in plan(entry.model, spec).diagnostics if row.where == "cuda_graphs.impl"]
+    return [row for row in plan_again(entry.model, spec).diagnostics if row.where == "cuda_graphs.impl"]
 
 
 @pytest.mark.thorough

@@ -8,12 +8,13 @@ import pytest
 
 from planner import Plan, PlanError, plan
 from tests.models.plannable import build, spec_of
+from tests.tools.captures import plan_again
 
 
 @cache
 def planned(model: str, tp: int = 2, overrides: tuple[tuple[str, str], ...] = (), pp: int = 1) -> Plan:
     changes = {"mesh": {"tp": tp, "pp": pp}, "tensor_parallel": {"overrides": dict(overrides)}}
-    return plan(build(model), spec_of(model, **changes))
+    return plan_again(build(model), spec_of(model, **changes))
 
 
 def row(made: Plan, name: str):
@@ -95,7 +96,7 @@ def test_a_fused_weight_says_which_segments_are_whole():
 
 def test_tp_that_divides_no_heads_is_an_error_with_module_line_and_nearest_tp():
     with pytest.raises(PlanError) as caught:
-        plan(build("three heads"), spec_of("three heads", mesh={"tp": 2}))
+        plan_again(build("three heads"), spec_of("three heads", mesh={"tp": 2}))
     told = str(caught.value)
     assert told.splitlines()[0] == "attention: 3 query heads not divisible by tp = 2"
     assert "at:  blocks.0   (plannable.py:" in told
@@ -105,7 +106,7 @@ def test_tp_that_divides_no_heads_is_an_error_with_module_line_and_nearest_tp():
 
 def test_heads_of_attention_written_by_hand_are_found_too():
     with pytest.raises(PlanError, match="3 query heads not divisible by tp = 2") as caught:
-        plan(build("three heads by hand"), spec_of("three heads by hand", mesh={"tp": 2}))
+        plan_again(build("three heads by hand"), spec_of("three heads by hand", mesh={"tp": 2}))
     assert "softmax(-1) @ v" in str(caught.value)
 
 
@@ -177,7 +178,7 @@ def test_an_unused_parameter_is_listed_and_said_to_be_unused():
 def test_a_frozen_parameter_is_said_to_be_frozen_and_has_no_place_in_the_buffers():
     model = build("gpt")
     model.blocks[0].mlp.up.weight.requires_grad_(False)
-    made = plan(model, spec_of("gpt", mesh={"tp": 2}))
+    made = plan_again(model, spec_of("gpt", mesh={"tp": 2}))
     assert row(made, "blocks.0.mlp.up.weight").reason.endswith("; frozen: no gradient")
     held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
     assert held == {p.name for p in made.parameters} - {"blocks.0.mlp.up.weight"}

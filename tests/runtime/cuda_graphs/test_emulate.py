@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner import PlanError, plan
+from planner import PlanError
 from runtime import Engine
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, spec_of, train
 
 
@@ -31,7 +32,7 @@ def test_the_number_of_graphs_does_not_follow_the_number_of_microbatches(microba
     entry = families.build("gpt2")
     found = []
     for scope in (["attn"], ["full_iteration"]):
-        decided = plan(entry.model, spec_of(entry, scope, batch={"global": microbatches, "micro": 1}))
+        decided = plan_again(entry.model, spec_of(entry, scope, batch={"global": microbatches, "micro": 1}))
         (row,) = decided.graph_slots
         found.append((row.num_graphs, row.num_replays))
         if microbatches == 16:
@@ -48,7 +49,7 @@ def test_the_first_steps_and_evaluations_run_eagerly(scope):
     entry = families.build("gpt2")
     spec = spec_of(entry, scope)
     spec["cuda_graphs"]["warmup_steps"] = 2
-    with Engine(plan(entry.model, spec)) as engine:
+    with Engine(plan_again(entry.model, spec)) as engine:
         replays = []
         for step in range(3):
             engine.train_step(entry.batch(8, step))

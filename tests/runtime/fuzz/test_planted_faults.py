@@ -32,7 +32,7 @@ def test_a_planted_fault_is_found(name: str, campaign: Campaign):
     assert outcome.verdict is Verdict.DIFFERS, outcome.words
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", sorted({fault.seed for fault in FAULTS.values()}))
 def test_a_case_without_its_fault_is_equal(seed: int, campaign: Campaign):

@@ -53,6 +53,7 @@ def test_the_fullest_rank_holds_what_the_plan_predicts(tmp_path: Path) -> None:
     assert abs(rows["at the peak"].difference) < 0.03, str(report)
 
 
+@pytest.mark.thorough
 def test_more_rows_are_more_memory_and_more_time(tmp_path: Path) -> None:
     reference, spec_path = written(tmp_path, 2.0)
     model, skewed = load_model(reference), Spec.load(spec_path)

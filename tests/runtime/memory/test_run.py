@@ -114,6 +114,7 @@ def test_frozen_weights_that_ranks_could_share_are_counted_once(tmp_path: Path, 
     assert all(row.measured == row.predicted for row in report.rows if row.category == "parameters")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompute: str) -> None:

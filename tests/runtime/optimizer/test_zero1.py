@@ -13,6 +13,7 @@ from torch import nn
 from passes.parameters import LocalParameter
 from passes.types.types import I
 from runtime.optimizer.norm import squared_norm
+from tests.tools.chosen_cases import chosen
 from tests.tools.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
@@ -25,9 +26,10 @@ FULL_BYTES = {("float32", "float32"): (8, 8), ("bfloat16", "float32"): (6, 12), 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     """results[rank][case] of one launch of four processes."""
     directory = tmp_path_factory.mktemp("zero1")
+    torch.save(chosen(request, "case"), directory / "cases.pt")
     root = str(ROOT)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::FutureWarning", str(SCRIPT)]
@@ -120,6 +122,7 @@ def test_every_rank_equals_one_process(results, case):
                 assert_near(actual["parameters"][name], expected, tolerance)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
 def test_reductions_start_while_the_backward_runs_and_in_one_order(results, case):
@@ -136,6 +139,7 @@ def test_reductions_start_while_the_backward_runs_and_in_one_order(results, case
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", [c for c in ranks.CASES if c[0] in FULL_BYTES], ids=name_of)
 def test_live_bytes_equal_the_table_up_to_padding(results, case):
     precision, dp, zero, *_ = case

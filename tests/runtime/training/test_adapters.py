@@ -44,7 +44,7 @@ def config_in(directory: Path, **settings: Any) -> Path:
     return file
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", OF_THE_BASE)
 def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
     reference = f"hf:{base} --peft {config_in(base.parent, **OF_THE_BASE[kind])}"
@@ -102,7 +102,7 @@ def saving(out: Path, config: Path) -> tuple[str, ...]:
     return "--peft", str(config), "--save", str(out / "run"), "--save-merged", str(out / "merged")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*OF_THE_BASE, "mean"])
 def test_an_export_of_a_save_is_the_merge_of_the_run(base: Path, kind: str) -> None:
     out, settings = base.parent, OF_THE_BASE.get(kind, {})
@@ -188,7 +188,7 @@ def test_saved_adapters_are_trained_further(base: Path) -> None:
     assert json.loads((second / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -245,6 +245,7 @@ def perplexity(model: Path, base: Path, *words: str) -> float:
     return json.loads(done.stdout)["perplexity"]
 
 
+@pytest.mark.thorough
 def test_a_save_saved_adapters_and_their_merge_have_one_perplexity(base: Path) -> None:
     out, config = base.parent, str(config_in(base.parent))
     spec = SPEC + "optimizer: {lr: 0.05}\n"
@@ -256,6 +257,7 @@ def test_a_save_saved_adapters_and_their_merge_have_one_perplexity(base: Path) -
     assert perplexity(base, base) != pytest.approx(found, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_and_search_count_what_is_trained(base: Path) -> None:
     words = ("--peft", str(config_in(base.parent)), "--format", "json")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt import GPT
-from planner import PlanError, plan
+from planner import PlanError
+from tests.tools.captures import plan_again
 
 
 def spec(length: int) -> dict:
@@ -17,9 +18,9 @@ def spec(length: int) -> dict:
 
 def test_a_sequence_as_long_as_the_positions_is_planned_and_one_longer_is_refused() -> None:
     model = GPT(vocabulary=32, length=8, width=16, num_layers=1, num_heads=2)
-    assert plan(model, spec(8)).stages
+    assert plan_again(model, spec(8)).stages
     with pytest.raises(PlanError, match="the embedding positions has 8 rows, but the model looks up row 8") as error:
-        plan(model, spec(9))
+        plan_again(model, spec(9))
     assert "gpt.py" in str(error.value.where)
     assert "self.positions(positions)" in str(error.value.where)
 
@@ -38,12 +39,12 @@ class Shifted(nn.Module):
 
 
 def test_positions_are_computed_as_the_model_does() -> None:
-    assert plan(Shifted(), spec(8)).stages
+    assert plan_again(Shifted(), spec(8)).stages
     with pytest.raises(PlanError, match="has 10 rows, but the model looks up row 10"):
-        plan(Shifted(), spec(9))
+        plan_again(Shifted(), spec(9))
 
 
 def test_positions_of_the_batch_are_left_to_the_check_of_the_batch() -> None:
     given = spec(9)
     given["inputs"]["position_ids"] = {"like": "input_ids"}
-    assert plan(Shifted(), given).stages
+    assert plan_again(Shifted(), given).stages

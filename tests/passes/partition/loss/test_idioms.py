@@ -16,7 +16,7 @@ def of(loss: Loss, micro: int, num_microbatches: int) -> Shared:
     return shared(lambda: Small(loss), micro, num_microbatches)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_divisor_made_of_shapes_counts_the_global_batch(name: str) -> None:
     found = of(SHAPES[name], 2, 3)
@@ -24,7 +24,7 @@ def test_a_divisor_made_of_shapes_counts_the_global_batch(name: str) -> None:
     assert not found.is_told
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "chunk_means"])
 def test_loops_chunks_and_stacks_over_the_batch_add_up_and_raise_no_false_warning(name: str, micro: int) -> None:
@@ -43,7 +43,7 @@ def test_the_mean_of_chunks_means_is_exact_where_the_chunks_are_equal_and_told_w
 REFUSED = [*((name, 1) for name in OF_ANOTHER_SIZE), ("neighbours", 2)]
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "micro"), [(n, m) for n in NO_SUMS for m in (1, 2) if (n, m) not in REFUSED])
 def test_a_loss_that_is_no_sum_over_sequences_is_never_silent(name: str, micro: int) -> None:
     assert of(NO_SUMS[name], micro, 3).is_told
