@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Ledger:
-    """Owns: bytes that ``live``. ``events``: every change in its order; None if nobody asks."""
+    """Owns: bytes that ``live``. ``events``: every change in its order, if ``records``; else None."""
 
     def __init__(self, live: int = 0, *, records: bool = False) -> None:
         self.live = live

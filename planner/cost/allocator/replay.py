@@ -6,8 +6,8 @@
     slack            most reserved − most that lived
 
 A step repeats itself: the replay ends once several backward actions have changed neither figure. Full weights and
-gradients of sharded ones (``whole``) are not replayed: they keep the flat share, as do all tensors of a model with
-routed experts, whose sizes change from microbatch to microbatch, if that is more.
+gradients of sharded ones (``whole``) are not replayed: they keep the flat share. So do all tensors of a model with
+routed experts, if that is more, because their sizes change from microbatch to microbatch.
 """
 
 from __future__ import annotations
