@@ -25,7 +25,7 @@ from planner.cost.device_memory import on_device
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageEvents, stage_events
 from planner.cost.memory import SLACK, MemoryRow, memory_rows, update_bytes, waiting_calls
-from planner.fold import stage_of
+from planner.fold import Fold, stage_of
 from planner.pipeline.links import Message, Progress, received_by, sent_by
 from planner.pipeline.schedule import Action, SchedulePlan
 from planner.regions.static_memory import GraphSlots
@@ -88,7 +88,8 @@ class Replay:
         stands_still: bool = False,
     ) -> None:
         mesh, self.shards = lowered.decisions.mesh, lowered.shards
-        self.decisions, self.pp, self.fold, self.stages = lowered.decisions, mesh.pp, mesh.fold, stages
+        self.decisions, self.pp, self.stages = lowered.decisions, mesh.pp, stages
+        self.fold: Fold = mesh.fold
         self.order, self.rank, self.stands_still = schedule.actions[rank], rank, stands_still
         self.progress = Progress(schedule.actions, mesh.fold)
         self.allocator = CachingAllocator(room)
