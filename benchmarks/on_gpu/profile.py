@@ -3,7 +3,7 @@
 MFU          (6 · parameters + 6 · layers · length · width) · tokens/s / the GPU's dense bfloat16 peak
              (a causal product of keys and queries is half of a full one; the head counts, the embedding does not)
 gaps         1 − time in which some kernel runs / time from the first kernel's start to the last one's end
-memory       torch.cuda.max_memory_allocated beside the plan's sum, with estimated activations
+memory       torch.cuda.max_memory_allocated beside the plan's sum without slack, max_memory_reserved beside all of it
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def figures(device: torch.device, attention_dropout: float, recompute: str, *, t
         timed = 1 if tiny else TIMED
         seconds = seconds_a_step(engine, given, 1 if tiny else WARM, timed)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         kernels = kernels_of(engine, given, device)
     del engine, model
     gc.collect()
@@ -69,8 +70,10 @@ def figures(device: torch.device, attention_dropout: float, recompute: str, *, t
         "kernels a step": len(kernels) // PROFILED or None,
         "attention's kernels": attention_kernels(name for name, *_ in kernels),
         "peak GiB": gib(peak),
-        "peak GiB by the plan": gib(row.total),
-        "peak / plan": peak / row.total if peak else None,
+        "peak GiB by the plan": gib(row.total - row.slack - row.device),
+        "peak / plan": peak / (row.total - row.slack - row.device) if peak else None,
+        "reserved GiB": gib(reserved),
+        "reserved GiB by the plan": gib(row.total - row.device),
         "plan: parameters, gradients, optimizer, activations GiB": ", ".join(
             f"{gib(n):.2f}" for n in (row.parameters, row.gradients, row.optimizer, row.activations)
         ),

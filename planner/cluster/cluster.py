@@ -23,6 +23,7 @@ from planner.spec.lines import locate
 
 Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Point = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)], Share]
 Spread = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
 Float = Literal["float32", "bfloat16", "float16", "float64"]
 _FLOPS = {"float32": 67e12, "bfloat16": 989e12}
@@ -65,6 +66,22 @@ class Device(Section):
         return self.processors is not None
 
 
+def _ascending(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    for (low, _), (high, _) in pairwise(points):
+        if low >= high:
+            raise SpecError(f"has {high:g} after {low:g}", fix="list the points from the smallest to the largest")
+    return points
+
+
+def _rising(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """More bytes never take less time."""
+    for (low, slow), (high, fast) in pairwise(_ascending(points)):
+        if high / fast < low / slow:
+            what = f"says that {high:g} bytes take less time than {low:g}"
+            raise SpecError(what, fix="measure again, or leave one of the two points out")
+    return points
+
+
 class Link(Section):
     name: Name = required("name of the link", "NVSwitch")
     devices: Devices = required("devices that the link joins, including those of inner links", 8)
@@ -77,6 +94,13 @@ class Link(Section):
     reduce_scatter: Times = key(
         1.0,
         "duration relative to a ring: about 3 if the library sums all parts on every device, as gloo does",
+    )
+    sizes: Annotated[tuple[Point, ...], AfterValidator(_rising)] = key(
+        (),
+        "[bytes of the tensor, fraction of the bandwidth that it reaches]; [] means fraction for all sizes",
+    )
+    parts: Annotated[tuple[Point, ...], AfterValidator(_ascending)] = key(
+        (), "[number of nodes, or parts, that a group joins here, factor on its bandwidth]; [] means 1 for all"
     )
 
 

@@ -2,7 +2,8 @@
 
 A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ are in one node, n₁ nodes in
 one rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
-it, since all members inside share the work. w: bandwidth · fraction of a device; t: latency of a message.
+it, since all members inside share the work. w: bandwidth · fraction of a device, or as measured for tensors of this
+size and groups of as many parts; t: latency of a message.
 
     reduce-scatter, all-gather      Σ_l  (n_l − 1)·t_l + (n_l − 1)/n_l · B_l / w_l                 ring
     all-reduce                      twice that; or, for small messages,
@@ -22,8 +23,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from math import ceil, log2
+from itertools import accumulate, pairwise
+from math import ceil, log, log2
 from operator import mul
 
 from planner.cluster.cluster import Cluster
@@ -51,12 +52,30 @@ class Group:
 class Wire:
     """One level of links as a device sees it: ``latency`` in seconds, ``bandwidth`` in bytes a second, as reached.
 
-    ``reduce_scatter``: how many times as long as a ring that takes.
+    ``reduce_scatter``: how many times as long as a ring that takes. ``sizes``: [bytes of the tensor, bandwidth];
+    ``parts``: [number of parts that a group joins here, factor on its bandwidth]; between two points a power law.
     """
 
     latency: float
     bandwidth: float
     reduce_scatter: float = 1.0
+    sizes: tuple[tuple[float, float], ...] = ()
+    parts: tuple[tuple[float, float], ...] = ()
+
+    def rate(self, num_bytes: float, parts: int) -> float:
+        """Bytes a second of a device, in a group of so many parts that exchanges a tensor of so many bytes."""
+        bandwidth = _between(self.sizes, num_bytes) if self.sizes else self.bandwidth
+        return bandwidth * _between(self.parts, parts) if self.parts else bandwidth
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value at ``at``; beyond the first and the last point theirs."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, first), (high, last) in pairwise(points):
+        if at < high:
+            return first * (last / first) ** (log(at / low) / log(high / low))
+    return points[-1][1]
 
 
 def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
@@ -64,7 +83,13 @@ def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
     sends and copies.
     """
     return tuple(
-        Wire(link.latency * slower, link.bandwidth * link.fraction / slower, link.reduce_scatter)
+        Wire(
+            link.latency * slower,
+            link.bandwidth * link.fraction / slower,
+            link.reduce_scatter,
+            tuple((size, link.bandwidth * fraction / slower) for size, fraction in link.sizes),
+            link.parts,
+        )
         for link in cluster.links
     )
 
@@ -139,14 +164,14 @@ def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -
 
 def send_seconds(num_bytes: float, wire: Wire) -> float:
     """Of one message between two ranks."""
-    return wire.latency + num_bytes / wire.bandwidth if num_bytes else 0.0
+    return wire.latency + num_bytes / wire.rate(num_bytes, 2) if num_bytes else 0.0
 
 
 def _ring(num_bytes: float, group: Group, levels: Sequence[Wire], *, summed: bool = False) -> float:
     total, share = 0.0, num_bytes
     for n, wire in zip(group.sizes, levels, strict=True):
         times = wire.reduce_scatter if summed else 1.0
-        total += times * ((n - 1) * wire.latency + (n - 1) / n * share / wire.bandwidth)
+        total += times * ((n - 1) * wire.latency + (n - 1) / n * share / wire.rate(share, n))
         share /= n
     return total
 
@@ -155,7 +180,7 @@ def _tree(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
     total, share = 0.0, num_bytes
     for n, wire in zip(group.sizes, levels, strict=True):
         if n > 1:
-            total += 2 * ceil(log2(n)) * wire.latency + 2 * share / wire.bandwidth
+            total += 2 * ceil(log2(n)) * wire.latency + 2 * share / wire.rate(share, n)
         share /= n
     return total
 
@@ -164,6 +189,6 @@ def _all_to_all(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float
     total, inside = 0.0, 1
     for n, wire in zip(group.sizes, levels, strict=True):
         peers = inside * (n - 1)
-        total += peers * wire.latency + num_bytes * peers / group.size / wire.bandwidth
+        total += peers * wire.latency + num_bytes * peers / group.size / wire.rate(num_bytes, n)
         inside *= n
     return total

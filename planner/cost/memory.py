@@ -21,7 +21,8 @@ whole                   with zero 2 and 3: full gradients, and weights, of the b
                         (planner.cost.whole)
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
-slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication)
+slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication); of a
+                        plan for a cluster of GPUs by replay (planner.cost.allocator)
 device                  if the cluster file has figures: of the driver's context and of collectives
                         (planner.cost.device_memory)
 """
@@ -153,9 +154,7 @@ def _row(
     laid_out = {name for buffer in buffers for name in buffer.by_name}
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
     own = sum(b.parameter_bytes for b in buffers)
-    homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
-    updating = max((h.update_bytes for h in homes if h is not None), default=0)
-    more = max(0, updating - peak.total - whole)  # nothing of a microbatch is held then
+    more = max(0, update_bytes(decisions, shards, rank) - peak.total - whole)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
         parameters=frozen + registered_bytes(decisions, rank) + own,
@@ -171,6 +170,12 @@ def _row(
         peak="update" if more else peak.action,
         of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
     )
+
+
+def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
+    """The most bytes at once that the update of a rank's weights needs beside them."""
+    homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in shards.buffers_of_rank(rank)]
+    return max((home.update_bytes for home in homes if home is not None), default=0)
 
 
 def after_blocks(decisions: Decisions) -> list[str]:

@@ -15,6 +15,7 @@ from planner.cost.cut.units import CutWork
 from planner.decisions import Decisions
 from planner.recompute.asked import NONE
 from planner.recompute.decide import decide_recompute
+from planner.regions.regions import decide_regions
 from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -24,7 +25,7 @@ AS_PLANNED = "as planned"  # the kind of recompute of a plan with a spec that na
 
 def cut_work(decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str]) -> CutWork:
     """Decisions of any pp. ``kinds``: of recompute (none, full, selective) that the work is to know about."""
-    lowered = Lowered(decisions, shards)
+    lowered = Lowered(decisions, shards, decide_regions(spec.cuda_graphs, decisions, shards))
     builder = Builder(lowered, spec)
     builder.add({kind: () if kind == NONE else decide_recompute(kind, lowered) for kind in kinds})
     return builder.work(tuple(kinds))

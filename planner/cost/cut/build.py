@@ -43,19 +43,30 @@ from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
 from planner.sharding.homes import matrices_of, shared_over
 from planner.sharding.parameters import local_parameter
-from planner.spec.sections import GLOBAL
+from planner.spec.sections import FULL_ITERATION, GLOBAL
 from planner.spec.spec import Spec
 
 
 class _Side:
-    """Kernels and collectives of a unit in one direction, while they are counted."""
+    """Kernels and collectives of a unit in one direction, while they are counted. ``captured``: kernels in graphs, of
+    the ``graphs`` by their indices.
+    """
 
     def __init__(self) -> None:
         self.ops: Counter[Op] = Counter()
         self.messages: Counter[Message] = Counter()
+        self.captured = 0
+        self.graphs: set[int] = set()
 
-    def phase(self) -> Phase:
-        return Phase(tuple(self.ops.items()), tuple(self.messages.items()))
+    def capture(self, graph: int | None, kernels: int) -> None:
+        if graph is not None and kernels:
+            self.captured += kernels
+            self.graphs.add(graph)
+
+    def phase(self, *, is_captured: bool = False) -> Phase:
+        """``is_captured``: by a graph of the full iteration."""
+        saved = self.ops.total() if is_captured else self.captured - len(self.graphs)
+        return Phase(tuple(self.ops.items()), tuple(self.messages.items()), saved)
 
 
 class Builder:
@@ -77,6 +88,9 @@ class Builder:
         self.kept: dict[tuple[str, int], Kept] = {}
         self.loose: list[Loose] = []
         self.aside: dict[int, Size] = {}  # by unit
+        captured = [region for region in lowered.regions if not region.refused]
+        self.graph_of = {(r.stage, name): r.index for r in captured for name in r.nodes}
+        self.is_captured = spec.cuda_graphs.impl != "none" and FULL_ITERATION in spec.cuda_graphs.scope
         self._seen: set[object] = set()
 
     def _side(self, units: Units, direction: str) -> _Side:
@@ -110,7 +124,11 @@ class Builder:
             forward, backward = self._side(units, "forward"), self._side(units, "backward")
             forward.ops.update(of.forward)
             backward.ops.update(of.backward)
-            backward.ops.update(self._added(trace, ops, call, reading, fused.piece_of.get(at)))
+            added = list(self._added(trace, ops, call, reading, fused.piece_of.get(at)))
+            backward.ops.update(added)
+            graph = self.graph_of.get((trace.index, call.name))
+            forward.capture(graph, len(of.forward))
+            backward.capture(graph, len(of.backward) + len(added))
             self._side(units, "weights").ops.update(of.of_weights)
             if of.of_weights:
                 self._puts_aside(ops, call, units, of.puts_aside)
@@ -240,9 +258,10 @@ class Builder:
         of_unit: dict[tuple[int, str], Phase] = {}
         for (units, direction), side in self.sides.items():
             if len(units) == 1:
-                of_unit[units[0], direction] = side.phase()
+                of_unit[units[0], direction] = side.phase(is_captured=self.is_captured)
         for units in dict.fromkeys(units for units, _ in self.sides if len(units) > 1):
-            phases = [self.sides.get((units, d), _Side()).phase() for d in ("forward", "backward", "weights")]
+            sides = [self.sides.get((units, d), _Side()) for d in ("forward", "backward", "weights")]
+            phases = [side.phase(is_captured=self.is_captured) for side in sides]
             shared.append(Shared(units, *phases))
         made: dict[UnitWork, UnitWork] = {}
         units = []

@@ -29,10 +29,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Kernels with how often each runs, and collectives, of one direction."""
+    """Kernels with how often each runs, and collectives, of one direction. ``saved``: launches that the host need not
+    make: kernels inside of CUDA graphs, less one launch a graph.
+    """
 
     ops: tuple[tuple[Op, int], ...] = ()
     messages: tuple[tuple[Message, int], ...] = ()
+    saved: int = 0
 
 
 NO_PHASE = Phase()

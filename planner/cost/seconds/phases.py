@@ -61,7 +61,7 @@ class Pricing:
         return seconds(kind, num_bytes, group(self.mesh, axis, self.cluster), self.wires)
 
     def phase(self, phase: Phase, micro: int, *, again: bool = False, alone: bool = False) -> Spent:
-        computed = self.roofline.all(phase.ops, micro)
+        computed = self.roofline.all(phase.ops, micro, phase.saved)
         spent = dict.fromkeys((f.name for f in fields(Spent)), 0.0)
         spent["recompute" if again else "compute"] = computed
         for message, count in phase.messages:
@@ -105,7 +105,7 @@ def _sides(
     if not waits:
         return UnitSeconds(pricing.phase(forward, micro), pricing.phase(backward, micro))
     later = dict(weights.ops)
-    rest = Phase(tuple((op, count - later.get(op, 0)) for op, count in backward.ops), backward.messages)
+    rest = replace(backward, ops=tuple((op, count - later.get(op, 0)) for op, count in backward.ops))
     parts = pricing.phase(forward, micro), pricing.phase(rest, micro, alone=True), pricing.phase(weights, micro)
     return UnitSeconds(*parts)
 

@@ -1,0 +1,1 @@
+"""The memory that an allocator reserves for the tensors of a rank, beyond the tensors themselves."""
