@@ -2,8 +2,9 @@
 
 parameters, gradients   the buffers that the runtime allocates, padding and all; frozen parameters, and the model's own
                         buffers and constants
-optimizer               two moments; a mean of the weights with ``optimizer.ema``; a float32 main parameter and gradient
-                        if the buffers are less precise. Under ZeRO-1 of this rank's shard alone
+optimizer               two moments, or the values that another update rule keeps; a mean of the weights with
+                        ``optimizer.ema``; a float32 main parameter and gradient if the buffers are less precise. Under
+                        ZeRO-1 of this rank's shard alone, but for the rows and columns of adafactor
 
 parameters, gradients     not sharded     ZeRO-1 over d ranks, bytes an element
 half, half                    20          4 + 16/d
@@ -49,6 +50,7 @@ from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
 from planner.saved.trace import StageTrace
+from planner.sharding.factored import factored_of, update_bytes
 from planner.sharding.homes import homes_of
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
@@ -155,6 +157,7 @@ def _row(
     own = sum(b.parameter_bytes for b in buffers)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     updating = max((h.update_bytes for h in homes if h is not None), default=0)
+    updating = max(updating, update_bytes(factored_of(buffers, decisions.mesh), buffers))
     more = max(0, updating - peak.total - whole)  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
