@@ -82,7 +82,7 @@ FOLLOWS = {
 EXCLUDED = {
     "optimizer.adjust_lr": "it is for muon, which is not drawn",
     "optimizer.split": "it is for muon, which is not drawn",
-    "optimizer.options": "it is for adafactor and classes of torch.optim, which are not drawn (tests/numeric/test_update_rules.py)",
+    "optimizer.options": "it is for adafactor and classes of torch.optim (tests/numeric/test_update_rules.py)",
     "precision.gather": "it rounds the weights of the engine, and not those of one process",
     "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",

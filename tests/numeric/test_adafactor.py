@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from planner import Plan, PlanError, plan
 from runtime import Engine
 from runtime.checkpoint.saves import read_step, resolve
+from runtime.optimizer.factored import FactoredRule
 from tests.models import families
 from tests.models.experts import VOCABULARY, Net
 from tests.models.stacked_experts import Stacks, biased
@@ -107,6 +108,13 @@ def test_of_experts_too(name: str, layout: str) -> None:
     check(name, EXPERTS[layout])
 
 
+def rule_of(engine: Engine) -> FactoredRule:
+    flat = engine.optimizer.optimizer
+    assert flat is not None
+    assert flat.factored is not None
+    return flat.factored
+
+
 # ---- its sums are those of the plan, its bytes too
 
 
@@ -122,8 +130,7 @@ def reduced(decided: Plan, batch: dict[str, Tensor]) -> list[tuple[int, str]]:
             seen.append((given.numel() * given.element_size(), names.get(id(options["group"]), "?")))
             return real(given, **options)
 
-        rule = engine.optimizer.optimizer.factored
-        assert rule is not None
+        rule = rule_of(engine)
         update = rule.step
 
         def step(*args: Any) -> None:
@@ -178,9 +185,7 @@ def steps_from(
     with Engine(decided, timeout_seconds=60) as engine:
         if start is not None:
             engine.load(start)
-        assert engine.optimizer.optimizer is not None
-        rule = engine.optimizer.optimizer.factored
-        assert rule is not None
+        rule = rule_of(engine)
         loaded: dict[str, list[tuple[str, Tensor]]] = {}
         for p in rule.parameters:
             for (kind, values), box in zip(p.state.items(), p.factored.boxes, strict=False):
@@ -234,8 +239,7 @@ def test_a_save_has_the_means_under_the_names_of_parameters(tmp_path: Path) -> N
         engine.train_step(entry.batch(8, 0))
         engine.save(tmp_path / "trained")
         engine.load(tmp_path / "fresh")
-        rule = engine.optimizer.optimizer.factored
-        assert rule is not None
+        rule = rule_of(engine)
         assert not any(mean.any() for p in rule.parameters for mean in p.state.values())
         assert all(int(count) == 0 for count in rule._counts.values())
     manifest, _ = read_step(resolve(tmp_path / "trained"))
