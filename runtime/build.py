@@ -20,6 +20,7 @@ from planner.lower import lower
 from planner.mesh import REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.sharding.buffers import Buffer
+from planner.sharding.factored import factored_of, parts_of
 from planner.sharding.homes import combined_axes, homes_of
 from planner.sharding.residency import Residency
 from planner.spec.sections import FULL_ITERATION
@@ -38,6 +39,7 @@ from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
 from runtime.mode import Mode
+from runtime.optimizer.factored import FactoredBucket
 from runtime.optimizer.matrices import BucketExchange, Member
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
@@ -198,7 +200,7 @@ def _optimizer(
     plan: Plan, spec: Spec, groups: Groups, program: RankProgram, buffers: tuple[Buffer, ...], mode: Mode
 ) -> DistributedOptimizer:
     """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
-    named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "world", "embedding")
+    named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "ep", "world", "embedding")
     axes, shards = {axis: groups.over(axis) for axis in named}, plan.to_run()[1]
     residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
     return DistributedOptimizer(
@@ -210,6 +212,7 @@ def _optimizer(
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups) if mode == "train" else {},
+        factored=_factored(plan, groups, buffers) if mode == "train" else {},
         residency=residency if mode == "train" else Residency(reshards=True),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
@@ -232,4 +235,16 @@ def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchan
         if homes is not None:
             member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))
             found |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
+    return found
+
+
+def _factored(plan: Plan, groups: Groups, buffers: tuple[Buffer, ...]) -> dict[tuple[int, int], FactoredBucket]:
+    """Of this rank's buckets that are updated by rows and columns."""
+    found: dict[tuple[int, int], FactoredBucket] = {}
+    for number, buffer in enumerate(buffers):
+        by_name = {f.local.fqn: f for f in factored_of([buffer], plan.mesh, groups.place["ep"])}
+        for bucket in buffer.layout.buckets if by_name else ():
+            held = [by_name[slot.name] for slot in bucket.slots]
+            parts = [(f, tuple(parts_of(f, bucket, buffer, plan.mesh, groups.place))) for f in held]
+            found[number, bucket.index] = parts
     return found

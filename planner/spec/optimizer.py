@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from passes.errors import PlanError, SpecError
+from planner.spec.adafactor import adafactor_options
 from planner.spec.fields import (
     AUTO,
     MOST_NAMES,
@@ -28,7 +29,7 @@ from planner.spec.fields import (
 from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
 from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
-from planner.spec.update_rules import UPDATE_RULES, keys_read, moments_of, momentum_of
+from planner.spec.update_rules import FACTORED_RULES, UPDATE_RULES, keys_read, moments_of, momentum_of, options_of
 
 if TYPE_CHECKING:
     Rule = str
@@ -75,17 +76,21 @@ class GroupSpec(Section):
 class OptimizerSpec(Section):
     name: RuleOrClass = key(
         "adamw",
-        "adamw | adam | sgd | lion | adagrad | muon (of hidden matrices; adamw of all other parameters), or an "
-        "element-wise class of torch: torch.optim:RMSprop",
+        "adamw | adam | sgd | lion | adagrad | adafactor | muon (of hidden matrices; adamw of all other parameters), "
+        "or an element-wise class of torch: torch.optim:RMSprop",
     )
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
     eps: Positive = key(1.0e-8, "added to the denominator of the update")
-    weight_decay: NotNegative = key(0.01, "decoupled for adamw, lion and muon; for others added to the gradient")
+    weight_decay: NotNegative = key(
+        0.01, "decoupled for adamw, lion, muon and adafactor; for others added to the gradient"
+    )
     momentum: Fraction | None = key(None, "null: 0 for sgd, 0.95 for muon")
     nesterov: Flag | None = key(None, "for sgd with momentum, and muon; null: false for sgd, true for muon")
-    options: dict[Name, Flag | Number | list[Number]] = key(
-        {}, "arguments of a class of torch, beside lr and weight_decay: {alpha: 0.9}"
+    options: dict[Name, Flag | Number | list[Number | None]] = key(
+        {},
+        "arguments of a class of torch, beside lr and weight_decay: {alpha: 0.9}; of adafactor: {beta2_decay, eps, d, "
+        "maximize}",
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
@@ -135,11 +140,15 @@ class OptimizerSpec(Section):
 
     def problems(self) -> Iterator[PlanError]:
         yield from self._keys_of_others()
-        if self.name.startswith(PREFIX):
-            try:
+        try:
+            if self.name.startswith(PREFIX):
                 moments_of(self.name, self)
-            except PlanError as error:
-                yield SpecError(error.what, where=error.where, fix=error.fix)
+            if FACTORED_RULES & {self.name, *(group.name for group in self.groups.values())}:
+                adafactor_options(options_of(self))
+        except PlanError as error:
+            own = self.name.removeprefix(PREFIX).lower()
+            fix = f"write name: {own}" if own in FACTORED_RULES - {self.name} else error.fix
+            yield SpecError(error.what, where=error.where, fix=fix)
         if self.schedule.min_lr > self.lr:
             at = "optimizer.schedule.min_lr"
             what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"

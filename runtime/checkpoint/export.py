@@ -49,7 +49,11 @@ def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, av
 
 
 def _entries(manifest: Manifest) -> list[Entry]:
-    return [Entry(name, tensor.shape, _dtype(tensor)) for name, tensor in manifest.tensors.items()]
+    return [
+        Entry(name, tensor.shape, _dtype(tensor))
+        for name, tensor in manifest.tensors.items()
+        if not tensor.is_statistic
+    ]
 
 
 def _whole(manifest: Manifest, reader: PieceReader, averaged: bool, name: str) -> Tensor:

@@ -22,7 +22,8 @@ from planner.sharding.boxes import Box, Piece, pieces_of_run
 from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
 from planner.sharding.parts import part_of
-from runtime.checkpoint.manifest import LossScaleEntry, Manifest
+from runtime.checkpoint.factored_state import misfits, statistics_of, written
+from runtime.checkpoint.manifest import STATISTICS, LossScaleEntry, Manifest, statistic_of
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
@@ -63,6 +64,8 @@ class TrainingState:
                 if not (piece.is_shared and self.groups.place[run.local.axis]):
                     for kind, values in run.values.items():
                         yield WrittenPiece(run.local.fqn, kind, piece.box, view_of(values, piece))
+        if self.num_updates:
+            yield from written(self.optimizer, self.groups)
         for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
             for name, tensor in tensors.items():
                 yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
@@ -98,19 +101,21 @@ class TrainingState:
         is_whole = self.reads == "all" and not manifest.has_weights_alone
         if is_whole and manifest.optimizer.name != self.plan.optimizer.name:
             raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=OTHER)
-        given = {name for name, entry in manifest.tensors.items() if "buffer" not in entry.values}
+        saved = {name: entry for name, entry in manifest.tensors.items() if not entry.is_statistic}
+        given = {name for name, entry in saved.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
         buffers = set(hub_of(self.plan).persistent_buffers)
-        saved_buffers = manifest.tensors.keys() - given
+        saved_buffers = saved.keys() - given
         problems = []
         absent_buffers = sorted(buffers - saved_buffers)
         if manifest.has_weights_alone:
             absent_buffers = [name for name in absent_buffers if not hub_of(self.plan).ignores_absent(name)]
         if absent := [*(n for n in known if n not in given), *absent_buffers]:
             problems.append(f"absent: {listed(absent)}")
-        if extra := [n[:200] for n in manifest.tensors if n not in (known if n in given else buffers)]:
+        if extra := [n[:200] for n in saved if n not in (known if n in given else buffers)]:
             problems.append(f"unexpected: {listed(extra)}")
         problems += self._misfits(manifest, [name for name in known if name in given])[:1]
+        problems += misfits(self.plan, manifest)[:1] if is_whole else []
         if problems:
             raise PlanError(f"the save is of another model: {'; '.join(problems)}", fix=OTHER)
 
@@ -148,7 +153,7 @@ class TrainingState:
         held = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
         found = set()
         for _, name, kind, box in self._targets():
-            if kind in ("parameter", "buffer") and name in held:
+            if kind in ("parameter", "buffer", *STATISTICS) and name in held:
                 found |= {index for (index, *_), other in held[name] if other.intersection(box) is not None}
         return {manifest.files[index].name for index in found}
 
@@ -158,6 +163,8 @@ class TrainingState:
             for piece in self._of_run(run, Range(0, len(run.range))):
                 for kind, values in run.values.items():
                     yield view_of(values, piece), run.local.fqn, kind, piece.box
+        for p, kind, values, box in statistics_of(self.optimizer):
+            yield values, statistic_of(p.factored.local.fqn, kind), kind, box
         for name, tensor in self.kept.parameters.items():
             yield tensor, name, "parameter", _all_of(tensor.shape)
         for name in hub_of(self.plan).persistent_buffers:

@@ -77,11 +77,12 @@ FOLLOWS = {
 }
 
 # optimizer.name is not lion: where a gradient is nothing but rounding, its sign moves a parameter by lr; nor muon:
-# it computes in bfloat16 whatever the model's dtype is (tests/numeric/test_muon.py)
+# it computes in bfloat16 whatever the model's dtype is (tests/numeric/test_muon.py); nor adafactor: it scales such a
+# gradient up to the size of the others (tests/numeric/test_adafactor.py)
 EXCLUDED = {
     "optimizer.adjust_lr": "it is for muon, which is not drawn",
     "optimizer.split": "it is for muon, which is not drawn",
-    "optimizer.options": "it is for classes of torch.optim (tests/numeric/test_update_rules.py)",
+    "optimizer.options": "it is for adafactor and classes of torch.optim (tests/numeric/test_update_rules.py)",
     "precision.gather": "it rounds the weights of the engine, and not those of one process",
     "batch.tokens": "it sets batch.global",
     "batch.statistics": "its other value is not exact",

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> Non
 
 def test_every_rule_is_tested() -> None:
     tested = {rule["name"] for rule in RULES.values() if "torch.optim" not in rule["name"]}
-    assert tested | {"adamw", "muon"} == UPDATE_RULES.keys()  # test_muon.py
+    assert tested | {"adamw", "muon", "adafactor"} == UPDATE_RULES.keys()  # test_muon.py, test_adafactor.py
 
 
 def test_memory_is_that_of_the_moments() -> None:
