@@ -41,6 +41,21 @@ def continued(plan: Any, batches: Batches, count: int, ways: Sequence[str] = ("g
         return {way: [t.tolist() for t in engine.generate(PROMPTS, count, **SAMPLED[way]).tokens] for way in ways}
 
 
+def both_ways(plan: Any, batches: Batches, count: int, ways: Sequence[str]) -> dict[str, Any]:
+    """The new tokens with kept rows and without, whether any were kept, and why not."""
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        whole = {way: engine.generate(PROMPTS, count, cache=False, **SAMPLED[way]) for way in ways}
+        kept = {way: engine.generate(PROMPTS, count, **SAMPLED[way]) for way in ways}
+    told = {way.uncached_because for way in kept.values()}
+    assert not any(way.is_cached or way.uncached_because for way in whole.values())
+    return {
+        "whole": {way: [t.tolist() for t in found.tokens] for way, found in whole.items()},
+        "kept": {way: [t.tolist() for t in found.tokens] for way, found in kept.items()},
+        "is cached": {found.is_cached for found in kept.values()},
+        "because": told.pop() if len(told) == 1 else told,
+    }
+
+
 @torch.no_grad()
 def greedy(model: nn.Module, prompts: Prompts, count: int) -> list[list[int]]:
     """By the unmodified model, one prompt at a time and without padding."""
