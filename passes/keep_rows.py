@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from passes.add_scores import call
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
+from passes.ops import collectives
 from passes.ops.attention import shared_key_attention
 from passes.ops.kept_rows import KeptRows, extend, keep, last_row, row_at, seen_at
 from passes.partition.local_arguments import local_arguments
@@ -29,8 +30,9 @@ from passes.partition.options.base import Option
 from passes.partition.sequence.exchanges import resized
 from passes.partition.sequence.one_row import OneRow, refused
 from passes.partition.sequence.versions import Made, as_version, needed_versions
-from passes.program.ops.aten import aten, position_of
+from passes.program.ops.aten import aten, position_of, shape_of
 from passes.program.ops.groups import Ops
+from passes.program.ops.products import is_made_of_weights
 from passes.types.types import P, Placement, R
 
 KEPT = "kept"  # the attribute of the stage's module
@@ -93,23 +95,30 @@ def _versions(stage: StageGraph, context: LowerContext) -> dict[fx.Node, Made]:
         raise refused(rows.logits, "the last stage does not compute the logits")
     versions = needed_versions(nodes, rows.types, results, given, LATE)
     for node, of_node in versions.items():
-        _check(node, of_node, context)
+        _check(node, of_node, context, rows.length)
     return versions
 
 
-def _check(node: fx.Node, versions: Made, context: LowerContext) -> None:
+def _check(node: fx.Node, versions: Made, context: LowerContext, length: int) -> None:
     for version, made in versions.items():
         if P in (version, made):
             raise refused(node, "a sum over the positions of a sequence reaches the logits")
         if made != version and not isinstance(made, Option) and not isinstance(node.meta["val"], torch.Tensor):
             raise refused(node, "one of its several results is read at other positions")
         own = context.staged.placements.of(node)
-        if version.is_sharded and own.is_sharded and own.dim == version.dim:
-            raise refused(node, "it is sharded along the sequence, and along tp")
+        if _is_kept(version, made) and _is_along(own, made):
+            raise refused(node, "each rank of tp keeps a part of the sequence of it")
+        if version == R and own.is_sharded and not is_made_of_weights(node) and shape_of(node)[own.dim] == length:
+            raise refused(node, "it is read at all positions, and is sharded along one dim of their number over tp")
 
 
 def _is_kept(version: Placement, made: Option | Placement) -> bool:
     return version == R and isinstance(made, Placement) and made.is_sharded
+
+
+def _is_along(placement: Placement, cut: Option | Placement) -> bool:
+    """Whether a type over tp shards the very dim of the positions: sequence parallelism."""
+    return isinstance(cut, Placement) and placement.is_sharded and cut.is_sharded and placement.dim == cut.dim
 
 
 class _Writer:
@@ -178,33 +187,51 @@ class _Writer:
     def _read(self, value: fx.Node, reader: fx.Node, wanted: Mapping[fx.Node, Placement]) -> fx.Node:
         """The version of an operand, through the changes of its type over tp."""
         captured = self.captured.get(value)
-        if captured is not None:
-            return self.made[captured, wanted[captured]]
+        if captured is not None and (made := self.made.get((captured, wanted.get(captured, R)))) is not None:
+            return made
         if value.op == "get_attr":
             return self.carried[value, R]
-        if "change" not in value.meta:
+        if captured is not None or "change" not in value.meta:
             raise refused(reader, "it is computed in several steps on this rank")
         source = value
         while source not in self.captured:
             source = source.all_input_nodes[0]
-        version = wanted[self.captured[source]]
+        version = wanted.get(self.captured[source], R)
         if (value, version) not in self.carried:
-            args = map_arg(value.args, lambda n: self._read(n, reader, wanted))
-            new = self.graph.call_function(value.target, args)  # pyright: ignore[reportArgumentType]
-            new.meta = dict(value.meta)
-            self._be_of(new, version)
-            self.carried[value, version] = new
+            self.carried[value, version] = self._changed(
+                value, self._read(value.all_input_nodes[0], reader, wanted), version
+            )
         return self.carried[value, version]
+
+    def _changed(self, value: fx.Node, source: fx.Node, version: Placement) -> fx.Node:
+        """A change of type over tp. What sequence parallelism shards along the positions is whole on each rank here."""
+        change, (_, handle, *_) = value.meta["change"], value.args
+        before, after = (R if _is_along(t, version) else t for t in (change.before, change.after))
+        axis = self.carried[handle, R]  # pyright: ignore
+        if (before, after) == (change.before, change.after):
+            new = self.graph.call_function(value.target, (source, axis, *value.args[2:]))  # pyright: ignore
+        elif before == P:
+            new = self.graph.call_function(collectives.g, (source, axis))
+        elif before.is_sharded:
+            new = self.graph.call_function(collectives.collect, (source, axis, before))
+        elif after.is_sharded:
+            new = self.graph.call_function(collectives.cut_part, (source, axis, after))
+        else:
+            return source
+        new.meta = dict(value.meta)
+        self._be_of(new, version)
+        return new
 
     def _resize(self, new: fx.Node, local: fx.Node, node: fx.Node, option: Option) -> None:
         """Written sizes and bounds become those of one position; over tp they are local already."""
+        tp = self.context.tp.size if _is_along(self.context.staged.placements.of(node), option.out) else 1
         for place, (whole, cut) in enumerate(
             zip(node.args, local_arguments(node, option, self.rows.length), strict=True)
         ):
             if whole != cut:
                 if local.target is not node.target:
                     raise refused(node, "its sizes are not known on this rank")
-                new.update_arg(place, _resized(local.args[place], whole, cut, node))
+                new.update_arg(place, _resized(local.args[place], whole, cut, node, tp))
 
     def _attend(self, new: fx.Node) -> None:
         """Causal attention: the query sees the keys up to its own."""
@@ -266,9 +293,10 @@ class _Writer:
         local, value = self.stage.env[node.name], self.made[node, self.rows.types.of(node)]
         placement = local.meta["placement"]
         last = len(node.meta["val"].shape) - 1
-        if placement == P or (placement.is_sharded and placement.dim != last):
+        is_along = _is_along(placement, self.rows.types.of(node))
+        if placement == P or (placement.is_sharded and placement.dim != last and not is_along):
             raise refused(node, f"its rows are {placement} over tp")
-        handle = self._axis() if placement.is_sharded else None
+        handle = self._axis() if placement.is_sharded and not is_along else None
         is_counted = self.context.tp.rank == 0
         given = (value, self.rows.dtype, handle, int(node.meta["val"].shape[-1]), is_counted)
         new = self.graph.call_function(last_row, given)
@@ -283,12 +311,13 @@ class _Writer:
         return self.carried[held, R]
 
 
-def _resized(local: Any, whole: Any, cut: Any, node: fx.Node) -> Any:
-    """An argument of a rank, ``whole`` in the captured graph, where one position changes it to ``cut``."""
+def _resized(local: Any, whole: Any, cut: Any, node: fx.Node, tp: int) -> Any:
+    """An argument of a rank, ``whole`` in the captured graph, where one position changes it to ``cut``. ``tp``: ranks
+    over which the positions are sharded."""
     if isinstance(whole, (list, tuple)):
-        return [_resized(a, b, c, node) for a, b, c in zip(local, whole, cut, strict=True)]
-    if whole == cut:
+        return [_resized(a, b, c, node, tp) for a, b, c in zip(local, whole, cut, strict=True)]
+    if whole == cut or local == -1:
         return local
-    if local in (whole, -1):
-        return cut if local == whole else -1
+    if local == whole // tp:
+        return cut
     raise refused(node, "one dim of it is sharded along the sequence, and along tp")

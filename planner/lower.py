@@ -33,8 +33,8 @@ from passes.program.program import Program
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
-from planner.exchanges.scores import check_scored
 from planner.exchanges.one_row import at_one_position, one_row_of
+from planner.exchanges.scores import check_scored
 from planner.frozen_plan import Plan
 from planner.saved.lowered import context_at
 from planner.sharding.parameters import local_parameter

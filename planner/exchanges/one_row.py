@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.partition.sequence.one_row import OneRow, one_row
+from passes.program.ops.aten import shape_of
 from passes.program.program import Program
 from passes.program.stages import BoundaryPlan
 from planner.decisions import Decisions
@@ -41,4 +42,5 @@ def at_one_position(program: Program, rows: OneRow, borders: Iterable[BoundaryPl
 
 def _at_one(rows: OneRow, shape: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
     cut = rows.types.of(node)
-    return tuple(n // rows.length if cut.is_sharded and d == cut.dim else n for d, n in enumerate(shape))
+    whole = shape_of(node)
+    return tuple(whole[d] // rows.length if cut.is_sharded and d == cut.dim else n for d, n in enumerate(shape))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.numeric.test_generation import COUNT, INTERLEAVED, SHARDS
-from tests.tools.generation_jobs import both_ways
-from tests.tools.laboratory import Case, Lab
+from tests.numeric.test_generation import COUNT, INTERLEAVED, SEQUENCE, SHARDS
+from tests.tools.generation_jobs import both_ways, of_one_position
+from tests.tools.laboratory import Case, Lab, name_of
 
 WAYS = ("greedy", "hot", "both")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -18,6 +18,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp 2, tp 2": ({"tp": 2, "dp": 2}, {}),
     "two chunks a rank": ({"pp": 2, "vpp": 2}, INTERLEAVED),
     "weights in shards": ({"dp": 2}, SHARDS),
+    "tp 2, along the sequence": ({"tp": 2}, SEQUENCE),
+    "tp 2, pp 2, along the sequence": ({"tp": 2, "pp": 2}, SEQUENCE),
 }
 
 
@@ -30,3 +32,45 @@ def test_kept_rows_give_the_tokens_of_one_process_on_every_layout(lab: Lab, layo
     for found in lab.run(Case("gpt2", mesh, rest, job=both_ways, job_arguments=(COUNT, WAYS))):
         assert found["is cached"] == {True}, found["because"]
         assert found["kept"] == found["whole"] == alone["whole"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", [{}, SEQUENCE], ids=["tp", "along the sequence"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
+def test_one_position_exchanges_and_keeps_what_is_listed(lab: Lab, mesh: dict[str, int], rest: dict[str, Any]) -> None:
+    layers, length, width, size = 4, 12, 32, 8  # of gpt2 in the zoo, in float64
+    for found in lab.run(Case("gpt2", mesh, rest, job=of_one_position)):
+        assert found["seen"] == found["planned"]
+        assert found["seen"]["all_reduce", "forward"]
+        own = layers // mesh.get("pp", 1) * width // mesh["tp"]
+        assert found["kept"] == 2 * own * 8 * length * size
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}], ids=name_of)
+def test_dropout_of_training_is_not_drawn(lab: Lab, mesh: dict[str, int]) -> None:
+    (alone,) = lab.run(Case("gpt2-dropout", {}, {"train": True}, job=both_ways, job_arguments=(COUNT, ("greedy",))))
+    for found in lab.run(Case("gpt2-dropout", mesh, {"train": True}, job=both_ways, job_arguments=(COUNT, ("greedy",)))):
+        assert found["is cached"] == {True}, found["because"]
+        assert found["kept"] == found["whole"] == alone["whole"]
+
+
+FALLBACKS: dict[str, tuple[str, dict[str, int], str]] = {
+    "a convolution": ("state-space", {}, "conv"),
+    "cp": ("gpt2", {"cp": 2}, "the sequence is sharded over cp"),
+    "sorted rows of experts": ("mixtral", {"dp": 2, "ep": 2}, ""),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_whole_forwards_run_where_nothing_can_be_kept(lab: Lab, case: str) -> None:
+    model, mesh, words = FALLBACKS[case]
+    for found in lab.run(Case(model, mesh, job=both_ways, job_arguments=(COUNT, ("greedy",)))):
+        assert found["is cached"] == {False}
+        assert found["because"]
+        assert words in found["because"]
+        assert found["kept"] == found["whole"]
