@@ -176,7 +176,8 @@ class _Writer:
             return self._read(value, node, wanted)
 
         args, kwargs = map_arg(local.args, read), map_arg(local.kwargs, read)
-        new = self.graph.call_function(local.target, args, kwargs)  # pyright: ignore[reportArgumentType]
+        target: Any = local.target
+        new = self.graph.call_function(target, args, kwargs)
         new.meta = dict(local.meta)
         self._be_of(new, option.out)
         if option.out.is_sharded:
@@ -205,17 +206,19 @@ class _Writer:
 
     def _changed(self, value: fx.Node, source: fx.Node, version: Placement) -> fx.Node:
         """A change of type over tp. What sequence parallelism shards along the positions is whole on each rank here."""
-        change, (_, handle, *_) = value.meta["change"], value.args
+        change, given = value.meta["change"], list[Any](value.args)
         before, after = (R if _is_along(t, version) else t for t in (change.before, change.after))
-        axis = self.carried[handle, R]  # pyright: ignore
+        axis = self.carried[given[1], R]
+        arguments: Any = (source, axis, before if before.is_sharded else after)
+        target: Any = value.target
         if (before, after) == (change.before, change.after):
-            new = self.graph.call_function(value.target, (source, axis, *value.args[2:]))  # pyright: ignore
+            new = self.graph.call_function(target, (source, axis, *given[2:]))
         elif before == P:
             new = self.graph.call_function(collectives.g, (source, axis))
         elif before.is_sharded:
-            new = self.graph.call_function(collectives.collect, (source, axis, before))
+            new = self.graph.call_function(collectives.collect, arguments)
         elif after.is_sharded:
-            new = self.graph.call_function(collectives.cut_part, (source, axis, after))
+            new = self.graph.call_function(collectives.cut_part, arguments)
         else:
             return source
         new.meta = dict(value.meta)
