@@ -23,6 +23,8 @@ def one_row_of(decisions: Decisions) -> OneRow:
     mesh = decisions.mesh
     if mesh.cp > 1:
         raise PlanError("the sequence is sharded over cp", where="mesh.cp", fix=FIX)
+    if mesh.has_expert_axes:
+        raise PlanError("rows of experts go to other ranks, over ep or etp", where="mesh.ep", fix=FIX)
     if decisions.documents.attentions:
         raise PlanError("attention is within documents", where="packing", fix=FIX)
     return one_row(decisions.program, decisions.scored)
