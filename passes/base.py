@@ -26,6 +26,7 @@ from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
 from passes.partition.placements import Placements
+from passes.partition.sequence.one_row import OneRow
 from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
 from passes.program.documents import NO_DOCUMENTS, Documents
@@ -102,6 +103,7 @@ class LowerContext:
     load: ExpertLoad = field(default_factory=lambda: ExpertLoad(()))
     sums: GlobalSums | None = None  # of a loss that needs them, if a rank runs several microbatches
     axes: Mapping[str, AxisHandle] = field(default_factory=dict)  # of experts and of cp, if there are any
+    one_row: OneRow | None = None  # if stages are lowered to compute one position of a sequence at a time
 
     def axis_of(self, node: fx.Node) -> AxisHandle:
         """The axis over which a value of the captured graph, or its replacement, is typed."""

@@ -38,6 +38,7 @@ from passes.exchange_sequence import exchange_sequence
 from passes.extract import extract
 from passes.gather_weights import gather_weights
 from passes.insert_collectives import insert_collectives
+from passes.keep_rows import cut_to_row, keep_rows
 from passes.localize import localize
 from passes.note_choices import note_choices
 from passes.own_linears import own_linears
@@ -81,6 +82,15 @@ _BEHIND: tuple[Pass, ...] = (*(step for step in PASSES[_LOCALIZED:] if step.run 
 
 SCORING: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_scores), *_BEHIND)
 NEXT_ROWS: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(add_next_rows), *_BEHIND)
+# A stage that keeps rows for generation, that of the loss, and any stage at one position of a sequence.
+KEEPING: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(keep_rows), *_BEHIND)
+KEEPING_NEXT_ROWS: tuple[Pass, ...] = (*PASSES[:_LOCALIZED], Pass(keep_rows), Pass(add_next_rows), *_BEHIND)
+_OF_ONE_ROW = (name_streams, place_devices, drop_unread, gather_weights)
+ONE_ROW: tuple[Pass, ...] = (
+    *PASSES[:_LOCALIZED],
+    Pass(cut_to_row),
+    *(step for step in PASSES[_LOCALIZED:] if step.run in _OF_ONE_ROW),
+)
 LOCAL_SCORES: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_scores), *LOCAL[_LOCALIZED:])
 # A stage for a loss outside the model: as it trains, but nothing is captured or compiled.
 LOCAL_LOG_PROBS: tuple[Pass, ...] = (*LOCAL[:_LOCALIZED], Pass(add_log_probs), *LOCAL[_LOCALIZED:])
@@ -101,15 +111,16 @@ def lower_stage(
     return finish(context, stage, chunk, local, borders)
 
 
-def lower_loss_stage(
+def lower_stage_again(
     context: LowerContext,
     trained: StageModule,
     local: Callable[[str], LocalParameter],
     borders: Borders,
     passes: tuple[Pass, ...],
 ) -> StageModule:
-    """The stage of the loss once more: by ``SCORING`` it returns scores of labels too, by ``NEXT_ROWS`` the logits of
-    one position, and by ``LOG_PROBS``, for training, log-probabilities of labels in place of the loss.
+    """A stage once more. That of the loss: by ``SCORING`` it returns scores of labels too, by ``NEXT_ROWS`` the logits
+    of one position, and by ``LOG_PROBS``, for training, log-probabilities of labels in place of the loss. Any stage: by
+    ``KEEPING`` it keeps rows, and by ``ONE_ROW`` it computes one position.
     """
     stage = extract(context, trained.index)
     run_passes(stage, context, passes)

@@ -13,7 +13,18 @@ from passes.base import LowerContext, Pass
 from passes.difference import Differences
 from passes.errors import PlanError
 from passes.extract import extract
-from passes.lower import LOG_PROBS, NEXT_ROWS, PASSES, SCORING, lower_loss_stage, lower_stage, run_passes
+from passes.lower import (
+    KEEPING,
+    KEEPING_NEXT_ROWS,
+    LOG_PROBS,
+    NEXT_ROWS,
+    ONE_ROW,
+    PASSES,
+    SCORING,
+    lower_stage,
+    lower_stage_again,
+    run_passes,
+)
 from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.parameters import LocalParameter
@@ -22,6 +33,7 @@ from passes.program.program import Program
 from passes.stage_module import RankProgram, StageModule
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
+from planner.exchanges.one_row import at_one_position, one_row_of
 from planner.exchanges.scores import check_scored
 from planner.frozen_plan import Plan
 from planner.saved.lowered import context_at
@@ -150,18 +162,48 @@ def _loss_stage_again(
     device: torch.device | str,
     passes: tuple[Pass, ...],
 ) -> StageModule | None:
-    context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     decisions, shards = plan.to_run()
     check_scored(decisions)
     trained = next((stage for stage in program.stages if stage.has_loss), None)
     if trained is None:
         return None
+    context = _context_again(plan, rank, program, device)
+    borders = shards.received(trained.index), shards.sent(trained.index)
+    return lower_stage_again(context, trained, _local(decisions, context, trained.index), borders, passes)
+
+
+def lower_kept_rows(
+    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+) -> tuple[list[StageModule], list[StageModule], float]:
+    """The stages of ``rank`` as they keep rows of all positions, and as they compute one position; they share what
+    ``lower_scoring`` shares. Last the eps of the least precise dtype of the logits.
+
+    Raises PlanError, with the op and its line, if one position needs more than kept rows. Other ranks may not raise it.
+    """
+    decisions, shards = plan.to_run()
+    check_scored(decisions)
+    rows = one_row_of(decisions)
+    context = replace(_context_again(plan, rank, program, device), one_row=rows)
+    keeping, alone = [], []
+    for stage in program.stages:
+        local, borders = (
+            _local(decisions, context, stage.index),
+            (shards.received(stage.index), shards.sent(stage.index)),
+        )
+        passes = KEEPING_NEXT_ROWS if stage.has_loss else KEEPING
+        keeping.append(lower_stage_again(context, stage, local, borders, passes))
+        received, sent = (at_one_position(decisions.program, rows, each) for each in borders)
+        alone.append(lower_stage_again(context, stage, local, (received, sent), ONE_ROW))
+    return keeping, alone, rows.precision
+
+
+def _context_again(plan: Plan, rank: int, program: RankProgram, device: torch.device | str) -> LowerContext:
+    """The context of ``rank``, with the handles of ``program``."""
+    context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
     handles |= {"gate": program.gate or context.gate, "weight_gradients": program.weight_gradients}
     axes = {name: program.axes[name] for name in context.axes}
-    context = replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
-    borders = shards.received(trained.index), shards.sent(trained.index)
-    return lower_loss_stage(context, trained, _local(decisions, context, trained.index), borders, passes)
+    return replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
 
 
 def check_stages(plan: Plan) -> None:

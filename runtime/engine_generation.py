@@ -6,7 +6,7 @@ prompt  â†’  forward at the smallest planned length that holds one token more  â
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,23 +15,34 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.decisions import Decisions
 from planner.spec.spec import Spec
+from runtime.data.batches import BatchLayout
 from runtime.data.roles import roles_of
 from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.engine_adapters import EngineAdapters
 from runtime.next_tokens.choice import Choice
+from runtime.next_tokens.kept import KeptPositions
 from runtime.next_tokens.prompts import Feed, Prompts, check_lengths, sequences_of
+from runtime.next_tokens.rows import NotKept
+from runtime.pipeline.executor import Step
 from runtime.variants import Variant, Variants
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """``tokens``: of each prompt the new ones, with the stop token that ended it; ``sequences``: behind the prompt.
-    Tensors of int64 on the CPU. ``is_stopped``: whether a stop token ended it."""
+    Tensors of int64 on the CPU. ``is_stopped``: whether a stop token ended it. ``is_cached``: whether keys and values
+    were kept; if they could not be, ``uncached_because`` has the op and its source line."""
 
     tokens: tuple[Tensor, ...]
     sequences: tuple[Tensor, ...]
     is_stopped: tuple[bool, ...]
+    is_cached: bool = False
+    uncached_because: str = ""
+
+
+class _CannotKeep(PlanError):
+    """The model or the layout allows no kept values."""
 
 
 @dataclass
@@ -43,6 +54,11 @@ class _Row:
     first: int
     is_stopped: bool = False
     is_done: bool = False
+
+    def add(self, token: int, count: int, stops: frozenset[int]) -> None:
+        self.ids.append(token)
+        self.is_stopped = token in stops
+        self.is_done = self.is_stopped or len(self.ids) == self.first + count
 
 
 class EngineGeneration(EngineAdapters):
@@ -63,6 +79,7 @@ class EngineGeneration(EngineAdapters):
         top_p: float | None = None,
         stop: int | Sequence[int] = (),
         seed: int = 0,
+        cache: bool | None = None,
     ) -> Generated:
         """Continue each prompt by up to ``max_new_tokens`` tokens, or up to one of ``stop``.
 
@@ -71,27 +88,121 @@ class EngineGeneration(EngineAdapters):
         lengths. ``temperature`` 0 takes the most probable token; above it tokens are sampled, of the ``top_k`` greatest
         logits and of the most probable ones up to ``top_p`` together. ``seed``: the same tokens on every layout.
 
-        Each token is a whole forward at a planned length: for trying a model out, not for serving it. Raises PlanError
-        on every rank for prompts that do not fit the plan, and for a model that is not causal.
+        ``cache``: whether to keep keys and values, so that a token is the forward of one position and not of a planned
+        length; None keeps them if the model and the layout allow it, and the result reports why not. It is for trying
+        a model out, not for serving it. Raises PlanError on every rank for prompts that do not fit the plan, for a
+        model that is not causal, and for ``cache=True`` where nothing can be kept.
         """
         choice, feed = Choice(temperature, top_k, top_p, seed), self._feed()
         ids = self._decisions.id_ranges.get(feed.name, ())
         sequences = sequences_of(prompts, feed.name, ids)
         stops = frozenset((stop,) if isinstance(stop, int) else stop)
         self._check_lengths(feed, sequences, max_new_tokens)
-        self._require_equal_calls(repr((sequences, max_new_tokens, choice, sorted(stops))))
+        self._require_equal_calls(repr((sequences, max_new_tokens, choice, sorted(stops), cache)))
         self._ready()
-        rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]
-        size = self._variants.layouts[-1].global_size
-        for first in range(0, len(rows), size):
-            self._continue(feed, rows[first : first + size], max_new_tokens, choice, stops)
+        rows, because = self._continued(feed, sequences, max_new_tokens, choice, stops, cache)
         return Generated(
             tuple(torch.tensor(row.ids[row.first :]) for row in rows),
             tuple(torch.tensor(row.ids) for row in rows),
             tuple(row.is_stopped for row in rows),
+            cache is not False and not because,
+            because,
         )
 
     # ---- pieces of a call
+
+    def _continued(
+        self,
+        feed: Feed,
+        sequences: Sequence[Sequence[int]],
+        count: int,
+        choice: Choice,
+        stops: frozenset[int],
+        cache: bool | None,
+    ) -> tuple[list[_Row], str]:
+        """The rows, and the reason if nothing was kept although it was asked for or tried."""
+        if cache is not False:
+            try:
+                return self._all(feed, sequences, count, choice, stops, self._continue_kept), ""
+            except (NotKept, _CannotKeep) as error:
+                if cache:
+                    raise
+                because = "\n".join(filter(None, (error.what, str(error.where or ""))))
+                return self._all(feed, sequences, count, choice, stops, self._continue), because
+        return self._all(feed, sequences, count, choice, stops, self._continue), ""
+
+    def _all(
+        self,
+        feed: Feed,
+        sequences: Sequence[Sequence[int]],
+        count: int,
+        choice: Choice,
+        stops: frozenset[int],
+        way: Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None],
+    ) -> list[_Row]:
+        """In rounds of prompts of similar lengths, as many as a batch holds."""
+        rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]
+        by_length = sorted(rows, key=lambda row: row.first)
+        size = self._variants.layouts[-1].global_size
+        for first in range(0, len(rows), size):
+            way(feed, by_length[first : first + size], count, choice, stops)
+        return rows
+
+    def _continue_kept(
+        self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]
+    ) -> None:
+        """As ``_continue``, of one position at a time behind the first token of each prompt."""
+        needed = max(row.first for row in rows) + count
+        layout = next(each for each in self._variants.layouts if feed.length(each) >= needed)
+        first = feed.batch(layout, [row.ids for row in self._filled(rows, layout)], feed.paddings()[0])
+        variant = self._variants.of(first, local=False, any_number=True)
+        try:
+            kept = variant.kept()
+        except PlanError as error:
+            raise _CannotKeep(error.what, where=error.where, fix=error.fix) from error
+        try:
+            for row, token in zip(rows, self._next_tokens(feed, rows, choice, variant, kept=kept), strict=True):
+                row.add(token, count, stops)
+            is_first = True
+            while under_way := [row for row in rows if not row.is_done]:
+                at = min(len(row.ids) for row in under_way) - 1
+                found = self._tokens_at(feed, rows, choice, variant, kept, at, is_first=is_first)
+                for row, token in zip(rows, found, strict=True):
+                    if not row.is_done and len(row.ids) == at + 1:
+                        row.add(token, count, stops)
+                is_first = False
+        finally:
+            kept.free()
+
+    def _tokens_at(
+        self,
+        feed: Feed,
+        rows: Sequence[_Row],
+        choice: Choice,
+        variant: Variant,
+        kept: KeptPositions,
+        at: int,
+        *,
+        is_first: bool,
+    ) -> list[int]:
+        """The tokens behind position ``at``; of use for the rows that end there. The first time the whole forward runs
+        too, and must give the same logits."""
+        filled = self._filled(rows, variant.layout)
+        sequences = [row.ids for row in filled]
+        batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
+        logits, counts = kept.at(at, self._fed(variant, batch))
+        faults = variant.next_rows.faults(logits, counts)
+        if is_first:
+            whole, _ = self._rows_of(variant, batch, feed.wanted(variant.layout, sequences))
+            ends_here = torch.tensor([len(ids) == at + 1 for ids in sequences], device=logits.device)
+            first = variant.layout.first_microbatch * variant.layout.micro
+            faults = torch.maximum(faults, kept.apart(logits, whole, counts * ends_here[first : first + len(counts)]))
+        given = [row.number for row in filled], [at + 1] * len(filled)
+        return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
+
+    def _filled(self, rows: Sequence[_Row], layout: BatchLayout) -> list[_Row]:
+        """As many rows as a batch holds: the rest repeats the first of them."""
+        return [*rows, *[rows[0]] * (layout.global_size - len(rows))]
 
     def _continue(self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]) -> None:
         """New tokens for as many prompts as a batch holds."""
@@ -99,32 +210,44 @@ class EngineGeneration(EngineAdapters):
             under_way = [row for row in rows if not row.is_done]
             if not under_way:
                 return
-            found = self._next_tokens(feed, under_way, choice, is_first=not step)
+            longest = max(len(row.ids) for row in under_way)
+            layout = next(each for each in self._variants.layouts if feed.length(each) > longest)
+            first = feed.batch(layout, [row.ids for row in self._filled(under_way, layout)], feed.paddings()[0])
+            variant = self._variants.of(first, local=False, any_number=True)
+            found = self._next_tokens(feed, under_way, choice, variant, is_first=not step)
             for row, token in zip(under_way, found, strict=True):
-                row.ids.append(token)
-                row.is_stopped = token in stops
-                row.is_done = row.is_stopped or len(row.ids) == row.first + count
+                row.add(token, count, stops)
 
-    def _next_tokens(self, feed: Feed, rows: Sequence[_Row], choice: Choice, *, is_first: bool) -> list[int]:
-        """One token for each of ``rows``; the rest of the batch repeats the first of them."""
-        longest = max(len(row.ids) for row in rows)
-        layout = next(each for each in self._variants.layouts if feed.length(each) > longest)
-        filled = [*rows, *[rows[0]] * (layout.global_size - len(rows))]
-        sequences = [row.ids for row in filled]
-        batches = [feed.batch(layout, sequences, padding) for padding in feed.paddings()[: 1 + is_first]]
-        variant = self._variants.of(batches[0], local=False, any_number=True)
-        wanted = feed.wanted(layout, sequences)
-        found = [self._rows_of(variant, batch, wanted) for batch in batches]
-        (logits, counts), others = found[0], found[-1][0] if is_first else None
+    def _next_tokens(
+        self,
+        feed: Feed,
+        rows: Sequence[_Row],
+        choice: Choice,
+        variant: Variant,
+        *,
+        is_first: bool = True,
+        kept: KeptPositions | None = None,
+    ) -> list[int]:
+        """One token for each of ``rows``; the whole forward runs, and fills the buffers of ``kept``."""
+        layout, filled = variant.layout, self._filled(rows, variant.layout)
+        sequences, wanted = [row.ids for row in filled], feed.wanted(layout, [row.ids for row in filled])
+        one, other = (feed.batch(layout, sequences, padding) for padding in feed.paddings())
+        logits, counts = (
+            self._rows_of(variant, one, wanted) if kept is None else kept.prefill(self._fed(variant, one), wanted)
+        )
+        others = self._rows_of(variant, other, wanted)[0] if is_first else None
         faults = variant.next_rows.faults(logits, counts, others)
         given = [row.number for row in filled], [len(row.ids) for row in filled]
         return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
 
-    def _rows_of(self, variant: Variant, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def _fed(self, variant: Variant, batch: dict[str, Tensor]) -> Step:
         variant.intake.check(batch, local=False)
         one = torch.ones((), dtype=torch.float64, device=self.groups.device)
         counts = [one] * len(self._decisions.terms.denominators)  # the loss is not read
-        return variant.next_rows.rows(variant.intake.step(batch, 0, None, local=False, counts=counts), wanted)
+        return variant.intake.step(batch, 0, None, local=False, counts=counts)
+
+    def _rows_of(self, variant: Variant, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return variant.next_rows.rows(self._fed(variant, batch), wanted)
 
     def _feed(self) -> Feed:
         names = self._variants.longest.layout.inputs

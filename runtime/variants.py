@@ -28,6 +28,7 @@ from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.intake import FirstBatch, Intake
 from runtime.loss_outside import build_outside
+from runtime.next_tokens.kept import KeptPositions, kept_positions
 from runtime.next_tokens.rows import NextRows
 from runtime.pipeline.executor import Executor
 from runtime.rounds import Rounds, number_of
@@ -53,6 +54,7 @@ class Variant:
     groups: Groups
     _scoring: Scoring | None = None
     _next_rows: NextRows | None = None
+    _kept: KeptPositions | PlanError | None = None
     outside: Variant | None = None
 
     @property
@@ -76,6 +78,15 @@ class Variant:
         if self._next_rows is None:
             self._next_rows = NextRows(self.plan, self.program, self.layout, self.executor, self.groups)
         return self._next_rows
+
+    def kept(self) -> KeptPositions:
+        """Lowered on first use, on all ranks. Raises PlanError, the same on every rank, if one position of a sequence
+        needs more than kept rows of earlier ones."""
+        if self._kept is None:
+            self._kept = kept_positions(self.plan, self.program, self.executor, self.groups)
+        if isinstance(self._kept, PlanError):
+            raise self._kept
+        return self._kept
 
 
 class Variants:

@@ -54,12 +54,12 @@ def next_rows(
     is_wanted = wanted.of_microbatch().unsqueeze(1) == places.reshape(1, -1)
     found = is_wanted.sum(1)
     own = torch.where(found.unsqueeze(1) > 0, rows[is_wanted.to(torch.uint8).argmax(1)], 0.0)
-    whole = own if axis is None else _gathered(own, axis)
+    whole = own if axis is None else gathered_columns(own, axis)
     counts = found if is_counted_here else torch.zeros_like(found)
     return torch.cat([whole[:, :num_classes], counts.unsqueeze(1).to(whole.dtype)], 1)
 
 
-def _gathered(own: Tensor, axis: AxisHandle) -> Tensor:
+def gathered_columns(own: Tensor, axis: AxisHandle) -> Tensor:
     """The columns of all ranks, one rank's behind another's."""
     note(axis, "all_gather", "forward", own, axis.size)
     parts = own.new_empty((axis.size, *own.shape))

@@ -4,7 +4,8 @@
     over all ranks, a forward  token, count and fault of each sequence; the rank with the row gives them
 
 These rows are no part of a plan, which lists the collectives of training: only ``Engine.generate`` runs them, for each
-token once, and for the first of a call twice (causality).
+token once. The first of a batch is computed twice (causality), the second too if keys and values are kept. With kept
+keys and values they stand beside the forward of one position (``planner.one_position``).
 """
 
 from __future__ import annotations

@@ -42,8 +42,12 @@ def generate_command(
     output: Output = None,
     peft: Peft = None,
     no_cache: NoCache = False,
+    no_kv_cache: Annotated[
+        bool,
+        typer.Option("--no-kv-cache", help="Keep no keys and values: each token runs the whole forward."),
+    ] = False,
 ) -> None:
-    """Continue texts with a model, to try it out. Works with every layout; each token is a whole forward.
+    """Continue texts with a model, to try it out. Works with every layout.
 
     Starts the local processes itself; under torchrun it is one of them.
     """
@@ -54,7 +58,8 @@ def generate_command(
 
     choice = Choice(temperature, top_k, top_p, seed)
     weights = Weights(named(model, peft), load, ema)
-    found = generate(Generation(weights, str(spec), tuple(prompt), choice, max_new_tokens, tokenizer), nproc)
+    cache = False if no_kv_cache else None
+    found = generate(Generation(weights, str(spec), tuple(prompt), choice, max_new_tokens, tokenizer, cache), nproc)
     if found is None:
         return
     if format is Format.json:

@@ -6,6 +6,7 @@ Bad input is reported before a process starts; under torchrun this process is on
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64."""
+    """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of
+    ``Engine.generate``."""
 
     weights: Weights
     spec: str
@@ -47,6 +49,7 @@ class Generation:
     choice: Choice
     max_new_tokens: int | None = None
     tokenizer: str | None = None
+    cache: bool | None = None
 
 
 def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
@@ -80,8 +83,11 @@ def run_rank(asked: Generation) -> list[Continued] | None:
     end = codec.tokenization.special.get("end")
     with Engine(decided, mode="evaluate") as engine:
         asked.weights.into(engine, leads=leads)
-        found = engine.generate(sequences, count, stop=() if end is None else end, **asdict(choice))
+        found = engine.generate(sequences, count, stop=() if end is None else end, cache=asked.cache, **asdict(choice))
     if not leads:
         return None
+    if found.uncached_because:
+        told = found.uncached_because.replace("\n", "\n  at:  ")
+        print(f"note: keys and values are not kept, and each token runs the whole forward: {told}", file=sys.stderr)
     each = zip(asked.prompts, found.tokens, found.is_stopped, strict=True)
     return [Continued(prompt, codec.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]

@@ -24,8 +24,12 @@ from runtime.next_tokens.choice import Choice
 from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import share
 
-NOT_A_NUMBER, NOT_CAUSAL = 1, 2
+NOT_A_NUMBER, NOT_CAUSAL, NOT_KEPT = 1, 2, 3
 ALLOWED = 8  # times the precision of the weights: two runs of one sequence may differ by their rounding
+
+
+class NotKept(PlanError):
+    """Kept values of earlier positions give other logits than the whole forward."""
 
 
 class NextRows:
@@ -113,6 +117,12 @@ def _check(times: Tensor, faults: Tensor, positions: Sequence[int]) -> None:
             where="generate",
             fix="generate with a causal model; if it does not shift its labels, set data: {inputs: {LABELS: "
             "next_tokens}}",
+        )
+    if (faults == NOT_KEPT).any():
+        raise NotKept(
+            "the logits of one position, with the kept values of those before it, are not those of the whole forward",
+            where="cache",
+            fix="leave cache out: each token then runs the whole forward",
         )
     if (faults == NOT_A_NUMBER).any():
         at = int((faults == NOT_A_NUMBER).nonzero()[0])

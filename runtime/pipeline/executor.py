@@ -188,7 +188,7 @@ class Executor:
                 self.transport.settle()  # forwards alone hear of no message that was taken over, and would hold all
             self.transport.send(_out_of(stage, action), sent)
         if stage.has_scores:
-            self.scores.append(outputs[-2])
+            self.scores.append(outputs[-1 - stage.has_loss])  # the loss stands behind them, if there is one
         seed = None
         if stage.has_loss:
             loss, seed = self.loss_of(outputs[-1], step, action)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.exchanges.next_rows import next_token_rows
+from planner.one_position import one_position_rows
 from runtime import Engine
+from runtime.next_tokens.kept import KeptPositions
 from tests.tools.jobs import Batches
 
 Prompts = Sequence[Sequence[int]]
@@ -39,6 +41,21 @@ def continued(plan: Any, batches: Batches, count: int, ways: Sequence[str] = ("g
     """The new tokens of ``PROMPTS``: more than a batch of 8 holds."""
     with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
         return {way: [t.tolist() for t in engine.generate(PROMPTS, count, **SAMPLED[way]).tokens] for way in ways}
+
+
+def both_ways(plan: Any, batches: Batches, count: int, ways: Sequence[str]) -> dict[str, Any]:
+    """The new tokens with kept rows and without, whether any were kept, and why not."""
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        whole = {way: engine.generate(PROMPTS, count, cache=False, **SAMPLED[way]) for way in ways}
+        kept = {way: engine.generate(PROMPTS, count, **SAMPLED[way]) for way in ways}
+    told = {way.uncached_because for way in kept.values()}
+    assert not any(way.is_cached or way.uncached_because for way in whole.values())
+    return {
+        "whole": {way: [t.tolist() for t in found.tokens] for way, found in whole.items()},
+        "kept": {way: [t.tolist() for t in found.tokens] for way, found in kept.items()},
+        "is cached": {found.is_cached for found in kept.values()},
+        "because": told.pop() if len(told) == 1 else told,
+    }
 
 
 @torch.no_grad()
@@ -70,7 +87,7 @@ def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
     """Bytes that one more token costs beside a forward, by axis: as seen, and as planned."""
     seen: list[int] = []
     with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
-        engine.generate(PROMPTS[:8], 1)
+        engine.generate(PROMPTS[:8], 1, cache=False)
         whole, axis = dist.all_reduce, engine.program.axes["tp"]
 
         def noted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
@@ -82,7 +99,7 @@ def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
             seen.clear()
             before = axis.bytes["all_gather", "forward"]
             dist.all_reduce = noted
-            engine.generate(PROMPTS[:8], count)
+            engine.generate(PROMPTS[:8], count, cache=False)
             dist.all_reduce = whole
             return sum(seen), axis.bytes["all_gather", "forward"] - before
 
@@ -95,6 +112,33 @@ def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
         "world": (two[0] - one[0], planned.get("world", 0)),
         "tp": (two[1] - one[1], planned.get("tp", 0) * times * has_loss),
     }
+
+
+def of_one_position(plan: Any, batches: Batches) -> dict[str, Any]:
+    """Bytes over tp of one position of all microbatches, as seen and as planned, and bytes of the buffers likewise."""
+    prompts, kept = [[3, 4, 5]] * 8, list[int]()
+    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+        axis, freed = engine.program.axes["tp"], KeptPositions.free
+
+        def noted(self: KeptPositions) -> None:
+            kept.append(self.kept.num_bytes)
+            freed(self)
+
+        def seen(count: int) -> dict[tuple[str, str], int]:
+            before = dict(axis.bytes)
+            assert engine.generate(prompts, count, cache=True).is_cached
+            return {key: size - before.get(key, 0) for key, size in axis.bytes.items()}
+
+        KeptPositions.free = noted
+        two, three = seen(2), seen(3)
+        KeptPositions.free = freed
+        stages, times = {stage.index for stage in engine.program.stages}, engine.layout.num_microbatches
+    planned: dict[tuple[str, str], int] = {}
+    for row in one_position_rows(plan):
+        if row.stage in stages and row.axis == "tp":
+            planned[row.kind, row.phase] = planned.get((row.kind, row.phase), 0) + row.bytes * row.count * times
+    found = {key: three[key] - two[key] for key in three if three[key] != two[key]}
+    return {"seen": found, "planned": planned, "kept": kept[0], "times": times}
 
 
 def refused(plan: Any, batches: Batches, calls: Sequence[tuple[Any, int, dict[str, Any]]]) -> list[str]:

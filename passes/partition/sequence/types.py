@@ -11,7 +11,7 @@ with those of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -37,10 +37,12 @@ SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equa
 @dataclass
 class Types:
     """``natives``: the type of each value with a sharded input, V or P. ``options``: how each of these, and of the
-    replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences.
+    replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences. ``chunks``: equal
+    ones in which a sequence is cut: 2 for each rank of cp.
     """
 
     cp: int
+    chunks: int
     natives: dict[fx.Node, Placement] = field(default_factory=dict)
     options: dict[fx.Node, Option] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
@@ -52,10 +54,14 @@ class Types:
 def decide_types(program: Program, cp: int, known: Sorted) -> Types:
     """``known``: the calls that sort rows by expert. Raises PlanError for a sequence that does not divide by 2·cp, and
     for ops that read all of it."""
-    types = Types(cp)
-    rows = SortedRows(known, 2 * cp, types.natives)
+    return types_of(program, Types(cp, 2 * cp), known, [program.node(program.loss)])
+
+
+def types_of(program: Program, types: Types, known: Sorted, results: Iterable[fx.Node]) -> Types:
+    """Fill ``types`` with those of all values that ``results`` are made of. Raises PlanError as ``decide_types``."""
+    rows = SortedRows(known, types.chunks, types.natives)
     flow = sequence_flow(program)
-    needed = set(walk([program.node(program.loss)], operands))
+    needed = set(walk(results, operands))
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node not in needed:
             continue
@@ -68,11 +74,11 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
 
 def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:
     """Without an option, an op is refused if it has a gradient; if not, every rank computes it."""
-    site = Site(node, 2 * types.cp, {n.name: c for n, c in cuts.items()})
+    site = Site(node, types.chunks, {n.name: c for n, c in cuts.items()})
     for option in options_over_cp(site):
         pairs = list(zip(site.inputs, option.args, strict=True))
         if option.out.is_sharded and all(not t.is_sharded or t in cuts[n] for n, t in pairs):
-            _check_divides(node, option, types.cp)
+            _check_divides(node, option, types)
             types.lengths |= {size for _, t in pairs if t.is_sharded for size in t.sizes}
             _settle(node, types, option)
             return
@@ -80,10 +86,10 @@ def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> 
         raise reads_whole(node, next(n for n, c in cuts.items() if c))
 
 
-def _check_divides(node: fx.Node, option: Option, cp: int) -> None:
+def _check_divides(node: fx.Node, option: Option, types: Types) -> None:
     for size in {s for t in option.args if t.is_sharded for s in t.sizes}:
-        if size % (2 * cp):
-            raise not_divisible(node, size, cp)
+        if size % types.chunks:
+            raise not_divisible(node, size, types.cp)
 
 
 def _settle(node: fx.Node, types: Types, option: Option) -> None:
@@ -121,7 +127,7 @@ def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _chosen(node: fx.Node, types: Types) -> Option:
     """The typing that moves least; of those the first with a sharded result."""
     natives = {n.name: {types.natives[n]} for n in node.all_input_nodes if types.of(n).is_sharded}
-    site = Site(node, 2 * types.cp, natives)
+    site = Site(node, types.chunks, natives)
     found: list[tuple[float, int, Option]] = []
     for option in options_over_cp(site):
         costs = [_cost(node, n, types, t) for n, t in zip(site.inputs, option.args, strict=True)]

@@ -51,6 +51,9 @@ def test_prompts_are_continued_as_the_model_does(tmp_path: Path) -> None:
     for text, each, tokens in zip(TEXTS, found, expected, strict=True):
         tokens = tokens[: tokens.index(0) + 1] if 0 in tokens else tokens  # 0 ends a text of bytes
         assert (each["prompt"], each["tokens"], each["is_stopped"]) == (text, tokens, tokens[-1] == 0)
+    whole = ran(tmp_path, *prompts, "--max-new-tokens", "6", "--format", "json", "--no-kv-cache")
+    assert json.loads(whole.stdout) == found
+    assert "are not kept" not in whole.stderr
 
 
 BAD: dict[str, tuple[str, ...]] = {
