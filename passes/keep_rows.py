@@ -29,6 +29,7 @@ from passes.partition.local_arguments import local_arguments
 from passes.partition.options.base import Option
 from passes.partition.sequence.exchanges import resized
 from passes.partition.sequence.one_row import OneRow, refused
+from passes.partition.sequence.rules import RULES, triangle
 from passes.partition.sequence.versions import Made, as_version, needed_versions
 from passes.program.ops.aten import aten, position_of, shape_of
 from passes.program.ops.groups import Ops
@@ -36,7 +37,8 @@ from passes.program.ops.products import is_made_of_weights
 from passes.types.types import P, Placement, R
 
 KEPT = "kept"  # the attribute of the stage's module
-LATE = Ops("tril triu")  # they depend on the places of rows and columns
+# They depend on the places of rows and columns.
+LATE = Ops("", [packet for packet, rule in RULES.items() if rule is triangle])
 SDPA = aten.scaled_dot_product_attention.default
 
 
