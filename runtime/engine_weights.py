@@ -166,10 +166,11 @@ class EngineWeights:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the weights are their running mean (``optimizer.ema`` of the spec), to evaluate, score, gather or
-        ``save_pretrained``; training, saving and loading are refused inside. Afterwards they are bitwise as before.
+        """Inside, the weights are their running mean (``optimizer.ema``, or that of a schedule-free rule), to evaluate,
+        score, gather or ``save_pretrained``; training, saving and loading are refused inside. Afterwards they are
+        bitwise as before.
 
-        The same call on every rank. Raises PlanError if the spec has no ``optimizer.ema``.
+        The same call on every rank. Raises PlanError if the spec has neither.
         """
         need_training(self.mode, "averaged_weights")
         if self.optimizer.average is None:

@@ -29,7 +29,15 @@ from planner.spec.fields import (
 from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
 from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
-from planner.spec.update_rules import FACTORED_RULES, UPDATE_RULES, keys_read, moments_of, momentum_of, options_of
+from planner.spec.update_rules import (
+    FACTORED_RULES,
+    MEAN_RULES,
+    UPDATE_RULES,
+    keys_read,
+    moments_of,
+    momentum_of,
+    options_of,
+)
 
 if TYPE_CHECKING:
     Rule = str
@@ -76,8 +84,8 @@ class GroupSpec(Section):
 class OptimizerSpec(Section):
     name: RuleOrClass = key(
         "adamw",
-        "adamw | adam | sgd | lion | adagrad | adafactor | muon (of hidden matrices; adamw of all other parameters), "
-        "or an element-wise class of torch: torch.optim:RMSprop",
+        "adamw | adam | sgd | lion | adagrad | adafactor | schedule_free_adamw | muon (of hidden matrices; adamw of "
+        "all other parameters), or an element-wise class of torch: torch.optim:RMSprop",
     )
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
@@ -140,6 +148,8 @@ class OptimizerSpec(Section):
 
     def problems(self) -> Iterator[PlanError]:
         yield from self._keys_of_others()
+        if MEAN_RULES & {self.name, *(group.name for group in self.groups.values())}:
+            yield from self._beside_a_mean()
         try:
             if self.name.startswith(PREFIX):
                 moments_of(self.name, self)
@@ -153,6 +163,15 @@ class OptimizerSpec(Section):
             at = "optimizer.schedule.min_lr"
             what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
             yield SpecError(what, where=at, fix="choose a smaller min_lr")
+
+    def _beside_a_mean(self) -> Iterator[PlanError]:
+        """Keys that a schedule-free rule stands for."""
+        (rule,) = MEAN_RULES
+        if self.schedule.kind != "constant":
+            at = "optimizer.schedule.kind"
+            yield SpecError(f"{at}: {rule} has no schedule beside a warm-up", where=at, fix="set kind: constant")
+        if self.ema is not None:
+            yield SpecError(f"optimizer.ema: {rule} has a mean of its own", where="optimizer.ema", fix="remove it")
 
     def _keys_of_others(self) -> Iterator[PlanError]:
         """A key that no update rule of the run reads, with another value than its default."""

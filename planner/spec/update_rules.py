@@ -2,6 +2,7 @@
 
 adamw     decoupled weight decay            adam, adagrad, sgd   weight decay is added to the gradient
 lion      the sign of a mean of gradients   sgd                  keeps nothing without momentum
+schedule_free_adamw   gradients at a point between the steps and their mean, which is evaluated; adamw otherwise
 muon      the orthogonal factor of a mean of gradients, for each matrix; adamw for all that is no hidden matrix
 adafactor the gradient over a root mean square that is known of each row and each column; of vectors, of each element
 """
@@ -21,7 +22,8 @@ class UpdateRule:
     ``statistics``: kinds of values of a row, and of a column, kept of parameters of several dims in place of moments.
 
     ``for_others``: the rule of parameters that are no hidden matrices, if this one is for matrices alone. ``of_torch``:
-    the class of torch.optim that computes the same, with which ``verify`` compares it.
+    the class of torch.optim that computes the same, with which ``verify`` compares it. ``evaluates_mean``: whether the
+    weights that it trains are not those to evaluate.
     """
 
     moments: tuple[str, ...]
@@ -29,6 +31,7 @@ class UpdateRule:
     for_others: str = ""
     of_torch: str = ""
     statistics: tuple[str, ...] = ()
+    evaluates_mean: bool = False
 
 
 UPDATE_RULES = {
@@ -37,10 +40,12 @@ UPDATE_RULES = {
     "sgd": UpdateRule(("momentum_buffer",), ("momentum", "nesterov"), of_torch="SGD"),
     "lion": UpdateRule(("exp_avg",), ("betas",)),
     "adagrad": UpdateRule(("sum",), ("eps",), of_torch="Adagrad"),
+    "schedule_free_adamw": UpdateRule(("exp_avg_sq", "distance"), ("betas", "eps"), evaluates_mean=True),
     "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr", "split"), for_others="adamw"),
     "adafactor": UpdateRule(("variance",), ("options",), of_torch="Adafactor", statistics=("row_var", "col_var")),
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
+MEAN_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.evaluates_mean)
 FACTORED_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.statistics)
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out

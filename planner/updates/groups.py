@@ -40,7 +40,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one parameter. ``lr``: after the warm-up. ``adjust_lr``: for muon, ``options``: for one of torch.optim."""
+    """Of one parameter. ``lr``: after the ``warmup``. ``adjust_lr``: for muon, ``options``: for one of torch.optim."""
 
     lr: float
     betas: tuple[float, float]
@@ -51,6 +51,7 @@ class Settings:
     adjust_lr: str = "match_rms_adamw"
     rule: str = "adamw"
     options: Options = ()
+    warmup: int = 0
 
     def factor(self, base: Settings) -> float:
         """Of the learning rate that the schedule gives."""
@@ -64,8 +65,8 @@ class Settings:
 
 def base_of(optimizer: OptimizerSpec) -> Settings:
     """Those of the section."""
-    o = optimizer
-    return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name, options_of(o))
+    o, warmup = optimizer, optimizer.schedule.warmup
+    return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name, options_of(o), warmup)
 
 
 def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:

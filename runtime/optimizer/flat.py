@@ -171,6 +171,10 @@ class FlatOptimizer:
             assert kernel is not None
             kernel(settings, columns, counts, lr * factor, grad_scale, batch.rests)
 
+    def settings_of(self, shard: Tensor) -> Iterator[tuple[int, int, Settings]]:
+        """The elements of a shard, by their settings."""
+        return self._with_settings(shard, 0, len(shard))
+
     def _with_settings(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
         """The elements start to stop, by their settings."""
         at, base = start, self._bases[shard]

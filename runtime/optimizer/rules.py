@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from planner.updates.groups import Settings
+from runtime.optimizer.schedule_free import schedule_free
 
 Columns = Mapping[str, list[Tensor]]  # "value", "grad" and the rule's moments: tensors of equal sizes
 # of settings, columns, counts of updates before this one (used up), learning rate, grad_scale, found_inf
@@ -105,6 +106,7 @@ KERNELS: dict[str, Kernel] = {
     "sgd": _sgd,
     "lion": _lion,
     "adagrad": _adagrad,
+    "schedule_free_adamw": schedule_free,
     "muon": _muon_update,
 }
 AFTER_EXCHANGE: dict[str, Kernel] = {"muon": _muon_step}

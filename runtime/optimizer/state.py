@@ -87,7 +87,7 @@ def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
     if shard.owns_main:
         found["main"] = shard.main
     if optimizer.average is not None:
-        found[AVERAGE] = optimizer.average.shards[index]
+        found[AVERAGE] = optimizer.average.of(index)
     state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
     if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
         return found

@@ -24,8 +24,9 @@ from passes.parameters import LocalParameter
 from planner.mesh import REPLICA
 from planner.sharding.buffers import Buffer
 from planner.sharding.residency import Residency
+from planner.spec.update_rules import MEAN_RULES
 from planner.updates.groups import Settings, base_of
-from runtime.optimizer.average import WeightAverage
+from runtime.optimizer.average import ScheduleFreeMean, WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
 from runtime.optimizer.factored import FactoredBucket, FactoredRule
 from runtime.optimizer.flat import FlatOptimizer, Part, Run
@@ -114,9 +115,16 @@ class DistributedOptimizer:
         by_rows = {main: factored[at] for main, at in zip(mains, places, strict=True) if factored and at in factored}
         rule = FactoredRule(by_rows, base, own or {}, asked or {}, self.groups) if by_rows else None
         self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found, rule) if self.shards else None
-        self.average = None if settings.ema is None else WeightAverage([s.main for s in self.shards], settings.ema)
+        self.average = self._mean_of(mains)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
+
+    def _mean_of(self, mains: Sequence[Tensor]) -> WeightAverage | ScheduleFreeMean | None:
+        """The mean of the weights that is evaluated in their place."""
+        rules = {self.settings.name, *(group.name for group in self.settings.groups.values())}
+        if MEAN_RULES & rules:
+            return ScheduleFreeMean(mains, self.optimizer)
+        return None if self.settings.ema is None else WeightAverage(mains, self.settings.ema)
 
     # ---- one step
 
@@ -231,7 +239,7 @@ class DistributedOptimizer:
             "gradients": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_gradients],
             "main_parameters": [shard.main for shard in self.shards],
             "main_gradients": [shard.grad for shard in self.shards],
-            "optimizer": [*moments, *self._statistics(), *(self.average.shards if self.average is not None else ())],
+            "optimizer": [*moments, *self._statistics(), *(self.average.held if self.average is not None else ())],
         }
         seen: set[int] = set()
         return {kind: _new_bytes(tensors, seen) for kind, tensors in kinds.items()}

@@ -74,7 +74,7 @@ class _Run:
         """The validation loss, by the running mean of the weights if there is one. None after most steps."""
         if not self.data.is_validated_after(self.engine.step_index):
             return None
-        with nullcontext() if self.engine.spec.optimizer.ema is None else self.engine.averaged_weights():
+        with nullcontext() if self.engine.optimizer.average is None else self.engine.averaged_weights():
             return self.data.validation_loss(self.engine.evaluate, self.engine.layout)
 
     def finish(self) -> None:

@@ -35,6 +35,30 @@ class Lion(torch.optim.Optimizer):
                 mean.mul_(second).add_(p.grad, alpha=1 - second)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Defazio et al. 2024, AdamW: the parameters are y, and z and the sum of squared learning rates are kept."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            (first, second), lr = group["betas"], group["lr"]
+            for y in (p for p in group["params"] if p.grad is not None):
+                state = self.state[y]
+                z, mean = state.setdefault("z", y.clone()), state.setdefault("mean", torch.zeros_like(y))
+                state["count"], state["sum"] = state.get("count", 0) + 1, state.get("sum", 0.0) + lr * lr
+                mean.mul_(second).addcmul_(y.grad, y.grad, value=1 - second)
+                update = y.grad / ((mean / (1 - second ** state["count"])).sqrt() + group["eps"])
+                update.add_(y, alpha=group["weight_decay"])
+                share = lr * lr / state["sum"] if state["sum"] else 1.0
+                x = (y - (1 - first) * z) / first
+                z.sub_(update, alpha=lr)
+                x.lerp_(z, share)
+                y.copy_((1 - first) * z + first * x)
+
+
 class WholeMatrices(torch.optim.Optimizer):
     """torch's Muon over the matrices that a weight is made of (passes.program.matrices), each by itself.
 
@@ -114,7 +138,7 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
         return made(own, lr=lr, **dict(options_of(o)))
     if rule in FACTORED_RULES:
         return torch.optim.Adafactor([part for group in groups for part in _of_adafactor(group, o)], lr=lr)
-    own_classes: dict[str, Any] = {"lion": Lion, "muon": WholeMatrices}
+    own_classes: dict[str, Any] = {"lion": Lion, "schedule_free_adamw": ScheduleFree, "muon": WholeMatrices}
     made = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
     return made(groups, lr=lr)
 
