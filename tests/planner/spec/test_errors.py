@@ -211,8 +211,8 @@ def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     assert dict_error(optimizer={"name": name}).splitlines() == [
         f"optimizer.name cannot be the string '{name}'",
         "  at:  optimizer.name",
-        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, schedule_free_adamw, muon, adafactor; or name a class of torch: "
-        "torch.optim:RMSprop",
+        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, schedule_free_adamw, muon, adafactor; or name a "
+        "class of torch: torch.optim:RMSprop",
     ]
 
 
