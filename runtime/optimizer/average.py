@@ -79,7 +79,9 @@ class ScheduleFreeMean:
         made = main.detach().clone()
         assert self._optimizer is not None, "a shard has an optimizer"
         distance = self._optimizer.state.get(main, {}).get("distance")
-        for start, stop, settings in self._optimizer.settings_of(main) if distance is not None else ():
+        if distance is None:
+            return made
+        for start, stop, settings in self._optimizer.settings_of(main):
             if settings.rule in MEAN_RULES:
                 made[start:stop] = mean_of(main[start:stop], distance[start:stop], settings)
         return made
