@@ -51,6 +51,7 @@ STAGES_ARE_READ = (
     "runtime",
     "planner/saved",
     "planner/compiled",
+    "planner/one_position.py",
     "planner/regions/weight_gradients.py",
     "planner/tables/regather.py",
 )
