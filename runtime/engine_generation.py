@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ class _Row:
         self.is_done = self.is_stopped or len(self.ids) == self.first + count
 
 
+_Way = Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None]
+
+
 class EngineGeneration(EngineAdapters):
     """What an Engine does to continue texts. The Engine owns all that is named here."""
 
@@ -100,7 +104,8 @@ class EngineGeneration(EngineAdapters):
         self._check_lengths(feed, sequences, max_new_tokens)
         self._require_equal_calls(repr((sequences, max_new_tokens, choice, sorted(stops), cache)))
         self._ready()
-        rows, because = self._continued(feed, sequences, max_new_tokens, choice, stops, cache)
+        run = partial(self._all, feed, sequences, max_new_tokens, choice, stops)
+        rows, because = self._continued(run, cache)
         return Generated(
             tuple(torch.tensor(row.ids[row.first :]) for row in rows),
             tuple(torch.tensor(row.ids) for row in rows),
@@ -111,25 +116,17 @@ class EngineGeneration(EngineAdapters):
 
     # ---- pieces of a call
 
-    def _continued(
-        self,
-        feed: Feed,
-        sequences: Sequence[Sequence[int]],
-        count: int,
-        choice: Choice,
-        stops: frozenset[int],
-        cache: bool | None,
-    ) -> tuple[list[_Row], str]:
-        """The rows, and the reason if nothing was kept although it was asked for or tried."""
+    def _continued(self, run: Callable[[_Way], list[_Row]], cache: bool | None) -> tuple[list[_Row], str]:
+        """The rows, and the reason if nothing was kept although it was tried. ``run``: all prompts in one way."""
         if cache is not False:
             try:
-                return self._all(feed, sequences, count, choice, stops, self._continue_kept), ""
+                return run(self._continue_kept), ""
             except (NotKept, _CannotKeep) as error:
                 if cache:
                     raise
                 because = "\n".join(filter(None, (error.what, str(error.where or ""))))
-                return self._all(feed, sequences, count, choice, stops, self._continue), because
-        return self._all(feed, sequences, count, choice, stops, self._continue), ""
+                return run(self._continue), because
+        return run(self._continue), ""
 
     def _all(
         self,
@@ -138,7 +135,7 @@ class EngineGeneration(EngineAdapters):
         count: int,
         choice: Choice,
         stops: frozenset[int],
-        way: Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None],
+        way: _Way,
     ) -> list[_Row]:
         """In rounds of prompts of similar lengths, as many as a batch holds."""
         rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]

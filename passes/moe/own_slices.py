@@ -25,13 +25,7 @@ from passes.program.walks import operands, readers, walk
 def read_with_stacks(space: Space, stacks: list[fx.Node]) -> list[tuple[str, int]]:
     """Values of all experts, made of other weights, of which what calls read beside a stack is made; with their dim of
     experts, in the graph's order."""
-    made = set(stacks)
-    work = list(stacks)
-    while work:
-        for call in work.pop().users:
-            if call.name in space.of_weights and call not in made:
-                made.add(call)
-                work.append(call)
+    made = set(walk(stacks, readers, into=lambda n: n in stacks or n.name in space.of_weights))
     beside = [n for call in made - set(stacks) for n in call.all_input_nodes if n not in made]
     first = walk(
         [n for n in beside if space.dim(n) >= 0], lambda n: n.all_input_nodes if _is_by_expert(space, n) else ()

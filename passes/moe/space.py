@@ -59,18 +59,20 @@ class Space:
 
 def spaces(graph: fx.Graph) -> list[Space]:
     """One for each router; whether it has experts is decided later."""
-    known, of_weights = Ties(), computed_of_weights(graph.nodes)
+    known = Ties()
     found: dict[tuple[fx.Node, int], Space] = {}
     for node, dim, chosen in selections(graph):
         scores = node.all_input_nodes[0]
         size = shape_of(scores)[dim]
         root = _root(known, scores, dim, size)
-        space = found.setdefault((root, size), Space(root, size, of_weights=of_weights))
+        space = found.setdefault((root, size), Space(root, size))
         space.choices.append(node)
         space.seeds.append((scores, dim))
         space.chosen += chosen
     roots = {space.root for space in found.values()}
+    of_weights = computed_of_weights(graph.nodes) if found else frozenset[str]()
     for space in found.values():
+        space.of_weights = of_weights
         space.ids = spread(space.chosen)
         _grow(known, space, roots)
     return list(found.values())
@@ -80,15 +82,17 @@ def takings(graph: fx.Graph) -> list[Space]:
     """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_weight(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = Ties(), list[Space]()
-    of_weights = computed_of_weights(graph.nodes) if sizes else frozenset[str]()
     for node, ranked, chosen in selections(graph):
         scores = node.all_input_nodes[0]
         for dim, size in enumerate(shape_of(scores)):
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
                 root = _root(known, scores, dim, size)
-                space = Space(root, size, [node], [(scores, dim)], chosen, of_weights=of_weights)
+                space = Space(root, size, [node], [(scores, dim)], chosen)
                 _grow(known, space, {root})
                 found.append(space)
+    of_weights = computed_of_weights(graph.nodes) if found else frozenset[str]()
+    for space in found:
+        space.of_weights = of_weights
     return found
 
 

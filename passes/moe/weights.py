@@ -30,29 +30,20 @@ def origin_of(node: fx.Node, dim: int, of_weights: Collection[str] = ()) -> tupl
 
 
 def _source_of(node: fx.Node, of_weights: Collection[str]) -> fx.Node | None:
-    """The value that ``node`` is a view of, or a change of."""
+    """The weight that ``node`` is a view or a change of, or a value that is one of a weight."""
     values = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
     floats = [n for n in values if n.meta["val"].dtype.is_floating_point]
     if is_view(node):
-        return floats[0] if len(floats) == 1 else None
-    if node.name not in of_weights:
-        return None
-    return next((n for n in floats if _has_all_dims(node, n) and _is_changed_weight(n, of_weights)), None)
+        found = floats if len(floats) == 1 else []
+    else:
+        found = [n for n in floats if _has_all_dims(node, n)] if node.name in of_weights else []
+    return next((n for n in found if is_weight(n) or _source_of(n, of_weights) is not None), None)
 
 
 def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
     held = [(dict(tie).get(node), dict(tie).get(source)) for tie in ties(node)]
     pairs = {(there, here) for there, here in held if there is not None and here is not None}
     return len(pairs) == len(shape_of(node)) == len(shape_of(source))
-
-
-def _is_changed_weight(node: fx.Node, of_weights: Collection[str]) -> bool:
-    while not is_weight(node):
-        source = _source_of(node, of_weights)
-        if source is None:
-            return False
-        node = source
-    return True
 
 
 def is_view(node: fx.Node) -> bool:
