@@ -39,7 +39,8 @@ def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
         said = f"  {key}: {_value(value)}"
         lines.append(f"{said:<42}  # {_comment(key, found)}" if _comment(key, found) else said)
     lines.append(f"{'links:':<42}  # bandwidth: bytes per second, one direction, per rank; latency: seconds")
-    lines += [f"  - {_value(link)}" for link in values["links"]]
+    for link in values["links"]:
+        lines += [f"  {' ' if at else '-'} {key}: {_value(value)}" for at, (key, value) in enumerate(link.items())]
     lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
     lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these numbers")
     return "\n".join(lines) + "\n"
@@ -73,7 +74,8 @@ def _seen(timed: Timed, unit: str) -> str:
 
 
 def _exchange(timed: Timed) -> str:
-    return f"{timed.name} of {_short(timed.work)}B: {timed.seconds * 1e3:.3g} ms"
+    group = "" if timed.name == "p2p" else f" over {timed.ranks} ranks"
+    return f"{timed.name} of {_short(timed.work)}B{group}: {timed.seconds * 1e3:.3g} ms"
 
 
 def _comment(key: str, found: Found) -> str:
@@ -92,6 +94,8 @@ def _overlap(found: Found) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, bool) or not isinstance(value, float):
         return _quoted(value) if isinstance(value, str) else str(value)
     if 1e-3 <= value < 1e4:

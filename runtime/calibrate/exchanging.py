@@ -1,4 +1,4 @@
-"""Measure the links between ranks: the collectives of a training step over all ranks, at a few sizes.
+"""Measure the links between ranks: the collectives of a training step over all ranks and over pairs, at a few sizes.
 
 ``work`` is the bytes of the full tensor: for an all-reduce, the tensor of each rank; for an all-gather, that of each
 rank after it, for a reduce-scatter before it; for p2p, the message that each rank sends while it receives one.
@@ -15,13 +15,29 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from passes.ops.runs import all_gather_single, reduce_scatter_single
+from planner.mesh import Mesh
 from runtime.calibrate.found import Timed
 from runtime.calibrate.timing import Clock
+from runtime.distributed.groups import Groups
 
-_ON_CPU = (1 << 14, 1 << 18, 1 << 22)
-_ON_CUDA = (1 << 16, 1 << 22, 1 << 28)
+_ON_CPU = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+_ON_CUDA = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
+_LEAST_WITH_PAIRS = 4  # ranks: of fewer a pair is all
+
+_Call = tuple[str, Callable[[], object]]
+
+
+def measured_mesh(size: int) -> tuple[Mesh, tuple[str, ...]]:
+    """A mesh with a group of all ranks and, if they are more, one of each pair; and the axes to combine for it."""
+    with_pairs = size >= _LEAST_WITH_PAIRS and size % 2 == 0
+    return (Mesh(tp=2, dp=size // 2), ("tp-dp",)) if with_pairs else (Mesh(dp=size), ())
+
+
+def _all_ranks(groups: Groups) -> ProcessGroup | None:
+    return groups.over("tp-dp") or groups.dp  # as a step has it: ranks of one host may share memory
 
 
 def product(clock: Clock) -> Callable[[], Tensor]:
@@ -36,18 +52,21 @@ def exchanges(clock: Clock) -> Iterator[Timed]:
     size, before = clock.groups.mesh.world_size, product(clock)
     for num_bytes in _ON_CUDA if clock.device.type == "cuda" else _ON_CPU:
         whole = torch.zeros(num_bytes // 4 // size * size, device=clock.device)
-        part = torch.zeros(whole.numel() // size, device=clock.device)
-        for kind, call in _calls(clock, whole, part):
+        calls = [(size, *call) for call in _collectives(whole, _all_ranks(clock.groups), size)]
+        if clock.groups.tp is not None:
+            calls += [(2, *call) for call in _collectives(whole, clock.groups.tp, 2)]
+        for ranks, kind, call in (*calls, (2, "p2p", _to_the_next(clock, whole))):
             seconds = clock.seconds(lambda call=call: (before(), call()))
-            yield Timed(kind, 4.0 * whole.numel(), seconds)
+            yield Timed(kind, 4.0 * whole.numel(), seconds, ranks=ranks)
 
 
-def _calls(clock: Clock, whole: Tensor, part: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    group = clock.groups.dp  # as a step has it: ranks of one host may share memory
-    yield "all_reduce", lambda: dist.all_reduce(whole, group=group)
-    yield "all_gather", lambda: all_gather_single(whole, part, group=group)
-    yield "reduce_scatter", lambda: reduce_scatter_single(part, whole, group=group)
-    yield "p2p", _to_the_next(clock, whole)
+def _collectives(whole: Tensor, group: ProcessGroup | None, size: int) -> list[_Call]:
+    part = torch.zeros(whole.numel() // size, device=whole.device)
+    return [
+        ("all_reduce", lambda: dist.all_reduce(whole, group=group)),
+        ("all_gather", lambda: all_gather_single(whole, part, group=group)),
+        ("reduce_scatter", lambda: reduce_scatter_single(part, whole, group=group)),
+    ]
 
 
 def _to_the_next(clock: Clock, sent: Tensor) -> Callable[[], object]:
@@ -69,7 +88,7 @@ def overlap(clock: Clock) -> tuple[float, float, float]:
     """Seconds of a product, of an all-reduce that takes about as long, and of both at once."""
     num_bytes = 1 << 28 if clock.device.type == "cuda" else 1 << 22
     whole = torch.zeros(num_bytes // 4, device=clock.device)
-    group, call = clock.groups.dp, product(clock)
+    group, call = _all_ranks(clock.groups), product(clock)
     exchange = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     alone = clock.seconds(call)
     times = max(1, round(exchange / alone))

@@ -12,13 +12,14 @@ _LEAST = 0.001  # of a measured time: a smaller difference is noise
 class Timed:
     """One call. ``work``: operations, bytes that are read and written, or bytes of the full tensor of an exchange.
 
-    ``sides``: m, k and n of a product.
+    ``sides``: m, k and n of a product. ``ranks``: those of a group that exchanges.
     """
 
     name: str
     work: float
     seconds: float
     sides: tuple[int, int, int] | None = None
+    ranks: int = 0
 
     @property
     def rate(self) -> float:
@@ -86,7 +87,7 @@ class Found:
 
 
 def _fastest(passes: Iterable[Sequence[Timed]]) -> tuple[Timed, ...]:
-    first, *others = ({(timed.name, timed.work, timed.sides): timed for timed in one} for one in passes)
+    first, *others = ({(timed.name, timed.work, timed.sides, timed.ranks): timed for timed in one} for one in passes)
     return tuple(
         replace(timed, seconds=min([timed.seconds, *(other[key].seconds for other in others if key in other)]))
         for key, timed in first.items()

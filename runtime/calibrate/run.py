@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from passes.errors import PlanError
-from planner.mesh import Mesh
 from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.computing import attention, moved, products, small
-from runtime.calibrate.exchanging import exchanges, overlap, product
+from runtime.calibrate.exchanging import exchanges, measured_mesh, overlap, product
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Found, Machine, Timed
 from runtime.calibrate.timing import Clock
@@ -27,7 +26,7 @@ from runtime.distributed.opening import open_groups
 SECONDS = 12.0
 MOST_SECONDS, MOST_RANKS = 3600.0, 1024
 _PASSES = 3  # over all measurements, some seconds apart: a burst of other programs slows one pass only
-_MEASUREMENTS = 54  # about; each takes its share of the seconds
+_MEASUREMENTS = 80  # about; each takes its share of the seconds
 _START_SECONDS = 90.0  # for the rendezvous of the ranks, and for one slow call that takes more than its share
 
 
@@ -85,7 +84,8 @@ def _measure(machine: Machine, clock: Clock, number: int) -> Found:
 
 @contextmanager
 def _opened(size: int, timeout_seconds: float) -> Iterator[Groups]:
-    groups = open_groups(Mesh(dp=size), {}, (), timeout_seconds=timeout_seconds)
+    mesh, combined = measured_mesh(size)
+    groups = open_groups(mesh, {}, (), timeout_seconds=timeout_seconds, combined=combined)
     try:
         yield groups
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -11,6 +12,7 @@ import yaml
 
 from passes.errors import RunError
 from planner.cluster.cluster import Cluster
+from planner.cluster.links import Group, seconds, wires
 from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Found, Machine, Timed
@@ -34,7 +36,8 @@ def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Found:
     def exchange(kind: str, num_bytes: float) -> Timed:
         messages = 1.0 if kind == "p2p" else SENT[kind] * (size - 1)
         sent = num_bytes if kind == "p2p" else SENT[kind] * (size - 1) / size * num_bytes
-        return timed(kind, num_bytes, messages * LATENCY + sent / RATE)
+        seconds = messages * LATENCY + sent / RATE
+        return replace(timed(kind, num_bytes, seconds), ranks=2 if kind == "p2p" else size)
 
     return Found(
         Machine("a core: of 'X', 100%", "gloo", size, cores, 8 << 30, load=1.5, torch="2.13"),
@@ -92,6 +95,59 @@ def test_a_slow_reduce_scatter_is_told_apart():
     assert link.latency == pytest.approx(LATENCY, rel=1e-2)
 
 
+def of_sizes(rate: Callable[[float], float], pairs: float = 1.0) -> Found:
+    """A machine whose rate depends on the bytes of a tensor; groups of two reach ``pairs`` times as much."""
+
+    def exchange(kind: str, num_bytes: float, ranks: int) -> Timed:
+        messages = 1.0 if kind == "p2p" else SENT[kind] * (ranks - 1)
+        sent = num_bytes if kind == "p2p" else messages / ranks * num_bytes
+        reached = rate(num_bytes) * (pairs if ranks == 2 else 1.0)
+        return Timed(kind, num_bytes, messages * LATENCY + sent / reached, ranks=ranks)
+
+    sizes = (2**14, 2**17, 2**20, 2**23, 2**26)
+    kinds = [(kind, ranks) for kind in SENT for ranks in (4, 2)] + [("p2p", 2)]
+    return replace(found(), exchanges=tuple(exchange(kind, b, ranks) for kind, ranks in kinds for b in sizes))
+
+
+def test_a_rate_that_depends_on_the_size_becomes_points():
+    (link,) = fitted(of_sizes(lambda num_bytes: RATE * (num_bytes / 2**26) ** 0.3)).links
+    measured = of_sizes(lambda num_bytes: RATE * (num_bytes / 2**26) ** 0.3).exchanges
+    assert [at for at, _ in link.sizes] == [2**14, 2**17, 2**20, 2**23, 2**26]
+    assert [link.bandwidth * fraction for _, fraction in link.sizes[2:]] == pytest.approx(
+        [RATE * (at / 2**26) ** 0.3 for at, _ in link.sizes[2:]], rel=0.25
+    )
+    largest = next(t for t in measured if t.name == "all_gather" and t.work == 2**26)
+    wire = wires(Cluster.model_validate({**fitted(found()).model_dump(), "links": [link.model_dump()]}))
+    assert seconds("all_gather", 2.0**26, Group((4,)), wire) == pytest.approx(largest.seconds, rel=0.05)
+
+
+def test_one_rate_for_all_sizes_and_groups_stays_one_number():
+    (link,) = fitted(of_sizes(lambda _: RATE)).links
+    assert (link.sizes, link.parts) == ((), ())
+
+
+@pytest.mark.parametrize("faster", [3.0, 0.4])
+def test_pairs_that_are_faster_or_slower_than_all_ranks_become_a_factor(faster):
+    (link,) = fitted(of_sizes(lambda _: RATE, faster)).links
+    of_two, of_all = (factor * link.bandwidth * link.fraction for _, factor in link.parts)
+    assert [n for n, _ in link.parts] == [2, 4]
+    assert (of_two, of_all) == (pytest.approx(faster * RATE, rel=0.01), pytest.approx(RATE, rel=0.01))
+
+
+def test_sizes_and_pairs_together_explain_nearly_all():
+    cluster = fitted(of_sizes(lambda num_bytes: RATE * (num_bytes / 2**26) ** 0.3, 2.0))
+    assert len(cluster.links[0].sizes) == 5
+    assert [n for n, _ in cluster.links[0].parts] == [2, 4]
+    assert cluster.uncertainty.communication < 0.1
+
+
+def test_a_larger_tensor_never_takes_less_time_by_the_file():
+    (link,) = fitted(of_sizes(lambda num_bytes: RATE / 12 if num_bytes < 2**21 else RATE)).links
+    taken = [at / fraction for at, fraction in link.sizes]
+    assert len(taken) == 5
+    assert taken == sorted(taken)
+
+
 def test_noise_moves_the_numbers_by_no_more_than_itself():
     (link,) = fitted(found(noise=0.2)).links
     assert LATENCY <= link.latency <= 1.3 * LATENCY
@@ -128,7 +184,7 @@ def test_the_comments_say_when_how_and_what_was_seen():
     for words in (
         "on 2026-01-01: 4 ranks at once on 2 cores; gloo, torch 2.13,",
         "load average 1.5 before",
-        "#   all_reduce of 1 MB: ",
+        "#   all_reduce of 1 MB over 4 ranks: ",
         "#   product float32 [2048, 2048] · [2048, 2048]: 39",
         "# 2 ranks shared a core",
         "skipped: a product of float16",
