@@ -38,7 +38,7 @@ from runtime.distributed.groups import RankMesh
 from runtime.engine_generation import EngineGeneration
 from runtime.engine_loss import EngineLoss
 from runtime.engine_stream import EngineStream
-from runtime.loss_outside import LossFunction, LossOutside, LossOutsideExecutor
+from runtime.loss_outside import LossFunction, LossOutside
 from runtime.mode import Mode, check_mode, need_training
 from runtime.pipeline.executor import Step
 from runtime.pipeline.find_nonfinite import find_nonfinite
@@ -250,8 +250,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool, outside: LossOutside | None) -> Tensor:
         variant = self._turn_to(batch, local, outside=outside is not None)
         step = self._step(variant, batch, local)
-        if outside is not None and isinstance(variant.executor, LossOutsideExecutor):
-            variant.executor.begin(outside, batch, variant.layout, local=local)
+        self._begin_outside(outside, variant, batch, local=local)
         self._gradients_ready = False
         self._activity.off(FORWARD)
         self._count_sums(variant, step)
@@ -265,6 +264,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         steps = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
         loss = self._loss_here(steps(step))
         self._note_load(False)
+        self._end_outside(variant.executor)
         return loss
 
     @shared_call("audit")

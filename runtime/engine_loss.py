@@ -7,20 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
+from runtime.distributed.agreement import agree
 from runtime.distributed.faults.shared_call import shared_call
-from runtime.loss_outside import LossFunction, LossOutside
+from runtime.distributed.groups import Groups
+from runtime.loss_outside import LossFunction, LossOutside, LossOutsideExecutor
+from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.scores import Scores
 
 if TYPE_CHECKING:
-    from runtime.variants import Variants
+    from runtime.variants import Variant, Variants
 
 
 class EngineLoss:
     """What an Engine does with the probabilities of labels. The Engine owns all that is named here."""
 
+    groups: Groups
     layout: BatchLayout
+    optimizer: DistributedOptimizer
     _variants: Variants
     _ready: Any
     _step: Any
@@ -67,3 +73,19 @@ class EngineLoss:
             return batch, None
         given = batch if isinstance(batch, Mapping) else {}
         return self._planned(batch), LossOutside.of(loss, given, self.layout.inputs)
+
+    def _begin_outside(
+        self, outside: LossOutside | None, variant: Variant, batch: Mapping[str, Tensor], *, local: bool
+    ) -> None:
+        if outside is not None and isinstance(variant.executor, LossOutsideExecutor):
+            variant.executor.begin(outside, batch, variant.layout, local=local)
+
+    def _end_outside(self, executor: Executor) -> None:
+        """Raises PlanError on every rank if the function failed on one. The step is whole: the next may follow."""
+        if not isinstance(executor, LossOutsideExecutor):
+            return
+        try:
+            agree(self.groups, executor.failure)
+        except PlanError:
+            self.optimizer.reduce_gradients()  # sums that have begun end
+            raise

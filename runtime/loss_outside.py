@@ -5,6 +5,9 @@
 
 The loss of the global batch is the sum of the values of all its microbatches. Ranks of tp and cp compute the same
 value; one of them adds it.
+
+A function that fails gives zeros in place of its value, so that every message of the step still has its sender; then
+all ranks raise its error.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from passes.errors import PlanError
+from passes.errors import PlanError, message_of
 from planner.frozen_plan import Plan
 from planner.lower import lower_for_loss_outside
 from runtime.build import Built, executor_of
 from runtime.data.batches import BatchLayout
+from runtime.distributed.faults.failure import first_line, is_of_a_peer, place_of
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import share
@@ -60,12 +64,13 @@ class LossOutsideExecutor(Executor):
     """The loop over actions, with a function as the loss. ``of_model``: the loop with the model's own."""
 
     of_model: Executor
+    failure: PlanError | None = None
     _function: LossFunction
     _rows: Sequence[dict[str, Tensor]] = ()
 
     def begin(self, loss: LossOutside, batch: Mapping[str, Tensor], layout: BatchLayout, *, local: bool) -> None:
         """The function of the next run, and the batch with the rows that it reads."""
-        self._function = loss.function
+        self._function, self.failure = loss.function, None
         rows = {**batch, **loss.extras}
         if any(stage.has_loss for stage in self.stages):
             self._rows = layout.microbatches(rows, rows, self.transport.groups.device, local=local)
@@ -75,10 +80,22 @@ class LossOutsideExecutor(Executor):
         return self.of_model.evaluate(step, training=training)
 
     def loss_of(self, output: Tensor, step: Step, action: Any) -> tuple[Tensor, Tensor]:
-        """The value of the function for a microbatch, and its gradient."""
+        """The value of the function for a microbatch, and its gradient; zeros after a failure."""
+        if self.failure is None:
+            try:
+                return self._value_of(output, step, self._rows[action.microbatch])
+            except PlanError as error:
+                self.failure = error
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) or is_of_a_peer(error):
+                    raise
+                self.failure = _failed(error, str(self.transport.groups.faults.activity))
+        return torch.zeros((), dtype=torch.float64, device=output.device), torch.zeros_like(output)
+
+    def _value_of(self, output: Tensor, step: Step, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             log_probs = output.detach().requires_grad_()
-            value: Any = self._function(log_probs, dict(self._rows[action.microbatch]))
+            value: Any = self._function(log_probs, dict(rows))
             _check_value(value)
             (gradient,) = torch.autograd.grad(value, log_probs, allow_unused=True)
         if gradient is None:
@@ -88,6 +105,16 @@ class LossOutsideExecutor(Executor):
         loss = value.detach().to(torch.float64).reshape(())
         is_counted = self.transport.groups.coordinate["cp"] == 0
         return loss if is_counted else torch.zeros_like(loss), gradient
+
+
+def _failed(error: Exception, where: str) -> PlanError:
+    failed = PlanError(
+        f"{where}: the loss function failed with {type(error).__name__}: {first_line(message_of(error))}",
+        where=place_of(error) or "loss",
+        fix="correct the function; nothing was updated, and the next step may follow",
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def _check_value(value: object) -> None:

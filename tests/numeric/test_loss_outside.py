@@ -12,7 +12,16 @@ from torch import Tensor
 
 from tests.models.families import IGNORED, Entry, build
 from tests.tools.laboratory import ADAMW, Case, Lab
-from tests.tools.loss_outside_ranks import Batch, Outside, exchanged, local_rows, losses_of, outside, with_extras
+from tests.tools.loss_outside_ranks import (
+    Batch,
+    Outside,
+    exchanged,
+    failing,
+    local_rows,
+    losses_of,
+    outside,
+    with_extras,
+)
 
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
@@ -114,6 +123,33 @@ def test_each_dp_rank_may_give_its_own_rows(lab: Lab) -> None:
     arguments = (labels_of(entry), num_tokens(entry, entry.batch(8, 0)))
     for whole, local in lab.run(Case("gpt", {"dp": 2}, job=local_rows, job_arguments=arguments)):
         assert whole == local
+
+
+FAILING: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp 2, pp 2": ({"tp": 2, "pp": 2}, {}),
+    "weights in shards": ({"pp": 2, "dp": 2}, {"optimizer": {"zero": 3}}),
+    "cp 2, small buckets": ({"cp": 2, "dp": 2}, {"optimizer": {"bucket_size": 500}}),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAILING)
+def test_a_function_that_fails_is_one_error_and_the_next_step_is_as_before(lab: Lab, case: str) -> None:
+    mesh, rest = FAILING[case]
+    entry = build("gpt")
+    arguments = (labels_of(entry), num_tokens(entry, entry.batch(8, 0)))
+    ranks = lab.run(Case("gpt", mesh, rest, job=failing, job_arguments=arguments))
+    for rank, found in enumerate(ranks):
+        all_of_them, one_rank, last = found.messages
+        assert "KeyError: 'forgotten'" in all_of_them
+        assert ("rank 3" in one_rank) == (rank != 3)
+        assert "returns a torch.float64 tensor of shape" in one_rank
+        assert "KeyError: 'forgotten'" in last
+        assert found.losses[0] == found.losses[1] == ranks[0].losses[0]
+    before, after = ranks[0].gradients
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if before[name] is not None)
 
 
 @pytest.mark.sampled(1)

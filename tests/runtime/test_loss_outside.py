@@ -15,7 +15,6 @@ from examples.grpo import train as train_grpo
 from examples.stream_weights import train as train_with_a_reader
 from planner import PlanError, plan
 from runtime import Engine
-from runtime.distributed.faults.failure import StepError
 
 VOCABULARY, LENGTH, BATCH = 61, 8, 8
 Batch = dict[str, Tensor]
@@ -152,9 +151,13 @@ def test_a_bad_function_is_one_error(case):
         engine.train_step(batch_of(), loss=function)
 
 
-def test_an_error_of_the_function_names_the_microbatch():
-    with Engine(plan(gpt(), spec())) as engine, pytest.raises(StepError, match="KeyError: 'advantages'"):
-        engine.train_step(batch_of(), loss=lambda log_probs, rows: log_probs.sum() * rows["advantages"])
+def test_an_error_of_the_function_names_the_microbatch_and_the_line():
+    with Engine(plan(gpt(), spec())) as engine:
+        with pytest.raises(PlanError, match=r"microbatch 0.*failed with KeyError: 'advantages'") as told:
+            engine.train_step(batch_of(), loss=lambda log_probs, rows: log_probs.sum() * rows["advantages"])
+        assert "test_loss_outside.py" in str(told.value.where)
+        assert engine.train_step(batch_of(), loss=weighted).grad_norm > 0
+        assert engine.step_index == 1
 
 
 def test_bad_batches_plans_and_models_are_refused():

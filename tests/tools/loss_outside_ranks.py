@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner.exchanges.log_probs import rows_with_loss_outside
 from runtime import Engine
 from runtime.loss_outside import LossFunction
@@ -89,6 +90,41 @@ def local_rows(plan: Any, batches: list[Batch], labels: str, num_tokens: int) ->
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size)
         own = {name: value[rows] for name, value in batch.items()}
         return [engine.forward_backward(batch, loss=loss), engine.forward_backward(own, loss=loss, local=True)]
+
+
+class Failed(NamedTuple):
+    """Of a rank: the message of each failure, and the loss and the gradients before and after all of them."""
+
+    messages: list[str]
+    losses: tuple[float, float]
+    gradients: tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def failing(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> Failed:
+    """Functions that fail on all ranks of the loss, on one, in the last microbatch alone; then one that does not."""
+    batch, calls, messages = with_extras(batches[0], labels), [0], list[str]()
+    loss = losses_of(batch, labels, num_tokens)["grpo"]
+
+    def fails(log_probs: Tensor, rows: Batch) -> Tensor:
+        return loss(log_probs, {**rows, "old": rows["forgotten"]})
+
+    def returns_rows(log_probs: Tensor, rows: Batch) -> Tensor:
+        return log_probs.sum(-1) if engine.groups.rank == engine.mesh.world_size - 1 else loss(log_probs, rows)
+
+    def fails_at_last(log_probs: Tensor, rows: Batch) -> Tensor:
+        calls[0] += 1
+        return fails(log_probs, rows) if calls[0] == plan.schedule.num_microbatches else loss(log_probs, rows)
+
+    with Engine(plan, timeout_seconds=60) as engine:
+        before = engine.forward_backward(batch, loss=loss)
+        gradients = dict(engine.gather_gradients())
+        for function in (fails, returns_rows, fails_at_last):
+            try:
+                engine.train_step(batch, loss=function)
+            except PlanError as error:
+                messages.append(str(error))
+        after = engine.forward_backward(batch, loss=loss)
+        return Failed(messages, (before, after), (gradients, dict(engine.gather_gradients())))
 
 
 def exchanged(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> tuple[dict[Any, int], dict[Any, int]]:
