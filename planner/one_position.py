@@ -1,11 +1,11 @@
-"""The collectives of the forward of one position, with kept rows of those before it, read off its run without values.
+"""Collectives of the forward of one position, and bytes of the kept rows before it, read off a run without values.
 
 They are no part of a plan, which lists those of training: only ``Engine.generate`` runs them, for each position once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,25 @@ def one_position_rows(plan: Plan) -> tuple[CollectivePlan, ...]:
 
     Raises PlanError, with the op and its line, if one position needs more than kept rows.
     """
+    return tuple(row for _, rows in _one_position(plan) for row in rows)
+
+
+def kept_bytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes of keys and values that a rank of each pp rank keeps while ``Engine.generate`` runs. Raises PlanError, with
+    the op and its line, if they cannot be kept.
+    """
+    return tuple(kept.num_bytes * plan.schedule.num_microbatches for kept, _ in _one_position(plan))
+
+
+def _one_position(plan: Plan) -> Iterator[tuple[KeptRows, list[CollectivePlan]]]:
+    """Of each pp rank the buffers of a microbatch, and the messages of a position."""
     decisions, _ = plan.to_run()
-    found: list[CollectivePlan] = []
     for pp in range(plan.mesh.pp):
         rank = plan.mesh.rank_of(pp=pp)
         program = lower(plan, rank, "meta")
         keeping, alone, _ = lower_kept_rows(plan, rank, program, "meta")
-        kept = KeptRows(program.random)
+        program.random.training = False  # no dropout: nothing is drawn
+        kept, found = KeptRows(program.random), list[CollectivePlan]()
         for whole, one in zip(keeping, alone, strict=True):
             for stage in (whole, one):
                 setattr(stage.module, KEPT, kept)
@@ -42,7 +54,7 @@ def one_position_rows(plan: Plan) -> tuple[CollectivePlan, ...]:
             messages[0].run(*_inputs(whole, decisions))
             messages[1].run(*_inputs(one, decisions))
             found += messages[1].found
-    return tuple(found)
+        yield kept, found
 
 
 def _inputs(stage: StageModule, decisions: Decisions) -> list[torch.Tensor]:

@@ -114,6 +114,21 @@ class EngineGeneration(EngineAdapters):
             because,
         )
 
+    @shared_call("generation")
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values that this rank keeps while ``generate`` runs, measured at the longest planned
+        length. The same call on every rank. Raises PlanError as ``generate`` with ``cache=True``.
+        """
+        feed, variant = self._feed(), self._variants.longest
+        self._ready()
+        kept, sequences = variant.kept(), [[0]] * variant.layout.global_size
+        try:
+            batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
+            kept.prefill(self._fed(variant, batch), feed.wanted(variant.layout, sequences))
+            return kept.num_bytes
+        finally:
+            kept.free()
+
     # ---- pieces of a call
 
     def _continued(self, run: Callable[[_Way], list[_Row]], cache: bool | None) -> tuple[list[_Row], str]:

@@ -56,12 +56,17 @@ def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, a
 
     ``target``: aten's op, or the name of one of ``OWN_ATTENTION``: code that is generated cannot hold the function.
     """
-    off = {} if random.training else {"dropout_p": 0.0}
+    if not random.training:
+        return _attention(target, args, kwargs, {"dropout_p": 0.0})
     with random.as_default(args[0].device, op, sharded):
-        if target in _BY_NAME:
-            return _BY_NAME[target](*args, **{**kwargs, **off})
-        given: dict[str, Any] = attention_arguments(args, kwargs) | off
-        return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)
+        return _attention(target, args, kwargs, {})
+
+
+def _attention(target: Any, args: Any, kwargs: Any, changes: dict[str, Any]) -> Tensor:
+    if target in _BY_NAME:
+        return _BY_NAME[target](*args, **{**kwargs, **changes})
+    given: dict[str, Any] = attention_arguments(args, kwargs) | changes
+    return F.scaled_dot_product_attention(*args[:3], attn_mask=given.pop("mask", None), **given)
 
 
 def stream_random(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Any:

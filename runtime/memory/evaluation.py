@@ -4,6 +4,7 @@ parameters      all tensors that the engine holds between calls     within 1 %
 whole           full weights at once, if ranks keep shards          within 3 %
 activations     with messages: all live memory at the peak of the
                 forwards that evaluate and score a batch            within 3 %
+keys and values that ``generate`` keeps, if it can keep them        within 1 %
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.cost.evaluation import EvaluationMemory
 from planner.frozen_plan import Plan
+from planner.one_position import kept_bytes
 from runtime.engine import Engine
 from runtime.memory.watch import MemoryWatch
 from runtime.pipeline.executor import Executor
 from runtime.report.memory_rows import Compared
 
-ALLOWED = {"parameters": 0.01, "activations": 0.03, "whole": 0.03}
+KEPT = "keys and values"
+ALLOWED = {"parameters": 0.01, "activations": 0.03, "whole": 0.03, KEPT: 0.01}
 
 
 def measured_evaluation(decided: Plan, batch: dict[str, Tensor]) -> list[Compared]:
@@ -33,7 +36,16 @@ def measured_evaluation(decided: Plan, batch: dict[str, Tensor]) -> list[Compare
         most = _live(engine, engine.executor, batch)
         with suppress(PlanError):  # of a loss that gives no label a probability
             most = max(most, _live(engine, engine.scoring_executor(batch), batch, scores=True))
-        return _compared(rank, row, engine, most)
+        return [*_compared(rank, row, engine, most), *_kept(rank, decided, engine)]
+
+
+def _kept(rank: int, decided: Plan, engine: Engine) -> list[Compared]:
+    """No row if no token can be generated, or nothing be kept: the same on every rank."""
+    try:
+        planned = kept_bytes(decided)[engine.mesh.pp_rank]
+        return [Compared(rank, KEPT, planned, engine.kept_bytes(), ALLOWED[KEPT])]
+    except PlanError:
+        return []
 
 
 def held_bytes(engine: Engine) -> int:

@@ -66,6 +66,11 @@ class KeptPositions:
         differ = (rows - whole).abs().nan_to_num(nan=0.0).amax(1) > self._precision**0.5 * size
         return torch.where(differ & (counts > 0), NOT_KEPT, 0)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers of this rank."""
+        return self.kept.num_bytes
+
     def free(self) -> None:
         """Drop the buffers."""
         self.kept.buffers.clear()

@@ -46,6 +46,7 @@ def test_one_position_exchanges_and_keeps_what_is_listed(lab: Lab, mesh: dict[st
         assert found["seen"]["all_reduce", "forward"]
         own = layers // mesh.get("pp", 1) * width // mesh["tp"]
         assert found["kept"] == 2 * own * 8 * length * size
+        assert found["measured and planned"] == [found["kept"]] * 2
 
 
 FAMILIES_ON: tuple[tuple[str, dict[str, int], dict[str, Any]], ...] = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.exchanges.next_rows import next_token_rows
-from planner.one_position import one_position_rows
+from planner.one_position import kept_bytes, one_position_rows
 from runtime import Engine
 from runtime.next_tokens.kept import KeptPositions
 from tests.tools.jobs import Batches
@@ -133,12 +133,14 @@ def of_one_position(plan: Any, batches: Batches) -> dict[str, Any]:
         two, three = seen(2), seen(3)
         KeptPositions.free = freed
         stages, times = {stage.index for stage in engine.program.stages}, engine.layout.num_microbatches
+        kept.append(engine.kept_bytes())
+        kept.append(kept_bytes(plan)[engine.mesh.pp_rank])
     planned: dict[tuple[str, str], int] = {}
     for row in one_position_rows(plan):
         if row.stage in stages and row.axis == "tp":
             planned[row.kind, row.phase] = planned.get((row.kind, row.phase), 0) + row.bytes * row.count * times
     found = {key: three[key] - two[key] for key in three if three[key] != two[key]}
-    return {"seen": found, "planned": planned, "kept": kept[0], "times": times}
+    return {"seen": found, "planned": planned, "kept": kept[0], "measured and planned": kept[-2:], "times": times}
 
 
 def refused(plan: Any, batches: Batches, calls: Sequence[tuple[Any, int, dict[str, Any]]]) -> list[str]:
