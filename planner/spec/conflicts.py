@@ -118,7 +118,7 @@ def _shard_problems(spec: Spec) -> Iterator[PlanError]:
         yield SpecError(f"{at}: with zero 0 nothing is in shards", where=at, fix=fix)
     if spec.mesh.has_auto:
         yield SpecError(f"{at}: a search shards over all ranks of dp", where=at, fix=f"{fix}, or give all sizes")
-    if spec.optimizer.name in MATRIX_RULES or any(g.name in MATRIX_RULES for g in spec.optimizer.groups.values()):
+    if MATRIX_RULES & spec.optimizer.rules:
         yield SpecError(f"{at}: muon gathers matrices over all ranks of dp", where=at, fix=fix)
 
 

@@ -146,14 +146,19 @@ class OptimizerSpec(Section):
         assert isinstance(self.zero, int), "a search replaces auto before anything is sharded"
         return self.zero
 
+    @property
+    def rules(self) -> frozenset[str]:
+        """The names of the update rules of this run, those of groups too."""
+        return frozenset({self.name, *(group.name for group in self.groups.values() if group.name is not None)})
+
     def problems(self) -> Iterator[PlanError]:
         yield from self._keys_of_others()
-        if MEAN_RULES & {self.name, *(group.name for group in self.groups.values())}:
+        if MEAN_RULES & self.rules:
             yield from self._beside_a_mean()
         try:
             if self.name.startswith(PREFIX):
                 moments_of(self.name, self)
-            if FACTORED_RULES & {self.name, *(group.name for group in self.groups.values())}:
+            if FACTORED_RULES & self.rules:
                 adafactor_options(options_of(self))
         except PlanError as error:
             own = self.name.removeprefix(PREFIX).lower()
@@ -175,7 +180,7 @@ class OptimizerSpec(Section):
 
     def _keys_of_others(self) -> Iterator[PlanError]:
         """A key that no update rule of the run reads, with another value than its default."""
-        read = keys_read(self.name).union(*(keys_read(group.name) for group in self.groups.values() if group.name))
+        read = set[str]().union(*(keys_read(rule) for rule in self.rules))
         for name in dict.fromkeys(("options", *(name for rule in UPDATE_RULES.values() for name in rule.keys))):
             if name not in read and getattr(self, name) != type(self).model_fields[name].default:
                 at = f"optimizer.{name}"

@@ -121,8 +121,7 @@ class DistributedOptimizer:
 
     def _mean_of(self, mains: Sequence[Tensor]) -> WeightAverage | ScheduleFreeMean | None:
         """The mean of the weights that is evaluated in their place."""
-        rules = {self.settings.name, *(group.name for group in self.settings.groups.values())}
-        if MEAN_RULES & rules:
+        if MEAN_RULES & self.settings.rules:
             return ScheduleFreeMean(mains, self.optimizer)
         return None if self.settings.ema is None else WeightAverage(mains, self.settings.ema)
 

@@ -18,11 +18,15 @@ from planner.spec.update_rules import FACTORED_RULES, UPDATE_RULES, options_of
 from planner.updates.groups import Settings, base_of, settings_of
 
 
-class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023: the sign of a mean of gradients, with decoupled weight decay."""
+class _Own(torch.optim.Optimizer):
+    """Called as torch's own are: groups, and defaults by name."""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, defaults)
+
+
+class Lion(_Own):
+    """Chen et al. 2023: the sign of a mean of gradients, with decoupled weight decay."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -35,11 +39,8 @@ class Lion(torch.optim.Optimizer):
                 mean.mul_(second).add_(p.grad, alpha=1 - second)
 
 
-class ScheduleFree(torch.optim.Optimizer):
+class ScheduleFree(_Own):
     """Defazio et al. 2024, AdamW: the parameters are y, and z and the sum of squared learning rates are kept."""
-
-    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
-        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -59,14 +60,11 @@ class ScheduleFree(torch.optim.Optimizer):
                 y.copy_((1 - first) * z + first * x)
 
 
-class WholeMatrices(torch.optim.Optimizer):
+class WholeMatrices(_Own):
     """torch's Muon over the matrices that a weight is made of (passes.program.matrices), each by itself.
 
     A group has ``matrices``, of each of its parameters.
     """
-
-    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
-        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
