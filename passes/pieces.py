@@ -73,7 +73,7 @@ class Homes:
         return home_of(change, self._eager) if region is None else self._captured.get(region.index)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompiledPiece:
     """``nodes``: captured names, in the order of the graph. ``function``: equal for pieces that share one.
 

@@ -271,8 +271,8 @@ def _decide(
         costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
-        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, cluster)
-        memory = rows_of_plan(lowered, schedule, slots, recomputed, cluster)
+        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, compiled.pieces, cluster)
+        memory = rows_of_plan(lowered, schedule, slots, recomputed, compiled.pieces, cluster)
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)

@@ -43,9 +43,17 @@ def _of(trace: StageTrace, piece: Piece) -> LetGo:
     rerun = {(call.name, call.changed) for call in piece.again}
     again = tuple(at for at, call in enumerate(trace.calls) if (call.name, call.changed) in rerun)
     inside = frozenset(at for at in numbers if _is_inside(trace.calls[at], piece))
-    reads = [at for at, call in enumerate(trace.calls) if at in inside or not piece.let_go.isdisjoint(call.keeps)]
+    memory = _memory(trace, piece, again)
+    reads = [at for at, call in enumerate(trace.calls) if at in inside or not memory.isdisjoint(call.keeps)]
     sources = frozenset(piece.sources - trace.outside)
-    return LetGo(max(numbers), max(reads), piece.let_go, sources, inside, again)
+    return LetGo(max(numbers), max(reads, default=max(numbers)), memory, sources, inside, again)
+
+
+def _memory(trace: StageTrace, piece: Piece, again: Iterable[int]) -> frozenset[int]:
+    """What the block frees of the memory that its calls keep, its compiled pieces too."""
+    kept = {memory for call in trace.calls for memory in call.keeps}
+    made = {memory for at in again for memory in trace.calls[at].makes}
+    return piece.let_go & kept | (trace.saved_again & made) - piece.sources
 
 
 def _is_inside(call: Call, piece: Piece) -> bool:

@@ -37,9 +37,10 @@ from itertools import pairwise
 from math import ceil, prod
 
 from passes.errors import require
-from passes.pieces import Piece
+from passes.pieces import CompiledPiece, Piece
 from passes.program.ops.aten import value_bytes
 from planner.cost.cut.ops import puts_aside
+from planner.cost.fused_saves import with_fused_saves
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
 from planner.cost.peak import Peak, peak_of
@@ -105,13 +106,17 @@ class MemoryRow:
 
 
 def memory_rows(
-    lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots] = (), recomputed: Sequence[Piece] = ()
+    lowered: Lowered,
+    schedule: SchedulePlan,
+    slots: Sequence[GraphSlots] = (),
+    recomputed: Sequence[Piece] = (),
+    compiled: Sequence[CompiledPiece] = (),
 ) -> tuple[MemoryRow, ...]:
     """One row for each pp rank. ``recomputed``: the pieces that are freed and recomputed."""
     decisions, shards = lowered.decisions, lowered.shards
     after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
     for index in range(decisions.stages.num_stages):
-        trace = lowered.trace(index)
+        trace = with_fused_saves(lowered.trace(index), compiled, recomputed)
         later = waiting_calls(trace) if schedule.has_weights else frozenset[int]()
         stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
     stages = shared_once(stages, decisions.mesh)

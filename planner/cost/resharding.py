@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from passes.pieces import Piece
+from passes.pieces import CompiledPiece, Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.allocator.replay import rows_of_plan
 from planner.cost.planned import too_large
@@ -27,6 +27,7 @@ def decide_reshard(
     schedule: SchedulePlan,
     slots: Sequence[GraphSlots],
     recomputed: Sequence[Piece],
+    compiled: Sequence[CompiledPiece],
     cluster: Cluster | None,
 ) -> Lowered:
     """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true."""
@@ -36,7 +37,7 @@ def decide_reshard(
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
-    rows = rows_of_plan(once, schedule, slots, recomputed, cluster)
+    rows = rows_of_plan(once, schedule, slots, recomputed, compiled, cluster)
     return lowered if any(too_large(rows, cluster)) else once
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,8 @@ class Allocations(TorchDispatchMode):
     ``known``: tensors without counted memory. ``settling``: seconds before a new peak is read, in which a thread that
     ends a collective releases its tensors. Workspaces inside a kernel are not seen.
     """
+
+    reads_memory_alone = True  # so that compiled functions may run under it
 
     def __init__(self, known: Iterable[Tensor] = (), *, settling: float = 0.0) -> None:
         super().__init__()
@@ -38,6 +40,11 @@ class Allocations(TorchDispatchMode):
         for memory in [memory for memory, (storage, _) in self._made.items() if storage.expired()]:
             del self._made[memory]
         return {memory: size for memory, (_, size) in self._made.items()}
+
+    @property
+    def known(self) -> Set[int]:
+        """The memory that is not counted."""
+        return self._known.keys()
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Count no memory of ``tensors``."""

@@ -73,6 +73,7 @@ class StageTrace:
     """Calls in their order. ``bytes_of`` memory; ``received`` and ``sent`` by name of the value.
 
     ``memory_of``: of each value of the captured graph, in the type in which this stage has it (a tuple's first).
+    ``saved_again``: memory that compiled pieces of recomputed blocks keep.
     """
 
     index: int
@@ -83,6 +84,7 @@ class StageTrace:
     received: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     memory_of: dict[str, int] = field(default_factory=dict)
+    saved_again: frozenset[int] = frozenset()
     unseen: list[str] = field(default_factory=list)  # calls that could not be looked at: all operands count as kept
 
     def new(self, size: int, *, outside: bool = False) -> int:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from passes.compile_pieces import calls_in
 from passes.ops.compiled import CompiledCall
@@ -80,9 +81,7 @@ class CompiledPieces:
 
     def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
         function = self._wanted(call, inputs) if torch.is_grad_enabled() else None
-        # A recorded graph has the ops that it sees, and no compiled code. Of this thread: torch's own flag is of all.
-        is_watched = torch._C._len_torch_dispatch_stack() > 0
-        if function is None or is_watched:
+        if function is None or _is_watched():
             self.counts[call.index, "eager" if function is None else "recorded"] += 1
             return call.module(*inputs)
         self.counts[call.index, "compiled"] += 1
@@ -91,7 +90,7 @@ class CompiledPieces:
     def _wanted(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         """The function of a piece, compiled now if allowed; a message reports uncompiled pieces of a capture."""
         if not is_capturing():
-            return None if torch._C._len_torch_dispatch_stack() > 0 else self.function_of(call, inputs)
+            return None if _is_watched() else self.function_of(call, inputs)
         key = call.structure, signature_of(inputs)
         if key not in self._functions:
             self.report.eager.append((call.where, "a graph was captured before its compilation"))
@@ -121,6 +120,12 @@ class CompiledPieces:
         self.report.made += made - before[1]
         self.report.seconds += time.perf_counter() - start
         return function
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode of this thread has to see the ops: a recorded graph has no compiled code."""
+    modes = _get_current_dispatch_mode_stack()
+    return not all(getattr(mode, "reads_memory_alone", False) for mode in modes)
 
 
 def calls_of(program: RankProgram) -> list[CompiledCall]:

@@ -5,7 +5,7 @@
             recomputation, received values before their backward, and tensors that a backward saves for its W
 
 Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
-are not counted. Workspaces inside kernels are not seen.
+are not counted. Workspaces inside kernels are not seen, nor what a compiled piece makes and does not save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemoryWatch:
         self.moments: list[Moment] = []
         self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
         self._allocations = Allocations(self._outside.values(), settling=SETTLING_SECONDS[0])
-        self._saved: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
         gc.collect()
         gc.freeze()  # so that later collections are fast
 
@@ -63,7 +63,7 @@ class MemoryWatch:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._outside:
-            self._saved[storage._cdata] = StorageWeakRef(storage)
+            self._saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return tensor
 
     def _kept(self) -> int:
@@ -78,8 +78,10 @@ class MemoryWatch:
 
     def _held_bytes(self) -> int:
         """A message that is saved too, as a value that the next stage gets, is kept."""
-        living = self._allocations.living
-        saved = {memory for memory, storage in self._saved.items() if not storage.expired()}
+        known = self._allocations.known
+        saved = {m: size for m, (storage, size) in self._saved.items() if not storage.expired() and m not in known}
+        living = saved | self._allocations.living  # of compiled pieces only saved tensors are seen
+        saved = set(saved)
         for of_microbatch in self.executor.in_flight:
             saved |= {t.untyped_storage()._cdata for t in of_microbatch.received}
         holders = Counter(t.untyped_storage()._cdata for t in self.executor.transport.buffers)

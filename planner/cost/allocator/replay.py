@@ -17,11 +17,12 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
-from passes.pieces import Piece
+from passes.pieces import CompiledPiece, Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.allocator.caching import Block, CachingAllocator
 from planner.cost.allocator.ledger import Event, Held
 from planner.cost.device_memory import on_device
+from planner.cost.fused_saves import with_fused_saves
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageEvents, stage_events
 from planner.cost.memory import SLACK, MemoryRow, memory_rows, update_bytes, waiting_calls
@@ -40,14 +41,15 @@ def rows_of_plan(
     schedule: SchedulePlan,
     slots: Sequence[GraphSlots],
     recomputed: Sequence[Piece],
+    compiled: Sequence[CompiledPiece],
     cluster: Cluster | None,
 ) -> tuple[MemoryRow, ...]:
     """The memory of each pp rank on a device of ``cluster``. On a GPU the slack is that of a replay."""
     mesh = lowered.decisions.mesh
-    rows = on_device(memory_rows(lowered, schedule, slots, recomputed), mesh, cluster)
+    rows = on_device(memory_rows(lowered, schedule, slots, recomputed, compiled), mesh, cluster)
     if cluster is None or not cluster.device.is_gpu:
         return rows
-    traces = [lowered.trace(index) for index in range(lowered.num_stages)]
+    traces = [with_fused_saves(lowered.trace(index), compiled, recomputed) for index in range(lowered.num_stages)]
     stages = [
         stage_events(t, let_go_of(t, recomputed), waiting_calls(t) if schedule.has_weights else frozenset())
         for t in traces

@@ -35,6 +35,7 @@ from planner.cost.cut.units import (
     Tied,
     UnitWork,
 )
+from planner.cost.fused_saves import with_fused_saves
 from planner.cost.let_go import let_go_of
 from planner.cost.memory import after_blocks
 from planner.saved.lowered import Lowered
@@ -112,7 +113,7 @@ class Builder:
             for kind, pieces in kinds.items():
                 self._again(kind, trace, pieces, of_stage, found)
                 if with_memory:
-                    self._memory(kind, trace, ops, pieces)
+                    self._memory(kind, with_fused_saves(trace, compiled, pieces), ops, pieces)
         self._into_buffers()
 
     def _calls(self, trace: StageTrace, ops: OpsOf, homes: list[Units], fused: FusedCalls) -> None:

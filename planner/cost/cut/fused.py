@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from passes.pieces import CompiledPiece
 from planner.cost.cut.kernels import CallOps, Op, Size
 from planner.cost.cut.ops import OpsOf
+from planner.cost.fused_saves import calls_of_pieces
 from planner.saved.trace import Call, StageTrace
 
 
@@ -29,11 +30,7 @@ class FusedCalls:
 
 def fuse(trace: StageTrace, ops: OpsOf, kernels: Sequence[CallOps], pieces: Iterable[CompiledPiece]) -> FusedCalls:
     """``kernels``: of each call by itself; ``pieces``: the compiled ones of all stages."""
-    piece_of_name = {name: p.index for p in pieces if p.stage == trace.index for name in p.nodes}
-    calls_of: dict[int, list[int]] = {}
-    for at, call in enumerate(trace.calls):
-        if call.changed is None and call.name in piece_of_name:
-            calls_of.setdefault(piece_of_name[call.name], []).append(at)
+    calls_of = {piece.index: numbers for piece, numbers in calls_of_pieces(trace, pieces).items()}
     found, readers = list(kernels), _readers(trace)
     for numbers in calls_of.values():
         for at in numbers:

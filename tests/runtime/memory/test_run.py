@@ -47,6 +47,20 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
     assert "AS PREDICTED" in str(report)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_pieces_save_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
+    more = f"recompute: {recompute}\ncompile: true\n"
+    report = compare_memory(*written(tmp_path, "tp: 1", more))
+    assert report.passed, str(report)
+    op_by_op = compare_memory(*written(tmp_path, "tp: 1", f"recompute: {recompute}\n"))
+    by_name, without = ({row.category: row for row in each.rows} for each in (report, op_by_op))
+    assert by_name["activations"].measured <= without["activations"].measured
+    assert recompute != "none" or by_name["activations"].measured < 0.9 * without["activations"].measured
+
+
 @pytest.mark.thorough
 def test_an_engine_that_evaluates_holds_parameters_and_one_microbatch(tmp_path: Path) -> None:
     reference, spec_path = written(tmp_path, "tp: 1")

@@ -100,7 +100,7 @@ def test_sizes_that_follow_the_routing_keep_at_least_the_flat_share(monkeypatch:
     cluster = read_cluster("dgx-a100")
     monkeypatch.setattr(Replay, "slack", lambda self, row: 0)
     monkeypatch.setattr(replay, "OF_ROUTING", {call.node.target for call in lowered.trace(0).calls})
-    (row,) = rows_of_plan(lowered, made.schedule, (), recomputed, cluster)
+    (row,) = rows_of_plan(lowered, made.schedule, (), recomputed, (), cluster)
     (flat,) = memory_rows(lowered, made.schedule, (), recomputed)
     assert row.slack == flat.slack > 0
 
