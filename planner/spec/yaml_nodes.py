@@ -72,8 +72,23 @@ def scalar(node: ScalarNode) -> Any:
     return value
 
 
+MOST_LEVELS = 150  # of mappings and lists inside of each other
+
+
 class Nodes(SafeLoader):
-    """Text to nodes. Raises yaml.YAMLError, and ValueError or OverflowError for numbers inside of YAML's own syntax."""
+    """Text to nodes. Raises yaml.YAMLError, ValueError or OverflowError for numbers inside of YAML's own syntax, and
+    RecursionError beyond ``MOST_LEVELS``: Python's own limit is another in a process that has compiled code.
+    """
+
+    _levels = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
         """The tag of a node that has none."""

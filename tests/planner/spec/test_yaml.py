@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from expecttest import assert_expected_inline
 
@@ -101,6 +103,16 @@ def test_what_yaml_allows_or_forbids_ends_in_one_error(tmp_path, text, what, lin
         load(tmp_path, text)
     assert line is None or str(caught.value.where) == f"spec.yaml:{line}"
     assert len(str(caught.value)) < 1000
+
+
+def test_a_deep_file_is_refused_whatever_depth_python_allows(tmp_path):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        with pytest.raises(SpecError, match="nested too deeply"):
+            load(tmp_path, "mesh: " + "[" * 200 + "]" * 200 + "\n")
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_files_that_cannot_be_read_are_one_error(tmp_path, monkeypatch):
