@@ -84,7 +84,8 @@ def read(place: Path, key: str) -> Kept | None:
         raise ValueError("its digest is another")
     try:
         length = int.from_bytes(content[:8], "little")
-        return json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["program"]), load(content)
+        program = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["program"])
+        return program, {name: value.clone() for name, value in load(content).items()}  # a view could not be detached
     except (KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(str(error)) from error
 

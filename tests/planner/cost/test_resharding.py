@@ -15,11 +15,12 @@ SHIPPED = Path(__file__).parents[3] / "specs/clusters/dgx-a100.yaml"
 
 
 def planned(folder: Path, asked: Any, share: float | None, **batch: int) -> Any:
-    """``share``: of ten megabytes of a device of the cluster that a rank may fill; None: no cluster."""
+    """``share``: of a gigabyte of a device of the cluster that a rank may fill; None: no cluster."""
     spec = spec_of("gpt2", mesh={"dp": 2}, optimizer={"zero": 3, "reshard": asked}) | {"batch": batch}
     if share is not None:
         values = yaml.safe_load(SHIPPED.read_text())
-        values["device"] |= {"memory": 1e7, "usable_memory": share}
+        values["device"] |= {"memory": 1e9, "usable_memory": share, "context": None}
+        values["links"] = [{**link, "communicator": None} for link in values["links"]]
         (folder / "cluster.yaml").write_text(yaml.safe_dump(values))
         spec["cluster"] = str(folder / "cluster.yaml")
     return plan(build("gpt2"), spec)
@@ -34,7 +35,7 @@ def gathers(made: Any) -> dict[str, int]:
     return {phase: sum(row.count for row in rows if row.phase == phase) for phase in ("forward", "backward")}
 
 
-SMALL = 0.03
+SMALL = 1e-4
 SEVERAL = {"global": 8, "micro": 1}
 
 

@@ -36,6 +36,7 @@ def test_what_was_written_is_read(place: Path):
     program, constants = store.read(place, KEY) or ({}, {})
     assert program == {"nodes": [1, "two"]}
     assert constants["c"].tolist() == [0, 1, 2]
+    assert constants["c"].detach_() is constants["c"]  # as a captured torch.tensor(..) does: a view refuses it
     assert store.read(place, "other") is None
     assert [path.name for path in place.iterdir()] == [f"{KEY}.capture"]
 
