@@ -67,7 +67,6 @@ class Weights:
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut
     logits: float = 300.0  # a loss that sees full logits and need not, whatever they cost to make
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
-    partial: float = 0.125  # times that for partial sums: a sum of several rows is smaller to exchange than the rows
     detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
@@ -150,7 +149,7 @@ class _Program:
         if option.whole and any(o.form is Form.CLASSES for o in self.candidates.options[node.name]):
             cost += weights.logits
         if (option.whole or option.form is Form.PARTIAL) and node.op == "call_function" and node.meta.get("grad"):
-            cost += weights.whole * (1.0 if option.whole else weights.partial) * self.costs.activation[node.name]
+            cost += weights.whole * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
             cost += weights.step * (1 + self.costs.activation[node.name])
         return cost * times
