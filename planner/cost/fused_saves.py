@@ -23,9 +23,11 @@ _BEGIN, _END = -1, -2
 
 
 def with_fused_saves(
-    trace: StageTrace, pieces: Iterable[CompiledPiece], recomputed: Sequence[Piece] = ()
+    trace: StageTrace, pieces: Sequence[CompiledPiece], recomputed: Sequence[Piece] = ()
 ) -> StageTrace:
     """The trace in which calls of ``pieces`` keep what the functions of these save; memory keeps its numbers."""
+    if not pieces:
+        return trace
     calls, again = list(trace.calls), set[int]()
     rerun = {call.name for piece in recomputed if piece.stage == trace.index for call in piece.again}
     savers: dict[int, set[int]] = {}
