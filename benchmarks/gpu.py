@@ -7,9 +7,10 @@
     python benchmarks/gpu.py graphs     CUDA graphs: the numbers of eager steps, and how much faster short kernels are
     python benchmarks/gpu.py profile    a 1.1-billion Llama in bfloat16: speed, gaps, attention's kernels, memory
     python benchmarks/gpu.py plain      the same models in plain PyTorch beside ours, eager and compiled
-    python benchmarks/gpu.py documents  packed documents: padded, one mask, one kernel
+    python benchmarks/gpu.py documents  packed documents: padded, one mask, one kernel, and the two of a sliding window
     python benchmarks/gpu.py updates    ms of an update by each rule
     python benchmarks/gpu.py sharded    gradients and weights in shards: numbers and memory
+    python benchmarks/gpu.py calibrated a step predicted by `meshwright calibrate` on this GPU, beside the one measured
     python benchmarks/gpu.py all --write                    all of them, appended to RESULTS.md as each one ends
 
 Exit code 0: all within reach; 1: something is not, or a part broke off; 2: there is no GPU.
@@ -30,7 +31,19 @@ import torch
 
 from benchmarks.on_gpu.table import RESULTS, Table, section
 
-PARTS = ("equal", "sync", "dropout", "shared", "graphs", "profile", "plain", "documents", "updates", "sharded")
+PARTS = (
+    "equal",
+    "sync",
+    "dropout",
+    "shared",
+    "graphs",
+    "profile",
+    "plain",
+    "documents",
+    "updates",
+    "sharded",
+    "calibrated",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,9 @@
-"""A Llama of 1.1 billion parameters in bfloat16 on packed documents: tokens/s of labels that count, three ways.
+"""A Llama of 1.1 billion parameters in bfloat16 on packed documents: tokens/s of labels that count, in several ways.
 
 padded          a sequence for each document
 one mask        packed, attention of whole sequences with their mask
 one kernel      packed, within documents, one call of the variable-length kernel
+a window, …     the same of a Mistral of that shape, in which a token reads the 256 keys up to its own
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ WAYS: dict[str, tuple[Any, bool]] = {
     "padded": (False, False),
     "one mask": ("documents", False),
     "one kernel": ("documents", True),
+    "a window, one mask": ("documents", False),
+    "a window, one kernel": ("documents", True),
 }
+WINDOW = 256
 
 
 def run(device: torch.device, *, tiny: bool = False) -> Table:
@@ -46,7 +50,7 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
 def figures(device: torch.device, way: str, *, tiny: bool) -> tuple[float, float, int | None]:
     """Tokens that count a second, seconds a step, bytes at the peak."""
     packing, has_kernel = WAYS[way]
-    model, sizes = llama(tiny=tiny, attention_dropout=0.0)
+    model, sizes = llama(tiny=tiny, attention_dropout=0.0, window=WINDOW if "window" in way else None)
     model.config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     length, vocabulary = sizes["max_position_embeddings"], sizes["vocab_size"]
     spec = spec_of(length, vocabulary, packing)

@@ -29,15 +29,19 @@ def small(name: str, *, dropout: bool = False) -> nn.Module:
     return _of(config | (DROPOUT[name] if dropout else {}), materialize=True).train()
 
 
-def llama(*, tiny: bool, attention_dropout: float) -> tuple[nn.Module, dict[str, int]]:
-    """A Llama of 1.1 billion parameters on meta, and its sizes; ``tiny`` for a look at the code."""
+def llama(*, tiny: bool, attention_dropout: float, window: int | None = None) -> tuple[nn.Module, dict[str, int]]:
+    """A Llama of 1.1 billion parameters on meta, and its sizes; ``tiny`` for a look at the code.
+
+    ``window``: a Mistral of that shape, whose tokens read so many keys.
+    """
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     sizes |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}
     if tiny:
         sizes |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 32}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_dropout": attention_dropout}
-    return _of(config | sizes, materialize=False).train(), sizes
+    name = "Llama" if window is None else "Mistral"
+    config = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), "sliding_window": window}
+    return _of(config | sizes | {"attention_dropout": attention_dropout}, materialize=False).train(), sizes
 
 
 def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.on_gpu.models import batch, llama
 from benchmarks.on_gpu.table import Table
@@ -116,20 +117,20 @@ def attention_kernels(names: Iterable[str]) -> str | None:
     return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None
 
 
-def plan_of(model: torch.nn.Module, length: int, vocabulary: int, **more: Any) -> Plan:
+def plan_of(model: nn.Module, length: int, vocabulary: int, **more: Any) -> Plan:
+    return plan(model, spec_of(length, vocabulary) | more)
+
+
+def spec_of(length: int, vocabulary: int) -> dict[str, Any]:
     tokens = {"shape": [length], "dtype": "int64", "high": vocabulary}
-    return plan(
-        model,
-        {
-            "mesh": {},
-            "batch": {"global": MICRO * MICROBATCHES, "micro": MICRO},
-            "inputs": {"input_ids": tokens, "labels": tokens},
-            "precision": {"parameters": "bfloat16"},
-            "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-4},
-            "cluster": str(CLUSTER),  # so that memory is that of a GPU's kernels
-        }
-        | more,
-    )
+    return {
+        "mesh": {},
+        "batch": {"global": MICRO * MICROBATCHES, "micro": MICRO},
+        "inputs": {"input_ids": tokens, "labels": tokens},
+        "precision": {"parameters": "bfloat16"},
+        "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-4},
+        "cluster": str(CLUSTER),  # so that memory is that of a GPU's kernels
+    }
 
 
 def seconds_a_step(engine: Engine, given: dict[str, Any], warm: int, timed: int) -> float:

@@ -7,6 +7,8 @@ mask                       blocks
 1 1 1 1 . .                a block ends where a row reads none of the keys of the row before it
 . . . . 1 .
 . . . . 1 1
+
+A band: the last row stands at the last key, each row before it one key earlier, and reads some keys before and after.
 """
 
 from __future__ import annotations
@@ -17,13 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CAUSAL, WHOLE, MASKED = "causal", "whole", "masked"
+
+class Band(NamedTuple):
+    """How many keys before and after the one where it stands a row reads; -1: all of its block's."""
+
+    left: int
+    right: int
+
+
+CAUSAL, WHOLE = Band(-1, 0), Band(-1, -1)
 
 
 class Block(NamedTuple):
     """Rows ``first`` to ``stop`` of sequence ``sequence`` (-1: of every one) read ``keys`` to ``end``.
 
-    Causal: the last row reads all of these keys, each row before it one less.
+    ``band`` is None where the rows of the block need the mask.
     """
 
     sequence: int
@@ -31,15 +41,25 @@ class Block(NamedTuple):
     stop: int
     keys: int
     end: int
-    kind: str
+    band: Band | None
 
     @property
     def rows(self) -> int:
         return self.stop - self.first
 
     @property
+    def num_keys(self) -> int:
+        return self.end - self.keys
+
+    @property
     def is_square(self) -> bool:
-        return self.rows == self.end - self.keys
+        return self.rows == self.num_keys
+
+    def follows(self, band: Band) -> bool:
+        """Whether ``band``, which another block may have, says of this one what its own does."""
+        assert self.band is not None
+        most = Band(self.num_keys - 1, self.rows - 1)
+        return all(o == b or (o < 0 and b >= m) for o, b, m in zip(self.band, band, most, strict=True))
 
 
 def blocks_of(mask: Tensor) -> list[Block]:
@@ -80,13 +100,22 @@ def _of_sequence(number: int, rows: list[list[int]]) -> Iterator[Block]:
     for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
         here = rows[start:stop]
         keys, end = min(row[1] for row in here), max(row[2] for row in here) + 1
-        yield Block(number, start, stop, keys, end, _kind(here, keys, end))
+        yield Block(number, start, stop, keys, end, _band(here, keys, end))
 
 
-def _kind(rows: list[list[int]], keys: int, end: int) -> str:
-    if not all(first == keys and is_run for _, first, _, is_run in rows):
-        return MASKED
-    if all(last == end - 1 for _, _, last, _ in rows):
-        return WHOLE
-    is_causal = all(end - last == len(rows) - i for i, (_, _, last, _) in enumerate(rows))
-    return CAUSAL if is_causal else MASKED
+def _band(rows: list[list[int]], keys: int, end: int) -> Band | None:
+    stands = range(end - len(rows), end)
+    left = {at - first for at, (_, first, _, _) in zip(stands, rows, strict=True) if first > keys}
+    right = {last - at for at, (_, _, last, _) in zip(stands, rows, strict=True) if last < end - 1}
+    if len(left) > 1 or len(right) > 1 or min(left | right, default=0) < 0 or not all(is_run for *_, is_run in rows):
+        return None
+    band = Band(*(found.pop() if found else -1 for found in (left, right)))
+    wanted = [(first, last) for _, first, last, _ in rows]
+    return band if [_reads(band, at, keys, end) for at in stands] == wanted else None
+
+
+def _reads(band: Band, at: int, keys: int, end: int) -> tuple[int, int]:
+    """The first and the last key of a row that stands at key ``at``."""
+    first = keys if band.left < 0 else max(keys, at - band.left)
+    last = end - 1 if band.right < 0 else min(end - 1, at + band.right)
+    return first, last

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.ops.document_blocks import CAUSAL, MASKED, WHOLE, Block, blocks_of
+from passes.ops.document_blocks import CAUSAL, WHOLE, Block, blocks_of
 from passes.ops.varlen import Segments, attention_of_segments, has_kernel, segments_of
 
 CALL = 1 << 15  # scores of all heads that could be computed in the time that a call takes
@@ -76,7 +76,7 @@ def _are_worth_calls(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
     if q.is_cuda:
         return False
     sequences = q.shape[0] if blocks and blocks[0].sequence < 0 else 1
-    spent = sum(sequences * q.shape[1] * b.rows * (b.end - b.keys) + CALL for b in blocks)
+    spent = sum(sequences * q.shape[1] * b.rows * b.num_keys + CALL for b in blocks)
     return bool(blocks) and spent < q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
 
@@ -94,8 +94,8 @@ def _in_calls(
 
 def _attended(block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     rows, keys = slice(block.first, block.stop), slice(block.keys, block.end)
-    given: dict[str, Any] = {"is_causal": block.kind == CAUSAL and block.is_square, **options}
-    if block.kind == MASKED or (block.kind == CAUSAL and not block.is_square):
+    given: dict[str, Any] = {"is_causal": block.band == CAUSAL and block.is_square, **options}
+    if not given["is_causal"] and block.band != WHOLE:
         given["attn_mask"] = mask[..., rows, keys]
     return F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], **given)
 

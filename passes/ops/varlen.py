@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from passes.ops.document_blocks import CAUSAL, MASKED, Block
+from passes.ops.document_blocks import Band, Block
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_FEATURES = 256
@@ -24,7 +24,7 @@ _OLDEST = (8, 0)  # compute capability of the first GPUs with flash kernels
 
 class Segments(NamedTuple):
     """Where each segment's ``rows`` and ``keys`` begin, int32 [n + 1]; ``places`` [keys] of those keys among
-    all, None: all in their order. Causal as flash kernels align it: a segment's last row reads all its keys.
+    all, None: all in their order. All have one band, aligned as flash kernels do: a last row stands at its last key.
     """
 
     rows: Tensor
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
     most_rows: int
     most_keys: int
     places: Tensor | None
-    is_causal: bool
+    band: Band
 
 
 def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -45,14 +45,13 @@ def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def segments_of(blocks: Sequence[Block], sequences: int, keys: int, device: torch.device) -> Segments | None:
-    """``keys``: of one sequence. None where a block needs its mask, or some are causal and others not."""
-    kinds = {block.kind for block in blocks}
-    of_rows = {block.kind for block in blocks if block.rows > 1}  # one row is of both kinds
-    if not blocks or MASKED in kinds or len(of_rows) > 1:
+    """``keys``: of one sequence. None where a block needs its mask, or no one band is that of all."""
+    band = _band_of_all(blocks)
+    if band is None:
         return None
     if blocks[0].sequence < 0:
         blocks = [block._replace(sequence=i) for i in range(sequences) for block in blocks]
-    rows, of_keys = [b.rows for b in blocks], [b.end - b.keys for b in blocks]
+    rows, of_keys = [b.rows for b in blocks], [b.num_keys for b in blocks]
     begins = [block.sequence * keys + block.keys for block in blocks]
     in_order = begins == [0, *accumulate(of_keys)][:-1] and sum(of_keys) == sequences * keys
     places = None if in_order else torch.cat([torch.arange(a, a + n) for a, n in zip(begins, of_keys, strict=True)])
@@ -62,8 +61,16 @@ def segments_of(blocks: Sequence[Block], sequences: int, keys: int, device: torc
         max(rows),
         max(of_keys),
         None if places is None else places.to(device),
-        of_rows == {CAUSAL},
+        band,
     )
+
+
+def _band_of_all(blocks: Sequence[Block]) -> Band | None:
+    bands = [block.band for block in blocks if block.band is not None]
+    if not blocks or len(bands) < len(blocks):
+        return None
+    most = Band(*map(max, zip(*bands, strict=True)))
+    return most if all(block.follows(most) for block in blocks) else None
 
 
 def _ends(sizes: list[int], device: torch.device) -> Tensor:
@@ -76,16 +83,16 @@ def attention_of_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, s
     if segments.places is not None:
         keys, values = keys[segments.places], values[segments.places]
     ends = (segments.rows, segments.keys, segments.most_rows, segments.most_keys)
-    found = kernel(segments.is_causal)(rows, keys, values, *ends, scale=scale)
+    found = kernel(segments.band)(rows, keys, values, *ends, scale=scale)
     return found.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
 
 
 @cache
-def kernel(is_causal: bool) -> Callable[..., Any]:
+def kernel(band: Band) -> Callable[..., Any]:
     """Newer versions of torch ask whether key heads may be fewer than query heads; older ones take it."""
     from torch.nn.attention.varlen import varlen_attn  # it takes a second, which a rank without a GPU need not wait
 
-    options: dict[str, Any] = {"window_size": (-1, 0 if is_causal else -1)}
+    options: dict[str, Any] = {"window_size": tuple(band)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return partial(varlen_attn, **options)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.ops import documents as ops
-from passes.ops.document_blocks import blocks_of
+from passes.ops.document_blocks import CAUSAL, WHOLE, blocks_of
 from passes.ops.documents import attention_by_documents
 
 HEADS, GROUPS, LENGTH, WIDTH = 4, 2, 24, 8
@@ -43,8 +43,9 @@ def causal() -> Tensor:
     return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
-def window(size: int) -> Tensor:
-    return causal() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1 - size)
+def window(size: int, after: int = 0) -> Tensor:
+    """``size`` keys up to each row's own, and ``after`` behind it."""
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(after).triu(1 - size)
 
 
 def addends(seen: Tensor, low: float) -> Tensor:
@@ -55,6 +56,8 @@ MASKS: dict[str, Callable[[int], Tensor]] = {
     "causal": lambda seed: same(drawn(seed)) & causal(),
     "whole": lambda seed: same(drawn(seed)),
     "window": lambda seed: same(drawn(seed)) & window(3),
+    "both sides": lambda seed: same(drawn(seed)) & window(3, 2),
+    "rows of windows": lambda seed: (same(drawn(seed)) & window(5))[:, :, LENGTH // 3 :],
     "one sequence": lambda seed: same(drawn(seed, 1)) & causal(),
     "two dims": lambda seed: (same(drawn(seed, 1)) & causal())[0, 0],
     "addends": lambda seed: addends(same(drawn(seed)) & causal(), torch.finfo(torch.float64).min),
@@ -108,10 +111,10 @@ def test_blocks_are_read_off_the_mask(name: str) -> None:
 def test_the_blocks_of_documents_are_the_documents() -> None:
     ids = drawn(3)
     counts = sizes(ids)
-    for mask, kind in ((same(ids) & causal(), ops.CAUSAL), (same(ids), ops.WHOLE)):
+    for mask, band in ((same(ids) & causal(), CAUSAL), (same(ids), WHOLE)):
         blocks = blocks_of(mask)
         assert [b.stop - b.first for b in blocks] == counts
-        assert {b.kind for b in blocks if b.stop - b.first > 1} == {kind}
+        assert {b.band for b in blocks if b.stop - b.first > 1} == {band}
 
 
 @pytest.mark.parametrize("name", ["a bias", "of heads", "rows without keys"])

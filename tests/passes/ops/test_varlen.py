@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops import documents, varlen
-from passes.ops.document_blocks import blocks_of
+from passes.ops.document_blocks import CAUSAL, WHOLE, Band, blocks_of
 from passes.ops.documents import attention_by_documents
 from tests.passes.ops.test_documents import GROUPS, HEADS, LENGTH, MASKS, OTHERS, drawn, operands, same
 
-IN_ONE = dict.fromkeys(("causal", "whole", "one sequence", "two dims", "addends", "infinite"), 5)
+BANDS = {"whole": WHOLE, "window": Band(2, 0), "both sides": Band(2, 2), "rows of windows": Band(4, 0)}
+IN_ONE = dict.fromkeys(("causal", *BANDS, "one sequence", "two dims", "addends", "infinite"), 5)
 IN_ONE["some rows"] = 2  # a document that has rows before and after a gap needs its mask
 
 
-def by_loop(is_causal: bool) -> Callable[..., Tensor]:
+def by_loop(band: Band) -> Callable[..., Tensor]:
     """What the kernel's documentation says, in float64 and on a CPU."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *ends: Any, scale: float | None) -> Tensor:
@@ -29,7 +30,9 @@ def by_loop(is_causal: bool) -> Callable[..., Tensor]:
         found = []
         for (a, b), (c, d) in zip(rows.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True):
             given = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-            mask = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a)) if is_causal else None
+            stands, last = (d - c) - (b - a), max(b - a, d - c)
+            mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(stands + (last if band.right < 0 else band.right))
+            mask = mask.triu(stands - (last if band.left < 0 else band.left))
             y = F.scaled_dot_product_attention(*given, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
             found.append(y[0].transpose(0, 1))
         return torch.cat(found)
@@ -56,11 +59,11 @@ def check(mask: Tensor, found: list[Tensor], wanted: list[Tensor], limit: float)
 @pytest.mark.parametrize("groups", [HEADS, GROUPS])
 @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
 def test_segments_are_the_attention_of_the_mask(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
+    calls: list[Band] = []
 
-    def kernel(is_causal: bool) -> Callable[..., Tensor]:
-        calls.append(is_causal)
-        return by_loop(is_causal)
+    def kernel(band: Band) -> Callable[..., Tensor]:
+        calls.append(band)
+        return by_loop(band)
 
     monkeypatch.setattr(varlen, "kernel", kernel)
     monkeypatch.setattr(documents, "has_kernel", lambda *given: True)
@@ -68,7 +71,7 @@ def test_segments_are_the_attention_of_the_mask(name: str, groups: int, monkeypa
         mask = (MASKS | OTHERS)[name](seed)
         check(mask, operands(mask, seed, groups), operands(mask, seed, groups), 1e-12)
     assert len(calls) == IN_ONE.get(name, 0)
-    assert set(calls) <= {name != "whole"}
+    assert set(calls) <= {BANDS.get(name, CAUSAL)}
 
 
 def test_keys_in_their_order_are_not_copied() -> None:
