@@ -24,9 +24,12 @@ from torch import fx
 from passes.errors import PlanError
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
-from passes.types.conversions import conversion
+from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, conversion
 from passes.types.types import I, Placement
 from planner.placement.candidates import Candidates
+
+# bytes of a value that its collective moves, of those of an all-reduce, which is a reduce-scatter and an all-gather
+_MOVED = {ALL_REDUCE: 1.0, ALL_GATHER: 0.5, REDUCE_SCATTER: 0.5, ALL_TO_ALL: 0.5}
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Weights:
-    """The cost of a typing, in units of: one block's FLOPs, one block's matrix bytes, one residual's bytes, one call.
+    """The cost of a typing, in units of: one block's FLOPs, one block's matrix bytes, one residual all-reduced, one call.
 
     One sum represents the order FLOPs, matrices, bytes, calls, if later terms cannot outweigh earlier ones. For a
     block, with s = 1 − 1/tp ≥ 1/2 the share of the work that is repeated on a rank without sharding:
@@ -67,6 +70,7 @@ class Weights:
     reshard: float = 300.0  # a cut activation made whole, or a whole one cut
     logits: float = 300.0  # a loss that sees full logits and need not, whatever they cost to make
     whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
+    partial: float = 0.125  # times that for a partial sum, which is whole too: linear ops, which keep nothing, read it
     detour: float = 5.0  # statistics over cut features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
@@ -149,7 +153,7 @@ class _Program:
         if option.whole and any(o.form is Form.CLASSES for o in self.candidates.options[node.name]):
             cost += weights.logits
         if (option.whole or option.form is Form.PARTIAL) and node.op == "call_function" and node.meta.get("grad"):
-            cost += weights.whole * self.costs.activation[node.name]
+            cost += weights.whole * (1.0 if option.whole else weights.partial) * self.costs.activation[node.name]
         if node.op == "placeholder" and (option.out.kind == "R" or option.out.has_whole_segment):
             cost += weights.step * (1 + self.costs.activation[node.name])
         return cost * times
@@ -207,15 +211,14 @@ class _Program:
         )
         if found is None:
             return None
-        calls = bool(found.forward) + bool(found.backward)
         size = self.costs.activation[value.name]
+        calls = [_MOVED[kind] * size for kind in (found.forward, found.backward) if kind]
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
         is_meant = along or value.name in self.costs.of_weights
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0
-        return (
-            detour + calls * (self.weights.call + self.weights.bytes * size) + (1e-6 if found.name else 0.0)
-        ) * times
+        moved = len(calls) * self.weights.call + self.weights.bytes * sum(calls)
+        return (detour + moved + (1e-6 if found.name else 0.0)) * times
 
     def _run(self) -> np.ndarray:
         # here, not above: a rank with nothing to decide saves the 36 MiB of SciPy
