@@ -1,6 +1,6 @@
 """The step of the Llama of ``profile``: predicted from data sheets and from what this GPU measured of itself; measured.
 
-`meshwright calibrate` writes a cluster file first; it knows nothing of the model. The ranges are those of both files.
+`meshwright calibrate` writes a cluster file first, without the model. The ranges are those of both files.
 """
 
 from __future__ import annotations
