@@ -32,7 +32,7 @@ def small(name: str, *, dropout: bool = False) -> nn.Module:
 def llama(*, tiny: bool, attention_dropout: float, window: int | None = None) -> tuple[nn.Module, dict[str, int]]:
     """A Llama of 1.1 billion parameters on meta, and its sizes; ``tiny`` for a look at the code.
 
-    ``window``: a Mistral of that shape, whose tokens read so many keys.
+    ``window``: a Mistral of that shape; a token reads so many keys.
     """
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     sizes |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048}

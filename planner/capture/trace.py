@@ -37,6 +37,7 @@ from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.call_sites import CallSites
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.model.exchange import Exchange
+from planner.capture.model.global_hooks import global_hooks_kept
 from planner.capture.model.sliced_lists import name_sliced_modules
 from planner.capture.own_loss.lines import loss_lines
 from planner.capture.python.watch import ForwardWatch
@@ -174,7 +175,7 @@ def _export(
         watch.check(args, kwargs)
 
     try:
-        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model):
+        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model), global_hooks_kept():
             exported = quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         if copies is not None:
             copies.append(copied_export(exported))

@@ -45,7 +45,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Weights:
-    """The cost of a typing, in units of: one block's FLOPs, one block's matrix bytes, one residual all-reduced, one call.
+    """The cost of a typing, in units of: one block's FLOPs, its matrix bytes, one residual all-reduced, one call.
 
     One sum represents the order FLOPs, matrices, bytes, calls, if later terms cannot outweigh earlier ones. For a
     block, with s = 1 − 1/tp ≥ 1/2 the share of the work that is repeated on a rank without sharding:

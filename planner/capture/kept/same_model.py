@@ -20,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 
 from planner.capture.kept import values
 from planner.capture.kept.uncertain import Uncertain
+from planner.capture.model.global_hooks import GLOBAL_HOOKS
 
 _SETTINGS = {
     "torch.get_default_dtype()": torch.get_default_dtype,
@@ -48,7 +49,7 @@ class ModelState:
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of all that a forward may read."""
     yield from ((name, str(setting())) for name, setting in _SETTINGS.items())
-    yield from ((name, vars(module_hooks)[name]) for name in values.GLOBAL_HOOKS)
+    yield from ((name, vars(module_hooks)[name]) for name in GLOBAL_HOOKS)
     for path, module in model.named_modules(remove_duplicate=False):
         before = f"{path}." if path else ""
         yield f"the class of {path or 'the model'}", (type(module), type(module).forward)

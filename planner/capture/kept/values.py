@@ -22,12 +22,12 @@ from torch.nn.modules import module as module_hooks
 
 from planner.capture.kept.uncertain import Uncertain
 from planner.capture.model.exchange import storage_of
+from planner.capture.model.global_hooks import GLOBAL_HOOKS
 from planner.capture.own_loss.with_loss import parts_of
 
 _MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
-GLOBAL_HOOKS = [name for name in vars(module_hooks) if name.startswith("_global_") and name.endswith("hooks")]
 _BY_HASH_SEED = "_original_object_hash"  # transformers keeps the hash() of its GenerationConfig, no two processes alike
 _NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 HASHABLE = (bool, int, float, str, bytes, type(None))
