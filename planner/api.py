@@ -250,7 +250,7 @@ def _decide(
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = cut_sequence(program, mesh.cp, found)
         keep_own_keys(program, context, mesh.tp)
-    experts = open_experts(program, found, mesh, dense=spec.frees_or_captures)
+    experts = open_experts(program, found, mesh, dense="" if spec.cuda_graphs.impl == "none" else "cuda_graphs")
     check_places(program)
     blocks, placements, sites = _placed(program, spec, mesh, held)
     sizes = () if held is None else held.sizes
@@ -260,7 +260,7 @@ def _decide(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents,
-        rules=rules, own_tokens=mesh.cp > 1 and not spec.frees_or_captures,
+        rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)

@@ -120,3 +120,22 @@ def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:
 def ids_of(here: Tensor, num_rows: int) -> Tensor:
     """The expert of each row, counted from the first that is here."""
     return torch.arange(len(here), device=here.device).repeat_interleave(here, output_size=num_rows)
+
+
+# those that give the same again for the same arguments, so that a backward may recompute them
+REPEATABLE = frozenset(
+    (
+        dispatch,
+        give_back,
+        grouped_mm,
+        part,
+        join,
+        own_slices,
+        send_slots,
+        return_slots,
+        slots_of,
+        ends_of,
+        ids_of,
+        drop_rows,
+    )
+)

@@ -37,7 +37,7 @@ def send_slots(
     ``counts`` [groups, E], given once a ``layer``: the number of tokens of each group with slots that chose each
     expert.
     """
-    if counts is not None and has_values(counts):
+    if counts is not None and has_values(counts) and ep.phase is None:  # a recomputation counts nothing again
         load.note(layer, counts)
     came = _trade(share_of(x, slots, tp), ep, experts, slots)
     return gather(came, etp, V(slots, came.shape[slots] * etp.size)) if etp.size > 1 else came

@@ -4,7 +4,7 @@
     selective    tensors that are cheap for their bytes (planner.recompute.selective); the rerun begins at those that
     are kept
 
-Values that others read (the block's outputs), the experts' domain and its exchanged values are never freed.
+Values that others read (the block's outputs), and the numbers of rows that experts get, are never freed.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from passes.moe.domain import domain_of
+from passes.moe.exchange import REPEATABLE
 from passes.partition.type_changes import type_at
 from passes.pieces import Homes, Key, Piece
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
+from planner.exchanges.rows_of_experts import is_exchange
 from planner.saved.trace import Call, StageTrace
 
 
@@ -145,10 +146,10 @@ class Memories:
     # ---- calls
 
     def runs_once(self, call: Call) -> bool:
-        """Whether a call is never recomputed: calls of the experts' domain, and those that are no op of PyTorch."""
+        """Whether a call is never recomputed: those that are no op of PyTorch, but for a few of experts."""
         node = self.scene.node(call)
-        if domain_of(node) is not None:
-            return True
+        if node.target in REPEATABLE:
+            return False
         own = isinstance(node.target, (torch._ops.OpOverload, OwnBackward))
         return call.changed is None and not own and not str(getattr(node.target, "__module__", "")).endswith("operator")
 
@@ -158,7 +159,7 @@ class Memories:
 
     def exchanges(self, call: Call) -> bool:
         """Whether its forward talks to other ranks."""
-        return any(sent.phase == "forward" for sent in call.seen.sent)
+        return is_exchange(self.scene.node(call)) or any(sent.phase == "forward" for sent in call.seen.sent)
 
     def flops(self, call: Call) -> int:
         """Of one rank."""

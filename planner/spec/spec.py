@@ -247,11 +247,6 @@ class Spec(Section):
         return tuple(name for name in self.inputs if role_of(name, self.data.inputs) in TELLING)
 
     @property
-    def frees_or_captures(self) -> str:
-        """The key that frees saved tensors before backward, or captures graphs of fixed shapes; "" if none does."""
-        return "recompute" if self.recompute != "none" else "cuda_graphs" if self.cuda_graphs.impl != "none" else ""
-
-    @property
     def num_microbatches(self) -> int:
         """Microbatches of one dp rank in a step. Raises SpecError while dp or batch.micro is auto."""
         dp, micro = self.mesh.dp, self.batch.micro

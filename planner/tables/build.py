@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes.blocks.places import Places
-from passes.moe.domain import domain_of
 from passes.pieces import Piece
 from passes.regions import Region
 from planner.cluster.cluster import Cluster
@@ -80,7 +79,6 @@ def tables_of(
             *weight_gradient_notes(lowered, schedule),
             *graph_rounding_warnings(spec, lowered),
             *input_warnings(spec, decisions),
-            *recompute_notes(decisions, recomputed),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
             *documents_notes(spec, decisions, sites, places),
             *regather_notes(lowered, places),
@@ -122,15 +120,6 @@ def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
                 f"inputs.{name}.high",
                 f"set high: {ids.high}, or less",
             )
-
-
-def recompute_notes(decisions: Decisions, recomputed: tuple[Piece, ...]) -> Iterator[Diagnostic]:
-    """Notes on saved tensors that are not recomputed although the spec could ask for it."""
-    names = {name for piece in recomputed for name in piece.nodes}
-    if any(domain_of(decisions.program.node(name)) is not None for name in names):
-        yield Diagnostic(
-            "info", "recompute: saved tensors of experts, between dispatch and combine, are not recomputed", "recompute"
-        )
 
 
 def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:

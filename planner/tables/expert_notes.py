@@ -11,7 +11,6 @@ from planner.sharding.parameters import ParameterPlan
 from planner.tables.rows import Diagnostic
 
 DENSE = {  # key → why experts in a loop compute every token with it, and the fix
-    "recompute": ("recompute frees saved tensors of fixed shapes", "remove recompute, or set mesh.ep"),
     "cuda_graphs": ("CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"),
 }
 

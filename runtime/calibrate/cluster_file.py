@@ -24,6 +24,9 @@ _KEYS = {
     "attention_fraction": "forward and backward, all operations counted",
     "bandwidth_fraction": "copies and ops between products, both directions",
     "launch": "seconds",
+    "processors": "multiprocessors",
+    "host": "seconds in which the host launches an op",
+    "context": "bytes that the driver held before the first tensor",
 }
 
 

@@ -30,7 +30,7 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The measured machine. ``cores``: shared by the ranks; 0: each rank has a device of its own. ``memory``: bytes of
-    a rank. ``load``: the load average before.
+    a rank. ``load``: the load average before. ``processors``: of a GPU; ``context``: bytes that its driver holds.
     """
 
     device: str
@@ -40,6 +40,8 @@ class Machine:
     memory: int
     load: float = 0.0
     torch: str = ""
+    processors: int = 0
+    context: int = 0
 
     @property
     def sharing(self) -> float:

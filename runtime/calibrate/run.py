@@ -111,9 +111,10 @@ def _teller(clock: Clock, number: int) -> Callable[[str, Callable[[], Any]], Any
 def _machine(groups: Groups, load: float) -> Machine:
     size, version = groups.mesh.world_size, torch.__version__
     if groups.device.type == "cuda":
-        free_and_all = torch.cuda.mem_get_info(groups.device)
-        name = torch.cuda.get_device_name(groups.device)
-        return Machine(name, groups.backend or "nccl", size, 0, free_and_all[1], load, version)
+        free, whole = torch.cuda.mem_get_info(groups.device)  # it opens the context
+        gpu, context = torch.cuda.get_device_properties(groups.device), whole - free - torch.cuda.memory_reserved()
+        backend = groups.backend or "nccl"
+        return Machine(gpu.name, backend, size, 0, whole, load, version, gpu.multi_processor_count, context)
     cores = len(os.sched_getaffinity(0))
     return Machine(_cpu_name(), "gloo", size, cores, _memory() // size, load, version)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.ops import documents as ops
-from passes.ops.document_blocks import Block
+from passes.ops.document_blocks import CAUSAL, WHOLE, Block
 from planner.spec.data import DataSpec
 from planner.spec.roles import NAMES
 from runtime.data.document_attention import check_attention
@@ -89,10 +89,11 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
 
 def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -> None:
     """Those of the run: causal ones of chunks read keys of chunks before them."""
-    if is_bidirectional:  # and the window of some layers needs a mask
-        assert {block.kind for block in blocks} >= {ops.WHOLE, ops.MASKED}
+    if is_bidirectional:  # and some layers have a window of both sides
+        assert WHOLE in {block.band for block in blocks}
+        assert any(block.band is not None and min(block.band) > 0 for block in blocks)
         return
-    causal = [block for block in blocks if block.kind == ops.CAUSAL]
+    causal = [block for block in blocks if block.band == CAUSAL]
     assert any(block.is_square for block in causal)
     assert any(not block.is_square for block in causal) is of_chunks
 

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2 dp2": ({"tp": 2, "dp": 2}, {}),
     "cp2 tp2, sequence parallel": ({"cp": 2, "tp": 2}, {"tensor_parallel": SEQUENCE_PARALLEL}),
     "dp2 ep2": ({"dp": 2, "ep": 2}, {}),
+    "tp2 dp2 ep2 etp2": ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}),
 }
 
 
@@ -77,6 +78,9 @@ CASES = [
     ("bert", "cp2 tp2, sequence parallel", "full"),
     ("t5", "tp2", "full"),
     ("mixtral", "dp2 ep2", "full"),
+    ("mixtral", "dp2 ep2", "selective"),
+    ("mixtral", "tp2 dp2 ep2 etp2", "full"),
+    ("slots", "dp2 ep2", "full"),
 ]
 
 
@@ -91,8 +95,13 @@ def test_gradients_are_the_same_bits_and_exchanges_those_of_the_plan(name: str, 
     for row in found.plan.collectives:
         if row.per == "microbatch":
             listed[row.axis, row.kind, row.phase] += row.count
-    assert {key: n for key, n in listed.items() if n and key[0] == "tp"} == {
-        key: n for key, n in counted(found.programs[0]).items() if key[0] == "tp"
+    for program, before in zip(found.programs, without.programs, strict=True):
+        assert program.load is not None
+        assert before.load is not None
+        assert torch.equal(program.load.figures, before.load.figures)  # pyright: ignore
+    axes = ("tp", "ep", "etp")
+    assert {key: n for key, n in listed.items() if n and key[0] in axes} == {
+        key: n for key, n in counted(found.programs[0]).items() if key[0] in axes
     }
 
 

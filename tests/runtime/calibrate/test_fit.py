@@ -205,3 +205,30 @@ def test_the_fastest_of_several_passes_counts_and_of_each_measurement_alone():
     assert Found.fastest([slower, first]).exchanges == first.exchanges
     assert Found.fastest([first, slower]).products == first.products
     assert Found.fastest([first]) == first
+
+
+def of_a_gpu() -> Found:
+    """What one H200 measured (benchmarks/RESULTS.md, "On a GPU: calibrated"): products in bfloat16, and a small op."""
+    rates = {(256, 2048, 2048): 121e12, (2048, 256, 2048): 109e12, (4096,) * 3: 759e12, (8192,) * 3: 684e12}
+    products = [Timed("bfloat16", 2.0 * prod(sides), 2.0 * prod(sides) / rate, sides) for sides, rate in rates.items()]
+    machine = Machine("H200", "nccl", 1, 0, 150 << 30, processors=132, context=500_000_000)
+    attention, copy = Timed("bfloat16", 206e9, 206e9 / 476e12), Timed("copy", 2.15e9, 2.15e9 / 4.27e12)
+    return Found(machine, tuple(products), (attention,), (copy,), Timed("small", 1.0, 15.9e-6))
+
+
+def test_a_gpu_is_a_gpu_to_the_planner_and_its_largest_product_runs_at_the_speed_of_a_step():
+    device = fitted(of_a_gpu()).device
+    assert device.is_gpu
+    assert (device.processors, device.context, device.host) == (132, 500_000_000, 15.9e-6)
+    rounds, tiles = 16, 32 * 64 / 132  # of the result 256 × 128 at a time
+    filled = 1 + device.half_tile / 8192
+    assert device.flops["bfloat16"] * device.product_fraction == pytest.approx(
+        684e12 * rounds / tiles * filled, rel=1e-3
+    )
+    assert fitted(of_a_gpu()).uncertainty.compute == pytest.approx(0.15, abs=0.01)
+
+
+def test_products_that_end_before_the_host_launches_the_next_do_not_count_on_a_gpu():
+    measured = of_a_gpu()
+    slower = [replace(t, seconds=1.2 * t.seconds) if t.work < 1e10 else t for t in measured.products]
+    assert cluster_of(replace(measured, products=tuple(slower)), "here") == cluster_of(measured, "here")
