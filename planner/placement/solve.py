@@ -218,7 +218,9 @@ class _Program:
         is_meant = along or value.name in self.costs.of_weights
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0
         moved = len(calls) * self.weights.call + self.weights.bytes * sum(calls)
-        return (detour + moved + (1e-6 if found.name else 0.0)) * times
+        is_made_whole = before.kind == "P" and after.kind in ("I", "R") and value.meta.get("grad")
+        kept = self.weights.whole * size if is_made_whole else 0.0  # of a cut one its readers keep the cut
+        return (detour + moved + kept + (1e-6 if found.name else 0.0)) * times
 
     def _run(self) -> np.ndarray:
         # here, not above: a rank with nothing to decide saves the 36 MiB of SciPy
