@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_gpu.models import batch, llama
-from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, WARM, seconds_a_step, spec_of
+from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, WARM, release, seconds_a_step, spec_of
 from benchmarks.on_gpu.table import Table
 from planner import Plan, capture, plan
 from planner.cost.step_time import CostPlan
@@ -67,7 +66,5 @@ def measured(made: Plan, given: dict[str, Tensor], device: torch.device, *, tiny
     with Engine(made, device=device) as engine:
         seconds = seconds_a_step(engine, given, 1 if tiny else WARM, 1 if tiny else TIMED)
     del engine
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     return seconds

@@ -8,7 +8,6 @@ a window, …     the same of a Mistral of that shape, in which a token reads th
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_gpu.models import llama
-from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, WARM, gib, wait
+from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, WARM, gib, release, wait
 from benchmarks.on_gpu.table import Table
 from passes.ops import documents
 from planner import plan
@@ -61,9 +60,7 @@ def figures(device: torch.device, way: str, *, tiny: bool) -> tuple[float, float
             patch.setattr(documents, "has_kernel", lambda *_: False)
         found = timed(engine, rows, 1 if tiny else WARM, device)
     del engine, model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     return found
 
 

@@ -9,7 +9,6 @@ ours       gradients and AdamW in float32; compiled: ``compile: true``
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.on_gpu.models import batch, llama, looped_experts
-from benchmarks.on_gpu.profile import MICRO, MICROBATCHES, TIMED, WARM, gib, plan_of, seconds_a_step, wait
+from benchmarks.on_gpu.profile import MICRO, MICROBATCHES, TIMED, WARM, gib, plan_of, release, seconds_a_step, wait
 from benchmarks.on_gpu.table import Table
 from runtime import Engine
 
@@ -87,10 +86,8 @@ def _llama(*, tiny: bool) -> Made:
 
 def measured(how: Callable[[Run], Figures], run: Run) -> Figures:
     found = how(run)
-    gc.collect()
     torch.compiler.reset()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(run.device)
     return found
 
 

@@ -55,9 +55,7 @@ def figures(device: torch.device, attention_dropout: float, recompute: str, *, t
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
         kernels = kernels_of(engine, given, device)
     del engine, model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(device)
     tokens_per_s = MICRO * MICROBATCHES * length / seconds
     flops = tokens_per_s * flops_a_token(parameters - vocabulary * sizes["hidden_size"], sizes, length)
     row = decided.memory[0]
@@ -158,6 +156,13 @@ def kernels_of(engine: Engine, given: dict[str, Any], device: torch.device) -> l
         wait(device)
     on_device = [event for event in seen.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
     return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
+
+
+def release(device: torch.device) -> None:
+    """Memory of an engine that nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def wait(device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.on_gpu.models import batch, llama
 from benchmarks.on_gpu.plain import timed
-from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, gib
+from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, gib, release
 from benchmarks.on_gpu.table import Table
 from planner import plan
 from runtime import Engine
@@ -46,8 +45,7 @@ def figures(device: torch.device, rule: str, *, tiny: bool) -> tuple[Any, ...]:
         held = engine.optimizer.measured_bytes()["optimizer"]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     del engine, model
-    gc.collect()
+    release(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return (step - backward) * 1e3, step * 1e3, gib(held), gib(peak), gib(made.memory[0].total)

@@ -28,8 +28,10 @@ _HALF_TILES = (0, 4, 8, 16, 32, 64, 128, 256)
 
 def cluster_of(found: Found, name: str) -> dict[str, Any]:
     """The values of a cluster file."""
-    values = {"name": name, "device": _device(found), "links": [_link(found)], "overlap": _overlap(found)}
-    return {**values, "uncertainty": _uncertainty(found, values["device"], values["links"][0])}
+    device = _device(found)
+    link = _link(found, device)
+    values = {"name": name, "device": device, "links": [link], "overlap": _overlap(found)}
+    return {**values, "uncertainty": _uncertainty(found, device, link)}
 
 
 def _uncertainty(found: Found, device: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
@@ -117,10 +119,10 @@ def _whole(timed: Timed, tile: int, processors: int) -> float:
     return 2.0 * prod(side + tile for side in timed.sides)
 
 
-def _link(found: Found) -> dict[str, Any]:
+def _link(found: Found, device: dict[str, Any]) -> dict[str, Any]:
     machine = found.machine
     if not found.exchanged:  # one rank: a copy comes nearest to a message
-        return {"name": "none", "devices": 1, "bandwidth": _device(found)["bandwidth"], "latency": _an_op(found)}
+        return {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(found)}
     return {"name": machine.backend, **link_of(found.exchanged, machine.num_ranks, machine.sharing)}
 
 

@@ -112,7 +112,8 @@ def _machine(groups: Groups, load: float) -> Machine:
     size, version = groups.mesh.world_size, torch.__version__
     if groups.device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(groups.device)  # it opens the context
-        gpu, context = torch.cuda.get_device_properties(groups.device), whole - free - torch.cuda.memory_reserved()
+        context = whole - free - torch.cuda.memory_reserved(groups.device)
+        gpu = torch.cuda.get_device_properties(groups.device)
         backend = groups.backend or "nccl"
         return Machine(gpu.name, backend, size, 0, whole, load, version, gpu.multi_processor_count, context)
     cores = len(os.sched_getaffinity(0))
