@@ -122,6 +122,11 @@ def ids_of(here: Tensor, num_rows: int) -> Tensor:
     return torch.arange(len(here), device=here.device).repeat_interleave(here, output_size=num_rows)
 
 
+# of the calls above, those that move values between ranks of experts
+MOVING = (dispatch, give_back)
+OF_SLOTS = (send_slots, return_slots)
+EXCHANGES = (meet, *MOVING, *OF_SLOTS)
+
 # those that give the same again for the same arguments, so that a backward may recompute them
 REPEATABLE = frozenset(
     (

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.blocks.places import Places
+from passes.moe.exchange import EXCHANGES
 from passes.pieces import Piece
 from passes.types.collectives import CollectivePlan
 from planner.decisions import Decisions
-from planner.exchanges.rows_of_experts import exchange_rows, is_exchange
+from planner.exchanges.rows_of_experts import exchange_rows
 from planner.saved.lowered import Lowered
 from planner.saved.trace import Call
 from planner.sharding.shards import Shards
@@ -49,7 +50,7 @@ def rows_of_stages(lowered: Lowered, places: Places, recomputed: Sequence[Piece]
 def rows_of_call(decisions: Decisions, call: Call, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """The collectives of one call on ``stage``, in both directions."""
     node = decisions.program.node(call.name)
-    if call.changed is None and is_exchange(node) and decisions.mesh.has_expert_axes:
+    if call.changed is None and node.target in EXCHANGES and decisions.mesh.has_expert_axes:
         yield from exchange_rows(decisions, node, stage, places)
         return
     if call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it

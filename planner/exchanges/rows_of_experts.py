@@ -22,19 +22,11 @@ from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 
-MOVING = (exchange.dispatch, exchange.give_back)
-OF_SLOTS = (exchange.send_slots, exchange.return_slots)
-
 
 def exchanges_of(decisions: Decisions) -> list[fx.Node]:
     """The calls that exchange counts, dispatch rows and combine them, in the graph's order."""
     nodes = decisions.program.graph.graph.find_nodes
-    return sorted(n for target in (exchange.meet, *MOVING, *OF_SLOTS) for n in nodes(op="call_function", target=target))
-
-
-def is_exchange(node: fx.Node) -> bool:
-    """Whether this call communicates between ranks of experts."""
-    return node.target in (exchange.meet, *MOVING, *OF_SLOTS)
+    return sorted(n for target in exchange.EXCHANGES for n in nodes(op="call_function", target=target))
 
 
 def exchange_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
@@ -61,7 +53,7 @@ def exchange_rows(decisions: Decisions, node: fx.Node, stage: int, places: Place
 
 def _over_etp(node: fx.Node, phase: str) -> str:
     """Parts as long as each other need no all-to-all to go to all ranks, and to be summed."""
-    if node.target in MOVING:
+    if node.target in exchange.MOVING:
         return ALL_TO_ALL
     return ALL_GATHER if (node.target is exchange.send_slots) == (phase == "forward") else REDUCE_SCATTER
 
@@ -69,7 +61,7 @@ def _over_etp(node: fx.Node, phase: str) -> str:
 def sent_bytes(node: fx.Node, mesh: Mesh) -> int:
     """Bytes of the rows, or slots, that one rank of tp sends, of those that all have; the most that any does."""
     shape, size = list(shape_of(node)), node.meta["val"].element_size()
-    if node.target in OF_SLOTS:
+    if node.target in exchange.OF_SLOTS:
         slots = int(node.args[2])  # pyright: ignore[reportArgumentType]
         shape[slots] = share_of_slots(shape[slots], mesh)
         return prod(shape) * size

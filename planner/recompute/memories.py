@@ -9,13 +9,12 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from passes.moe.exchange import REPEATABLE
+from passes.moe.exchange import EXCHANGES, REPEATABLE
 from passes.partition.type_changes import type_at
 from passes.pieces import Homes, Key, Piece
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
-from planner.exchanges.rows_of_experts import is_exchange
 from planner.saved.trace import Call, StageTrace
 
 
@@ -159,7 +158,7 @@ class Memories:
 
     def exchanges(self, call: Call) -> bool:
         """Whether its forward talks to other ranks."""
-        return is_exchange(self.scene.node(call)) or any(sent.phase == "forward" for sent in call.seen.sent)
+        return self.scene.node(call).target in EXCHANGES or any(sent.phase == "forward" for sent in call.seen.sent)
 
     def flops(self, call: Call) -> int:
         """Of one rank."""
