@@ -1,7 +1,6 @@
 """Rows to and from JSON values, by the types of their fields.
 
 encode: dataclass -> dict, tuple -> list.        decode: the reverse, and every key and type is checked.
-
 """
 
 from __future__ import annotations
@@ -17,11 +16,17 @@ from passes.errors import PlanError
 
 def encode(value: Any) -> Any:
     """Plain JSON values of a row, a tuple of rows, or a plain value."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
+    if (names := _names(type(value))) is not None:
+        return {name: encode(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {str(name): encode(item) for name, item in value.items()}
     return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """The fields that a row of this kind is stored with; None if it is no row."""
+    return tuple(f.name for f in dataclasses.fields(kind) if f.compare) if dataclasses.is_dataclass(kind) else None
 
 
 def decode(kind: Any, value: Any, path: str) -> Any:

@@ -3,8 +3,8 @@
 Its key covers all that a capture depends on: how the model was built (``sources``), the Python state that a forward may
 read (``values``), the inputs, the loss and the dtype.
 
-If any of it has no certain form, the model is captured. A program that can be kept is always read from its kept
-form, so that a plan is the same whether its capture was kept or made.
+If any of it has no certain form, the model is captured each time. A program that is kept is read back where it was
+made, too, so that a plan is the same whether its capture was read or made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def capture(
 ) -> Program:
     """As ``planner.capture.export.capture``, or its cached result; each time a new program. Raises PlanError."""
     asked, place = _Asked(model, inputs, has_rule, loss, dtype, is_known, earlier), store.place_of()
-    return asked.made()[0] if place is None else _kept_or_made(asked, place)
+    return asked.made() if place is None else _kept_or_made(asked, place)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Asked:
         facts = [facts_of(self.model), digest_of(self.model), self.name]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def made(self) -> tuple[Program, store.Kept | None]:
+    def made(self) -> Program:
         """Captured here. Raises PlanError."""
         LOGGER.debug("captured: %s", self.name)
         start = time.monotonic()
@@ -84,11 +84,7 @@ class _Asked:
         options["earlier"] = self.earlier
         made = export.capture(self.model, self.inputs, has_rule=self.has_rule, **options)
         self.seconds = time.monotonic() - start
-        try:
-            return settled(made)
-        except Uncertain as reason:
-            self.tell(reason)
-            return made, None
+        return made
 
     def read(self, place: Path, key: str) -> Program | None:
         """From the disk. Raises OSError; PlanError as ``made``, for code that depends on the values of weights."""
@@ -134,17 +130,17 @@ def _kept_or_made(asked: _Asked, place: Path) -> Program:
         with store.alone(place, key):
             return asked.read(place, key) or _made_and_kept(asked, place, key)
     except (Uncertain, OSError) as reason:
-        made, _ = asked.made()
+        made = asked.made()
         asked.tell(reason)
         return made
 
 
 def _made_and_kept(asked: _Asked, place: Path, key: str) -> Program:
     with files_read() as read:
-        made, kept = asked.made()
+        made = asked.made()
     try:
-        if kept is not None:
-            asked.keep(kept, place, key, read)
+        made, kept = settled(made)
+        asked.keep(kept, place, key, read)
     except (Uncertain, OSError) as reason:
         asked.tell(reason)
     return made
