@@ -158,7 +158,7 @@ class _Forward:
         self._sources: list[Any] = []
         self._layouts: list[tuple[Any, ...]] = []
         self._values: list[tuple[weakref.ref[_Holder], int, tuple[Any, ...]]] = []
-        self._insides: list[tuple[weakref.ref[_Holder], int, int]] = []
+        self._insides: list[tuple[weakref.ref[_Holder], int, int, tuple[Any, ...]]] = []
 
     def watch(self, number: int, inputs: Sequence[Any]) -> None:
         self.inside = number
@@ -198,7 +198,7 @@ class _Forward:
             offset = tensor.storage_offset() - dropped[owner].storage_offset()
             self._values.append((weakref.ref(holder), owner, (tensor.shape, tensor.stride(), offset)))
         elif owner is None and inside and not _is_held(tensor):
-            self._insides.append((weakref.ref(holder), *inside[0]))
+            self._insides.append((weakref.ref(holder), *inside[0], (tensor.shape, tensor.dtype)))
         else:
             return
         holder.tensor, holder.forward = None, self
@@ -207,7 +207,8 @@ class _Forward:
 
     def run_again(self) -> None:
         """Give every holder its tensor again."""
-        rerun, sources = Rerun(self.flags, self.likes, self.handles), self._sources
+        sources = self._sources
+        rerun = Rerun(self.flags, self.likes, self.handles, sources)
         self._sources = []
         if self.call.before is not None:
             self.call.before()
@@ -223,10 +224,11 @@ class _Forward:
             holder, base = reference(), values[owner]
             if holder is not None:
                 holder.tensor = base.as_strided(shape, stride, base.storage_offset() + offset)
-        for reference, number, count in self._insides:
-            holder = reference()
+        for reference, number, count, layout in self._insides:
+            holder, tensor = reference(), rerun.insides[number][count]
+            assert (tensor.shape, tensor.dtype) == layout, f"{self.call}: op {number} saves other tensors"
             if holder is not None:
-                holder.tensor = rerun.insides[number][count]
+                holder.tensor = tensor
         self._values, self._insides = [], []
 
 
@@ -276,7 +278,7 @@ class Rerun:
     """A rerun in progress. Owns: the tensors that ops save while they are watched, by their number.
 
     ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: their layouts in memory;
-    ``handles``: for handles of weight gradients, one with the same binding.
+    ``handles``: for handles of weight gradients, one with the same binding. ``sources``: the inputs of the rerun.
     """
 
     def __init__(
@@ -284,8 +286,10 @@ class Rerun:
         flags: dict[int, tuple[bool, ...]],
         likes: dict[int, tuple[Any, ...]],
         handles: dict[int, tuple[WeightGradients | None, ...]],
+        sources: Sequence[Any],
     ) -> None:
         self.flags, self.likes, self.handles = flags, likes, handles
+        self.leaves = {id(x) for x in sources if isinstance(x, Tensor) and x.requires_grad}
         self.insides: dict[int, list[Tensor]] = {}
         self._hooks: saved_tensors_hooks | None = None
 
@@ -310,11 +314,12 @@ def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of op ``number`` as its forward had them: tensors that it saves are noted until ``leave_inside``.
 
     A weight is the same object: its op looks up the gradient's place by it, and saves other tensors if it finds none.
+    A view of a leaf is not: without gradients it is a leaf too, and an op saves other tensors of it.
     """
     none = (None,) * len(inputs)
     flags, handles = rerun.flags.get(number, none), rerun.handles.get(number, none)
     leaves = [
-        handle or (x.detach().requires_grad_(bool(flag)) if isinstance(x, Tensor) and not x.requires_grad else x)
+        handle or (x.detach().requires_grad_(bool(flag)) if isinstance(x, Tensor) and id(x) not in rerun.leaves else x)
         for x, flag, handle in zip(inputs, flags, handles, strict=True)
     ]
     rerun.enter(number)
