@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph, text_of
+from passes.moe.domain import counts_rows
 from passes.ops.compiled import CompiledCall, run_piece
 from passes.pieces import CompiledPiece
 from passes.program.source_lines import where_of
@@ -77,7 +78,8 @@ def _call(
     left = [node for node in members if node in asked or node in is_read]
     name = f"piece_{piece.index}"
     module, structure = module_of(members, read, left), structure_of(members, read, left)
-    setattr(root, name, CompiledCall(piece.index, module, structure, str(where_of(members[0])), again=piece.again))
+    where, rows = str(where_of(members[0])), [counts_rows(v) for v in read]
+    setattr(root, name, CompiledCall(piece.index, module, structure, where, counts_rows=rows, again=piece.again))
     handle = graph.create_node("get_attr", name)
     result = graph.call_function(run_piece, (handle, [env[v] for v in read]))
     result.meta = {"origin": members[0].meta["origin"], "val": tuple(node.meta.get("val") for node in left)}

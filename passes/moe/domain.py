@@ -30,6 +30,12 @@ def domain_of(node: fx.Node) -> Domain | None:
     return node.meta.get("domain")
 
 
+def counts_rows(node: fx.Node) -> bool:
+    """Whether the length of a value's first dim, and of no other, follows the routing."""
+    domain = domain_of(node)
+    return domain is not None and domain.rows == 0
+
+
 def axis_of(node: fx.Node) -> str:
     """The axis over which a value is typed."""
     domain = domain_of(node)

@@ -4,7 +4,7 @@ products             one kernel already, and their backward is ours
 attention, lookups   likewise; a loss that overwrites its logits
 forms of their own   ops that communicate once they are sharded
 random draws         so that masks are the same as without compiling
-experts' domain      the number of rows depends on the routing
+experts' domain      all but ops on one row at a time: a compiled function takes any number of rows
 complex numbers, sizes that follow values, Python of the user
 """
 
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.domain import domain_of
-from passes.program.ops.aten import aten, is_mutable, is_random, packet_of, tensors_of
+from passes.moe.domain import counts_rows, domain_of
+from passes.program.ops.aten import aten, is_mutable, is_pointwise, is_random, packet_of, tensors_of
 from passes.program.ops.host_stops import reads_on_host
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import has_flops
+from planner.compiled.homes import is_free
 from planner.decisions import Decisions
 
 OURS = "a separate kernel, or a collective"
@@ -40,12 +41,20 @@ class Borders:
             return OURS
         if isinstance(node.target, OwnBackward):
             return "a custom autograd.Function, which may run any Python code"
-        if domain_of(node) is not None:
-            return "the number of rows per expert depends on the routing"
         if is_random(node) or is_random(self._decisions.program.node(node.meta["origin"])):
             return "a random draw"
         target: Any = node.target
-        return self._of_op(node, target) if isinstance(target, torch._ops.OpOverload) else OURS
+        if not isinstance(target, torch._ops.OpOverload):
+            return OURS
+        return self._of_experts(node) or self._of_op(node, target)
+
+    def _of_experts(self, node: fx.Node) -> str:
+        domain = domain_of(node)
+        if domain is None:
+            return ""
+        if domain.number >= 0 and self._decisions.mesh.ep > 1:
+            return "each rank of ep runs it for experts of its own"
+        return "" if _is_of_single_rows(node) else "the number of rows per expert depends on the routing"
 
     def _of_op(self, node: fx.Node, target: Any) -> str:
         if target.namespace != "aten":
@@ -58,6 +67,12 @@ class Borders:
             return "it writes into an argument"
         values = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
         return "complex numbers" if any(t.is_complex() for t in values) else ""
+
+
+def _is_of_single_rows(node: fx.Node) -> bool:
+    """Whether a call in the experts' domain computes each row from that row alone, and from values outside of it."""
+    values = (node, *(v for v in node.all_input_nodes if domain_of(v) is not None))
+    return all(map(counts_rows, values)) and (is_pointwise(node.target) or is_free(node))
 
 
 def is_worth_telling(reason: str) -> bool:

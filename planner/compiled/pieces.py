@@ -13,12 +13,14 @@ inputs of a region raise all of it: its graph runs as one, so no piece may be bo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from passes.moe.domain import counts_rows
 from passes.pieces import CompiledPiece, Piece
 from passes.program.ops.aten import tensors_of
 from passes.program.walks import readers, walk
@@ -164,13 +166,14 @@ class _Cut:
         return value in self.home and "change" not in value.meta and self.home[value] != self.home[reader]
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Without the views with which it begins, and those with which it ends."""
+        """Without the views with which it begins, and those with which it ends. One of several results is no view."""
         inside = set(nodes)
         for node in nodes:
             if is_free(node) and not any(v in inside for v in node.all_input_nodes):
                 inside.discard(node)
         for node in reversed(nodes):
-            if is_free(node) and not any(user in inside for user in node.users):
+            is_result = node.target is operator.getitem and not is_free(node.all_input_nodes[0])
+            if is_free(node) and not is_result and not any(user in inside for user in node.users):
                 inside.discard(node)
         return [node for node in nodes if node in inside]
 
@@ -187,7 +190,7 @@ class _Cut:
 
 
 def _structure(nodes: Sequence[fx.Node]) -> Any:
-    """Equal for pieces that compute the same: ops, constants, shapes, dtypes, types, gradient flags."""
+    """Equal for pieces that compute the same: ops, constants, shapes, rows, dtypes, types, gradient flags."""
     number = {node: i for i, node in enumerate(nodes)}
     given: dict[fx.Node, int] = {}
 
@@ -201,7 +204,7 @@ def _structure(nodes: Sequence[fx.Node]) -> Any:
 
 def _seen(node: fx.Node) -> str:
     shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]
-    return f"{shapes} {node.meta['placement']} {bool(node.meta.get('grad'))}"
+    return f"{shapes} {node.meta['placement']} {bool(node.meta.get('grad'))} {counts_rows(node)}"
 
 
 def _leaves(nodes: Sequence[fx.Node]) -> set[int]:

@@ -1,6 +1,7 @@
 """One compiled function for all pieces that compute the same from arguments of the same shapes.
 
 Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
+Rows of experts may be any number but 0 and 1, which run op by op (runtime.compiled.any_rows).
 Inductor compiles a function's forward and backward at its first call, with one thread, and caches the result
 on disk for other ranks and later runs: under a lock, one process at a time compiles a function. A function that fails
 to compile runs op by op, with a message. Pieces also run op by op without gradients (in an evaluation), and under a
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,11 +36,26 @@ from planner.files.lock_file import open_lock_file
 from planner.slow_steps import shown_if_slow
 from runtime.compiled.capturing import is_capturing
 
-Function = Callable[..., Sequence[Any]]
+if TYPE_CHECKING:
+    from runtime.compiled.any_rows import AnyRows
+
 Signature = tuple[Any, ...]
+ANY = -1  # in a signature: as many rows as a call has
+LEAST = 2  # rows, since PyTorch takes lengths of 0 and 1 for constants
 # Inductor would build and load a program for each set of vector instructions that the processor says it has.
 _OPTIONS = {"compile_threads": 1, "fx_graph_cache": True, "cpp.vec_isa_ok": True}
 _ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
+
+
+@dataclass(frozen=True)
+class Function:
+    """``run(*arguments)``; ``rows``: if their number is not fixed."""
+
+    run: Callable[..., Sequence[Any]]
+    rows: AnyRows | None = None
+
+    def takes(self, rows: int | None) -> bool:
+        return rows is None or self.rows is None or self.rows.fits(rows)
 
 
 @dataclass
@@ -85,31 +101,38 @@ class CompiledPieces:
             self.counts[call.index, "eager" if function is None else "recorded"] += 1
             return call.module(*inputs)
         self.counts[call.index, "compiled"] += 1
-        return function(*inputs)
+        return function.run(*inputs)
 
     def _wanted(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         """The function of a piece, compiled now if allowed; a message reports uncompiled pieces of a capture."""
+        rows = call.rows_of(inputs)
+        if rows is not None and rows < LEAST:
+            return None
+        function = self._found(call, inputs)
+        return function if function is not None and function.takes(rows) else None
+
+    def _found(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         if not is_capturing():
             return None if _is_watched() else self.function_of(call, inputs)
-        key = call.structure, signature_of(inputs)
+        key = call.structure, signature_of(inputs, call.counts_rows)
         if key not in self._functions:
             self.report.eager.append((call.where, "a graph was captured before its compilation"))
         return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         """The function for arguments like these, compiled on first use; None if it cannot be compiled."""
-        key = call.structure, signature_of(inputs)
+        key = call.structure, signature_of(inputs, call.counts_rows)
         if key not in self._functions:
             with _ONE_AT_A_TIME:
-                self._functions[key] = self._compiled(call, key)
+                self._functions[key] = self._compiled(call, key, call.rows_of(inputs))
         return self._functions[key]
 
-    def _compiled(self, call: CompiledCall, key: tuple[str, Signature]) -> Function | None:
+    def _compiled(self, call: CompiledCall, key: tuple[str, Signature], rows: int | None) -> Function | None:
         start, before = time.perf_counter(), _found_and_made()
         try:
             number = f"{len(self._functions) + 1} of {max(self._num_expected, len(self._functions) + 1)}"
             with shown_if_slow(f"compiling function {number}"), _alone(key):
-                function = compile_graph(call.module, key[1])
+                function = compile_graph(call.module, key[1], rows)
             self.report.num_functions += 1
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
@@ -133,37 +156,60 @@ def calls_of(program: RankProgram) -> list[CompiledCall]:
     return [call for stage in program.stages for call in calls_in(stage.module.graph, stage.module)]
 
 
-def signature_of(inputs: Sequence[Any]) -> Signature:
-    return tuple((x.dtype, x.shape, x.stride(), x.requires_grad, x.device) for x in inputs)
+def signature_of(inputs: Sequence[Any], counts_rows: Sequence[bool] = ()) -> Signature:
+    """``counts_rows``: of each input, whether its first dim may have any length; without it, none may."""
+    counts = counts_rows or [False] * len(inputs)
+    pairs = zip(inputs, counts, strict=True)
+    return tuple((x.dtype, *_layout_of(x, any_rows), x.requires_grad, x.device) for x, any_rows in pairs)
 
 
-def compile_graph(module: fx.GraphModule, signature: Signature) -> Function:
+def _layout_of(x: Tensor, any_rows: bool) -> tuple[Any, Any]:
+    """Shape and strides; no strides if they depend on the number of rows."""
+    if not any_rows:
+        return x.shape, x.stride()
+    return (ANY, *x.shape[1:]), x.stride() if x.stride(0) == max(x.stride()) else ()
+
+
+def compile_graph(module: fx.GraphModule, signature: Signature, rows: int | None = None) -> Function:
     """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
 
-    Raises Inductor's errors.
+    ``rows``: an example of their number, if the signature leaves it open. Raises Inductor's errors, and ValueError for
+    columns that lie behind each other.
     """
     from torch._inductor import compile as compile_by_inductor  # it takes a second to import
+
+    from runtime.compiled.any_rows import AnyRows
 
     own = fx.GraphModule(nn.Module(), fx.Graph())
     own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes the graph that it compiles
     own.recompile()
-    examples = [_example(*argument) for argument in signature]
+    examples = [_example(*argument, rows=rows) for argument in signature]
+    counts_rows = [shape[:1] == (ANY,) for _, shape, *_ in signature]
+    symbolic = AnyRows(examples, counts_rows) if any(counts_rows) else None
+    given: list[Any] = list(examples) if symbolic is None else symbolic.arguments
     # the hooks of a recomputed block count saved tensors, and must not count these: only the innermost hooks run
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        function: Any = compile_by_inductor(own, list(examples), _OPTIONS)
+        function: Any = compile_by_inductor(own, given, _OPTIONS)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
         if outputs and wanted:  # Inductor compiles a backward when one is needed
             torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
-    return function
+    if symbolic is not None:
+        symbolic.settle()
+    return Function(function, symbolic)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _example(dtype: torch.dtype, shape: Any, stride: Any, requires_grad: bool, device: torch.device) -> Tensor:
-    example = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()  # ids within any table
+def _example(
+    dtype: torch.dtype, shape: Any, stride: Any, requires_grad: bool, device: torch.device, rows: int | None = None
+) -> Tensor:
+    if len(shape) != len(stride):
+        raise ValueError("the columns of its rows lie behind each other")
+    sizes = [rows if size == ANY and rows is not None else size for size in shape]
+    example = torch.empty_strided(sizes, stride, dtype=dtype, device=device).zero_()  # ids within any table
     return example.requires_grad_(requires_grad)
 
 
