@@ -208,8 +208,9 @@ def _example(
 ) -> Tensor:
     if len(shape) != len(stride):
         raise ValueError("the columns of its rows lie behind each other")
-    sizes = [rows if size == ANY and rows is not None else size for size in shape]
-    example = torch.empty_strided(sizes, stride, dtype=dtype, device=device).zero_()  # ids within any table
+    if rows is not None and shape[:1] == (ANY,):
+        shape = rows, *shape[1:]
+    example = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()  # ids within any table
     return example.requires_grad_(requires_grad)
 
 

@@ -118,9 +118,14 @@ def planned(name: str, kind: str, **mesh: int) -> Plan:
 
 
 def programs_of(made: Plan, name: str) -> list[RankProgram]:
+    return filled(made, model_of(name))
+
+
+def filled(made: Plan, model: nn.Module) -> list[RankProgram]:
+    """The programs of a pipeline's ranks, with the weights of ``model``."""
     programs = [lower(made, made.mesh.rank_of(pp=pp)) for pp in range(made.mesh.pp)]
     for rank, program in enumerate(programs):
-        fill(program.stages, ModelWeights(model_of(name)), made.mesh, made.mesh.place(rank), torch.device("cpu"))
+        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))
     return programs
 
 
@@ -311,10 +316,7 @@ def of_two_stages(kind: str) -> tuple[Plan, dict[str, Tensor]]:
     """The plan, and every gradient; the second stage begins with a leaf, as a rank does with a message."""
     model, batch = StreamsNet(), {"x": torch.linspace(-1, 1, 288, dtype=torch.float64).view(2, 6, 3, 8)}
     made = plan_again(model, spec_of(batch, {"pp": 2}, recompute=kind))
-    programs = [lower(made, rank) for rank in (0, 1)]
-    for rank, program in enumerate(programs):
-        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))
-    first, last = (program.stages[0] for program in programs)
+    first, last = (program.stages[0] for program in filled(made, model))
     (sent,) = first.module(batch["x"])
     received = sent.detach().contiguous().requires_grad_()
     last.module(received, *(torch.ones((), dtype=torch.float64) for _ in last.denominators))[-1].backward()

@@ -24,6 +24,7 @@ from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import run_mesh
 
 LENGTH, VOCABULARY = 8, 32
+INPUTS = {"input_ids": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}, "targets": {"like": "input_ids"}}
 MIXTRAL_MESHES = [{"dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}]
 
 
@@ -83,8 +84,7 @@ def loops() -> nn.Module:
 
 
 def program_of(**more: Any) -> tuple[Plan, RankProgram]:
-    given = {"input_ids": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}, "targets": {"like": "input_ids"}}
-    spec = {"mesh": {}, "batch": {"global": 2, "micro": 2}, "inputs": given, "precision": {"parameters": "float64"}}
+    spec = {"mesh": {}, "batch": {"global": 2, "micro": 2}, "inputs": INPUTS, "precision": {"parameters": "float64"}}
     model = loops()
     made = plan_again(model, {**spec, **more})
     program = lower(made, 0)
@@ -148,7 +148,6 @@ def test_rows_of_other_ranks_give_what_ops_give(mesh: dict[str, int]) -> None:
 
 
 def test_experts_of_a_loop_that_ranks_share_out_run_op_by_op_and_the_plan_says_why() -> None:
-    given = {"input_ids": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}, "targets": {"like": "input_ids"}}
-    spec = {"mesh": {"dp": 2, "ep": 2}, "batch": {"global": 4, "micro": 2}, "inputs": given, "compile": True}
+    spec = {"mesh": {"dp": 2, "ep": 2}, "batch": {"global": 4, "micro": 2}, "inputs": INPUTS, "compile": True}
     rows = [row for row in plan_again(loops(), spec).compiled if row.ops == "silu, mul" and "shared" not in row.where]
     assert {row.reason for row in rows} == {"each rank of ep runs it for experts of its own"}
