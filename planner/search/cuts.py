@@ -85,15 +85,7 @@ class Cuts:
 
         Raises PlanError if the model does not admit it.
         """
-        dense = "cuda_graphs" if self.spec.cuda_graphs.impl != "none" else ""
-        variant = self._variant(cut, dense or "recompute")
-        found = self._works(cut, variant, self.kinds)
-        if not dense and NONE in found and any(layer.dense for layer in variant.experts.layers):
-            found |= self._works(cut, self._variant(cut), (NONE,))
-        return found
-
-    def _works(self, cut: Cut, variant: _Variant, asked_kinds: tuple[str, ...]) -> dict[str, CutWork]:
-        mesh = mesh_of(cut)
+        variant, mesh = self._variant(cut), mesh_of(cut)
         asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
         one = self.spec.optimizer.model_copy(update={"zero": 1})  # of a cut the other values are arithmetic
         of_cut = {"tensor_parallel": asked} | ({"optimizer": one} if self.spec.optimizer.zero == AUTO else {})
@@ -117,7 +109,7 @@ class Cuts:
             regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
             documents=self.prepared.documents, rules=self.rules,
         )  # fmt: skip
-        return self._unfolded(decisions, spec, variant, asked_kinds)
+        return self._unfolded(decisions, spec, variant)
 
     def stages(self, cut: Cut, num_stages: int) -> list[int]:
         """Blocks of each stage, as in a plan."""
@@ -128,17 +120,15 @@ class Cuts:
             self._sizes[key] = balance(costs, num_stages) if costs else [0]
         return self._sizes[key]
 
-    def _unfolded(
-        self, decisions: Decisions, spec: Spec, variant: _Variant, asked_kinds: tuple[str, ...]
-    ) -> dict[str, CutWork]:
+    def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
         """Over cp a plan without recompute may gather more values again: then it is a work of its own."""
         shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
-        parts = [(decisions, asked_kinds)]
+        parts = [(decisions, self.kinds)]
         if decisions.mesh.cp > 1 and spec.cuda_graphs.impl == "none":
             again = replace(decisions, own_tokens=True)
-            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in asked_kinds if kind != NONE))]
+            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in self.kinds if kind != NONE))]
         for decided, kinds in parts:
-            if not kinds or not set(kinds) <= set(asked_kinds):
+            if not kinds or not set(kinds) <= set(self.kinds):
                 continue
             work = cut_work(decided, shards, spec, kinds)
             if len(variant.source) > len(work.units):
@@ -146,23 +136,23 @@ class Cuts:
             found |= dict.fromkeys(kinds, work)
         return found
 
-    def _variant(self, cut: Cut, dense: str = "") -> _Variant:
-        """``dense``: why experts in a loop would compute every token."""
-        key = (*_key(cut), not dense)
+    def _variant(self, cut: Cut) -> _Variant:
+        key = _key(cut)
         if key not in self._variants:
             folded = self.folded
-            found = self._cut(folded, cut, dense)
+            found = self._cut(folded, cut)
             if found is None:  # other blocks were found in it
-                found = self._cut(_whole(self.prepared.program, self.blocks), cut, dense)
+                found = self._cut(_whole(self.prepared.program, self.blocks), cut)
             assert found is not None, "the blocks of a whole program are its own"
             self._variants[key] = found
         return self._variants[key]
 
-    def _cut(self, folded: Folded, cut: Cut, dense: str) -> _Variant | None:
+    def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
         program, blocks = copied(folded.program), folded.blocks
         found = find_experts(program)
         context = cut_sequence(program, cut.cp, found)
         keep_own_keys(program, context, cut.tp)
+        dense = "" if self.spec.cuda_graphs.impl == "none" else "cuda_graphs"
         experts = open_experts(program, found, mesh_of(cut), dense=dense)
         if cut.cp > 1 or cut.has_expert_axes or experts != found:
             seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
