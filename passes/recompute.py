@@ -143,6 +143,8 @@ class _Rerun:
     ) -> None:
         self.dropped, self.number = dropped, {node: number for number, node in enumerate(insides)}
         inner = set(members) - kept
+        # One of several results of a call outside is read itself: to hold the call's tuple would hold all of them.
+        inner -= {n for n in inner if n.target is operator.getitem and n.args[0] not in inner}
         needed = _needed([*dropped, *(n for n in insides if n.target not in OF_SHAPE_ALONE)], inner)
         self.blank = {n for n in insides if n not in needed}
         self.nodes = [n for n in members if n in needed or n in self.blank]

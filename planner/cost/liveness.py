@@ -193,10 +193,11 @@ def stage_events(trace: StageTrace, let_go: Sequence[LetGo] = (), later: frozens
         pass
     received, sent = ({n: Held("memory", m) for n, m in of.items()} for of in (trace.received, trace.sent))
     returned = [ran.gradient_of[v.number] for v in trace.values if v.number in ran.gradient_of]
-    aside = frozenset({Held("memory", m) for m in ran.kept_aside} | {Held("gradient", g) for g in ran.given_aside})
+    aside = {Held("memory", m) for m in ran.kept_aside} | {Held("gradient", g) for g in ran.given_aside}
+    aside |= {Held("hidden", at, which) for at in ran.hidden_aside for which in range(len(trace.calls[at].hidden))}
     gradients = tuple(Held("gradient", g) for g in dict.fromkeys(returned))
     events = tuple(there.events or ()), tuple(back.events or ())
-    return StageEvents(*events, received, sent, gradients, frozenset(Held("memory", m) for m in held), aside)
+    return StageEvents(*events, received, sent, gradients, frozenset(Held("memory", m) for m in held), frozenset(aside))
 
 
 class _Backward:
@@ -214,6 +215,7 @@ class _Backward:
         self.trace, self.later = trace, later
         self.kept_aside: set[int] = set()
         self.given_aside: set[int] = set()
+        self.hidden_aside: set[int] = set()  # numbers of calls
         self.rerun_at = {block.reads: block for block in let_go}
         self.sizes: list[int] = []
         self.owners = Counter[int]()
@@ -248,7 +250,7 @@ class _Backward:
         """The most bytes that live while the backward of ``call`` runs."""
         given = [self.gradient_of.get(number) for number in call.results]
         if at in self.later:
-            self._put_aside(call, given)
+            self._put_aside(at, call, given)
         first = next((g for g in given if g is not None), None)
         most = before = self.ledger.live
         gradients, mark = self._gradients(call), self.ledger.mark
@@ -276,10 +278,13 @@ class _Backward:
     @property
     def aside(self) -> int:
         """Bytes that are put aside so far."""
-        return sum(self.trace.bytes_of[m] for m in self.kept_aside) + sum(self.sizes[g] for g in self.given_aside)
+        kept = sum(self.trace.bytes_of[m] for m in self.kept_aside)
+        hidden = sum(sum(self.trace.calls[at].hidden) for at in self.hidden_aside)
+        return kept + hidden + sum(self.sizes[g] for g in self.given_aside)
 
-    def _put_aside(self, call: Call, given: Sequence[int | None]) -> None:
+    def _put_aside(self, at: int, call: Call, given: Sequence[int | None]) -> None:
         """A deferred call holds its saved tensors, and the gradients of its results, beyond this backward."""
+        self.hidden_aside.add(at)
         for memory in given:
             if memory is not None and memory not in self.given_aside:
                 self.given_aside.add(memory)
@@ -303,7 +308,8 @@ class _Backward:
         return [Gradient(False, like.bytes) if like.requires_grad else None for like in likes]
 
     def _release(self, at: int, call: Call) -> None:
-        self.ledger.give_hidden(at, call.hidden)
+        if at not in self.hidden_aside:
+            self.ledger.give_hidden(at, call.hidden)
         for m in call.keeps:
             self._read(m)
 

@@ -1,27 +1,28 @@
 """Bytes of full weights and gradients on one rank while it needs them, if ranks keep shards of them (zero 2 and 3).
 
 weights     the most that its moves make whole at once (planner.exchanges.weights)
-gradients   a bucket fills from the backward of its last reader to that of its first; then its sums are under way until
-            those of the next bucket begin. If gradients wait for a W of the schedule, all of a rank
+gradients   a bucket fills from the first backward that gives it a gradient to the last; then its sums are under way
+            until those of the next bucket begin. If gradients wait for a W of the schedule, all of a rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.decisions import Decisions
+from passes.own_linears import PRODUCTS
 from planner.exchanges.weights import gathered_weights
 from planner.pipeline.schedule import SchedulePlan
 from planner.saved.lowered import Lowered
+from planner.saved.trace import StageTrace
 from planner.sharding.buffers import Buffer
 from planner.sharding.parameters import parameters_of_rank
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A bucket in the backward of a stage: its bytes, and the positions of its first and its last reader in the order
-    of the forward. ``place``: buckets are summed from the greatest to the least.
+    """A bucket in the backward of a stage: its bytes, and the first and the last call, in the order of the forward,
+    that gives it a gradient. ``place``: buckets are summed from the greatest to the least.
     """
 
     size: int
@@ -41,7 +42,7 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
             most = sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in buffers)
         else:
             chunks = decisions.mesh.stages_of(rank)
-            most = max(most_gradients(fillings_of(decisions, buffers, rank, stage)) for stage in chunks)
+            most = max(most_gradients(fillings_of(lowered, buffers, rank, stage)) for stage in chunks)
         found.append(gathered.most_bytes + most)
     return found
 
@@ -64,22 +65,34 @@ def most_gradients(buckets: Sequence[Filling]) -> int:
     return most
 
 
-def fillings_of(decisions: Decisions, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
+def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
     """The buckets that the backward of ``stage`` fills."""
-    program, stages = decisions.program, decisions.stages
-    position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
-    readers: dict[str, list[int]] = {}
-    for node in program.graph.graph.find_nodes(op="placeholder"):
-        if node.name in program.parameters:
-            here = [position[u] for u in node.users if u.op == "call_function" and stages.runs_on(u.name, stage)]
-            readers.setdefault(program.parameters[node.name], []).extend(here)
-    place = {p.fqn: number for number, p in enumerate(parameters_of_rank(decisions, pp_rank))}
+    given = _given(lowered.trace(stage), lowered.decisions.program.parameters)
+    place = {p.fqn: number for number, p in enumerate(parameters_of_rank(lowered.decisions, pp_rank))}
     found = []
     for buffer in buffers:
         for bucket in buffer.layout.buckets:
             names = [slot.name for slot in bucket.slots]
-            read = [at for name in names for at in readers.get(name, ())]
-            if read:
+            at = [number for name in names for number in given.get(name, ())]
+            if at:
                 size = len(bucket.world) * buffer.gradient_dtype.itemsize
-                found.append(Filling(size, min(read), max(read), min(place[name] for name in names)))
+                found.append(Filling(size, min(at), max(at), min(place[name] for name in names)))
+    return found
+
+
+def _given(trace: StageTrace, parameters: Mapping[str, str]) -> dict[str, list[int]]:
+    """Of each parameter the numbers of the calls with a backward that gives it a gradient: each of our own products,
+    and of all other readers the first, as autograd adds their gradients before it gives the sum.
+    """
+    found, by_autograd = dict[str, list[int]](), dict[str, int]()
+    for at, call in enumerate(trace.calls):
+        is_own = call.node.target in PRODUCTS and trace.values[call.operands[0]].like.requires_grad
+        for source in call.node.all_input_nodes:
+            name = parameters.get(source.meta.get("origin", "")) if source.op == "get_attr" else None
+            if name is not None and is_own:
+                found.setdefault(name, []).append(at)
+            elif name is not None:
+                by_autograd.setdefault(name, at)
+    for name, at in by_autograd.items():
+        found.setdefault(name, []).append(at)
     return found

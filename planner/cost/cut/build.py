@@ -144,7 +144,7 @@ class Builder:
         own.
         """
         unit = next(iter(units), 0)
-        self.aside[unit] = self.aside.get(unit, Size()).plus(gradient).plus(ops.kept(call))
+        self.aside[unit] = self.aside.get(unit, Size()).plus(gradient).plus(ops.kept(call)).plus(ops.hidden(call))
 
     def _added(
         self, trace: StageTrace, ops: OpsOf, call: Call, reading: dict[int, list[int | None]], piece: int | None

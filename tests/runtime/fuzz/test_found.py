@@ -92,6 +92,18 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "pipeline.schedule": "zero_bubble_v",
         },
     ),
+    "a rerun that reads one result of a product for two blocks holds no other": (
+        {"kind": "encoder_decoder", "attention": "spelled"},
+        {"mesh.tp": 2, "recompute": "first full"},
+    ),
+    "a W waits with the copy that its product made of its input": (
+        {"kind": "vision", "convolution": True, "norm": "rms", "layers": 3},
+        {"mesh.pp": 2, "pipeline.schedule": "zero_bubble", "recompute": "full"},
+    ),
+    "the gradient of a weight that ranks cut comes with the cut's backward": (
+        {},
+        {"mesh.tp": 2, "mesh.dp": 2, "tensor_parallel.overrides": "head", "optimizer.zero": 2},
+    ),
 }
 
 
