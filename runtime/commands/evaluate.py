@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -64,15 +65,10 @@ def evaluate_command(
     from planner.capture.model.with_adapters import named
     from runtime.evaluation.run import Evaluation, evaluate
 
-    if perplexity and cloze:
-        raise PlanError("--perplexity and --cloze cannot be combined", where="--cloze", fix="remove one of them")
-    for option, value in (("--stride", stride), ("--original-tokens", original_tokens)):
-        if value is not None and cloze:
-            raise PlanError(f"{option} applies to perplexity only", where=option, fix=f"remove {option} or --cloze")
+    _check_options(perplexity, cloze, {"--stride": stride, "--original-tokens": original_tokens})
     if ema and load is None:
-        raise PlanError(
-            "--ema selects the weights of a save, but --load is not given", where="--ema", fix="add --load DIR"
-        )
+        words = "--ema selects the weights of a save, but --load is not given"
+        raise PlanError(words, where="--ema", fix="add --load DIR")
     adapted = named(model, peft)
     asked = Evaluation(adapted, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
     found = evaluate(asked, nproc)
@@ -83,3 +79,12 @@ def evaluate_command(
     else:
         title = f"{'Cloze accuracy' if cloze else 'Perplexity'} on {data}"
         show_table(title, ("figure", "value"), found.rows(), output)
+
+
+def _check_options(perplexity: bool, cloze: bool, of_perplexity: Mapping[str, int | None]) -> None:
+    """Raises PlanError for options that exclude each other."""
+    if perplexity and cloze:
+        raise PlanError("--perplexity and --cloze cannot be combined", where="--cloze", fix="remove one of them")
+    for option, value in of_perplexity.items():
+        if value is not None and cloze:
+            raise PlanError(f"{option} applies to perplexity only", where=option, fix=f"remove {option} or --cloze")

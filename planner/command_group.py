@@ -1,0 +1,71 @@
+"""How typer runs our commands: bad input is one message, flags take no value, ``plan`` stands first in the help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from passes.errors import PlanError, RunError
+from planner.files.text import printable, reason, shorten
+
+BAD_INPUT, RUN_FAILED = 2, 1
+
+
+class Commands(TyperGroup):
+    """A group of commands in which bad input ends with one message and exit code 2, never with a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _file_errors():
+                return super().invoke(ctx)
+        except PlanError as error:
+            typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
+            raise typer.Exit(BAD_INPUT) from None
+        except RunError as error:
+            typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
+            raise typer.Exit(RUN_FAILED) from None
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """``plan`` first: all begins with it."""
+        return sorted(super().list_commands(ctx), key=lambda name: name != "plan")
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_take_no_value(super().get_params(ctx))
+
+
+@contextmanager
+def _file_errors() -> Iterator[None]:
+    """A file that the system refuses, wherever it is opened or looked up, such as one with too long a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fix = "use another file or directory, or repair this one"
+        raise PlanError(reason(error), where=shorten(error.filename), fix=fix) from error
+
+
+class Command(TyperCommand):
+    """A command with a help text that shows flags as flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_take_no_value(super().get_params(ctx))
+
+
+def _flags_take_no_value(params: list[Any]) -> list[Any]:
+    """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class App(typer.Typer):
+    """All its commands are of the class ``Command``."""
+
+    def command(self, *names: Any, **options: Any) -> Any:
+        return super().command(*names, **{"cls": Command, **options})
