@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from passes.errors import require
 from planner.cluster.cluster import Cluster
@@ -50,7 +49,7 @@ class Estimate:
 def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Estimate:
     """``work``: of the layout's tp, cp, ep and sequence parallelism, in any number of stages."""
     work = work.at(layout.micro)
-    ranges = stage_ranges(layout.sizes)
+    ranges = work.ranges(layout.sizes)
     holds = rank_holdings(work, layout, spec)
     stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
     group_size = spec.pipeline.group_size
@@ -58,19 +57,10 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     return Estimate(cost_of(work, layout, cluster, spec, holds), on_device(rows, layout.mesh, cluster))
 
 
-def stage_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """[first, end) of the units of each stage."""
-    found, first = [], 0
-    for size in sizes:
-        found.append((first, first + size))
-        first += size
-    return found
-
-
 def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:
     """Of each pp rank."""
-    ranges = stage_ranges(layout.sizes)
-    require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} blocks are distributed out of {len(work.units)}")
+    ranges = work.ranges(layout.sizes)
+    require(ranges[-1][1] == len(work.units), f"{ranges[-1][1]} units are distributed out of {len(work.units)}")
     found = []
     for rank in range(layout.mesh.pp):
         own = layout.mesh.stages_of(rank)
@@ -87,7 +77,7 @@ def cost_of(
     slower = _slower(work, layout, cluster)
     of_units = _seconds_of(work, layout, cluster, slower)
     pricing = Pricing(layout.mesh, cluster, slower)
-    ranges, pp, count = stage_ranges(layout.sizes), layout.mesh.pp, layout.num_microbatches
+    ranges, pp, count = work.ranges(layout.sizes), layout.mesh.pp, layout.num_microbatches
     stages = [of_units.stage(*of) for of in ranges]
     if layout.zero >= 2:
         exchanged = Exchanged(work, layout, pricing, spec)
@@ -117,7 +107,7 @@ def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> StageCosts
     As ``cost_of`` takes them.
     """
     of_units = _seconds_of(work, layout, cluster, _slower(work, layout, cluster))
-    return costs_of([of_units.stage(*of) for of in stage_ranges(layout.sizes)])
+    return costs_of([of_units.stage(*of) for of in work.ranges(layout.sizes)])
 
 
 def costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
@@ -129,7 +119,7 @@ def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
     mesh, at_once = layout.mesh, cluster.device.at_once
     if at_once is None or mesh.world_size <= at_once:
         return 1.0
-    stages = [_seconds_of(work, layout, cluster).stage(*of) for of in stage_ranges(layout.sizes)]
+    stages = [_seconds_of(work, layout, cluster).stage(*of) for of in work.ranges(layout.sizes)]
     sides = costs_of(stages)
     count, sharing = layout.num_microbatches, mesh.world_size / at_once
     run = run_of(layout, sides, sides)
@@ -275,11 +265,11 @@ def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> flo
     """
     found = _seconds_of(work.at(layout.micro), layout, cluster)
     until, before_it = found.until, found.forward_until if KINDS[layout.schedule].waits else found.until
-    mesh, ends = layout.mesh, [0, *accumulate(layout.sizes)]
+    mesh, ranges = layout.mesh, work.ranges(layout.sizes)
     most, before = 0.0, 0.0
     for rank in range(mesh.pp):
-        own = [until[ends[s + 1]] - until[ends[s]] for s in mesh.stages_of(rank)]
+        own = [until[end] - until[first] for first, end in (ranges[s] for s in mesh.stages_of(rank))]
         most = max(most, before + layout.num_microbatches * sum(own))
-        first = mesh.stages_of(rank)[0]
-        before += before_it[ends[first + 1]] - before_it[ends[first]]
+        first, end = ranges[mesh.stages_of(rank)[0]]
+        before += before_it[end] - before_it[first]
     return most * (1 - 1e-9)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from passes.pieces import Piece
 from planner.cluster.cluster import Cluster
-from planner.cost.estimate import cost_of, stage_ranges, stage_seconds
+from planner.cost.estimate import cost_of, stage_seconds
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
 from planner.cost.seconds.phases import flops_of, flops_of_stages
@@ -60,7 +60,7 @@ def costs_of_stages(
     work = planned_work(lowered, spec, recomputed)
     if cluster is not None:
         return stage_seconds(work, _layout(lowered, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster)
-    return flops_of_stages(work, AS_PLANNED, stage_ranges(_sizes(lowered.decisions)))
+    return flops_of_stages(work, AS_PLANNED, work.ranges(_sizes(lowered.decisions)))
 
 
 def _layout(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> Layout:

@@ -55,6 +55,13 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
     return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, **dict(split)), fold))
 
 
+def may_be_alone(split: Any) -> bool:
+    """Whether the embedding, or the loss, may have a stage without blocks."""
+    if isinstance(split, str):
+        return split != AUTO and not all(read_layout(split).sizes)
+    return not isinstance(split, Sequence) and any(dict(split).get(end) for end in ("embedding", "loss"))
+
+
 def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list[int]:
     """Sizes of each chunk of each rank, as sizes of each stage."""
     pp, num_stages = len(sizes_of_ranks), sum(map(len, sizes_of_ranks))

@@ -16,6 +16,7 @@ from passes.errors import PlanError
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import Estimate, estimate
+from planner.pipeline.split import may_be_alone
 from planner.predict.runs import Run, Unread
 from planner.search.best_first import Candidate
 from planner.search.choice import Cut, Point
@@ -59,8 +60,8 @@ class Predictor:
 
     load: Callable[[Any], nn.Module]
     _captured: dict[str, Captured] = field(default_factory=dict)
-    _cuts: dict[tuple[str, str], Cuts] = field(default_factory=dict)
-    _works: dict[tuple[str, str, Cut], CutWork] = field(default_factory=dict)
+    _cuts: dict[tuple[str, str, bool], Cuts] = field(default_factory=dict)
+    _works: dict[tuple[str, str, bool, Cut], CutWork] = field(default_factory=dict)
 
     def of(self, run: Run | Unread) -> Predicted | Unread:
         """The prediction, or why there is none."""
@@ -75,12 +76,12 @@ class Predictor:
 
     def _estimate(self, run: Run) -> tuple[Point, Estimate]:
         """Raises PlanError."""
-        name, recompute = _key(run), str(run.spec.recompute)
-        cuts = self._cuts.get((name, recompute))
+        name, recompute, ends = _key(run), str(run.spec.recompute), may_be_alone(run.spec.pipeline.split)
+        cuts = self._cuts.get((name, recompute, ends))
         if cuts is None:
-            cuts = self._cuts[name, recompute] = self._made(run, name, recompute)
+            cuts = self._cuts[name, recompute, ends] = self._made(run, name, recompute)
         point = _point(run, cuts)
-        key = (name, recompute, point.cut)
+        key = (name, recompute, ends, point.cut)
         if key not in self._works:
             self._works[key] = cuts.works(point.cut)[recompute]
         return point, estimate(self._works[key], point.layout, run.cluster, run.spec)

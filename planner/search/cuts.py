@@ -28,6 +28,7 @@ from planner.cost.work import cut_work
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.balance import balance
+from planner.pipeline.split import may_be_alone
 from planner.pipeline.stages import assign_stages, block_costs
 from planner.placement.attention.sites import attention_sites, check_attention
 from planner.placement.decide import decide_placements
@@ -66,6 +67,7 @@ class Cuts:
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
         self.rules = decide_rules(spec.optimizer, program)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
+        self.ends = may_be_alone(spec.pipeline.split)
         self._variants: dict[tuple[int, ...], _Variant] = {}
         self._sizes: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
@@ -130,8 +132,8 @@ class Cuts:
         for decided, kinds in parts:
             if not kinds or not set(kinds) <= set(self.kinds):
                 continue
-            work = cut_work(decided, shards, spec, kinds)
-            if len(variant.source) > len(work.units):
+            work = cut_work(decided, shards, spec, kinds, ends=self.ends)
+            if len(variant.source) > len(variant.blocks.instances):
                 work = replace(work.repeated(variant.source), num_noted=_num_noted(decisions))
             found |= dict.fromkeys(kinds, work)
         return found

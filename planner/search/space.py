@@ -81,7 +81,7 @@ class Space:
             self.spec.mesh.pp, [n for n in divisors(self.devices) if n <= max(1, self.facts.num_blocks)]
         )
         for pp in pipelines:
-            if pp > max(1, self.facts.num_blocks):
+            if self.spec.pipeline.split == AUTO and pp > max(1, self.facts.num_blocks):
                 self.pruned[f"pp {pp}: the model has {self.facts.num_blocks} blocks"] += 1
             elif self.devices % (inner * pp) == 0:
                 dp = self.devices // (inner * pp)
@@ -139,7 +139,7 @@ class Space:
 
     def _stages(self, pp: int, vpp: int, sizes_of: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
         split = self.spec.pipeline.split
-        if pp * vpp > max(1, self.facts.num_blocks):
+        if split == AUTO and pp * vpp > max(1, self.facts.num_blocks):
             self.pruned[f"pp · vpp = {pp * vpp}: the model has {self.facts.num_blocks} blocks"] += 1
             return None
         if split == AUTO:

@@ -73,14 +73,14 @@ class _Side:
 
 
 class Builder:
-    """Owns the counts of each unit, and of values that several units share."""
+    """Owns the counts of each unit, and of values that several units share. ``ends``: as CutWork has it."""
 
-    def __init__(self, lowered: Lowered, spec: Spec) -> None:
+    def __init__(self, lowered: Lowered, spec: Spec, *, ends: bool = False) -> None:
         decisions = lowered.decisions
         self.lowered, self.decisions, self.spec = lowered, decisions, spec
         program = decisions.program
         self.micro = next((int(program.node(name).meta["val"].shape[0]) for name in program.inputs), 1)
-        self.homes = Homes(decisions)
+        self.ends, self.homes = ends, Homes(decisions, ends=ends)
         on_batch = set(walk(map(program.node, program.inputs), readers))
         flow = batch_flow(program, on_batch) if self.micro > 1 else {}
         nodes = list(program.graph.graph.nodes)
@@ -288,6 +288,7 @@ class Builder:
             tuple(tied),
             self.decisions.num_noted,
             self.reads_global_sums,
+            self.ends,
         )
 
     @property

@@ -13,7 +13,14 @@ from typing import Any
 
 from torch import fx
 
-from passes.blocks.live_sets import anchors, live_values, needed_nodes, recomputed_nodes, stages_of_copies
+from passes.blocks.live_sets import (
+    anchors,
+    before_and_after_blocks,
+    live_values,
+    needed_nodes,
+    recomputed_nodes,
+    stages_of_copies,
+)
 from passes.partition.type_changes import TypeChange
 from planner.decisions import Decisions
 from planner.saved.trace import Call
@@ -22,14 +29,19 @@ Units = tuple[int, ...]
 
 
 class Homes:
-    """Of one captured program."""
+    """Of one captured program. ``ends``: the calls before the first block, and those after the last, are units too."""
 
-    def __init__(self, decisions: Decisions) -> None:
-        program = decisions.program
+    def __init__(self, decisions: Decisions, *, ends: bool = False) -> None:
+        program, block_of = decisions.program, decisions.blocks.block_of()
         self.program, self.num_units = program, max(1, len(decisions.blocks.instances))
         recomputed, needed = recomputed_nodes(program), needed_nodes(program)
-        found = anchors(program, decisions.blocks.block_of(), recomputed)
+        found = anchors(program, block_of, recomputed)
         self.anchor = {node: unit for node, unit in found.items() if node in needed}
+        if ends:
+            before, after = before_and_after_blocks(self.anchor, block_of, self.num_units - 1)
+            shifted = {node: 0 if node in before else unit + 1 for node, unit in self.anchor.items()}
+            self.anchor = shifted | dict.fromkeys(sorted(after), self.num_units + 1)
+            self.num_units += 2
         self._of_node: dict[str, Units] = {node.name: (unit,) for node, unit in self.anchor.items()}
         for node, units in stages_of_copies(program, self.anchor).items():
             self._of_node.setdefault(node.name, units)

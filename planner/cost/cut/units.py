@@ -1,4 +1,5 @@
-"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.blocks.live_sets).
+"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.blocks.live_sets). If the
+embedding or the loss may be alone on a stage, the calls before the first block and those after the last are units too.
 
     stage [a, b)     Σ of its units, + what several units share (once), + what is kept of values that are made in
                      one unit and kept in a later one (where both are in the stage; else it was received)
@@ -8,8 +9,9 @@ Equal units are one object, so that each is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from planner.cost.cut.kernels import NOTHING, Op, Size
 
@@ -174,8 +176,8 @@ class Tied:
 class CutWork:
     """The cost of one cut. ``micro``: sequences of a microbatch. ``kinds``: the kinds of recompute that it has.
 
-    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``cache``: derived values that others
-    store with it.
+    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``ends``: the first unit is what comes
+    before all blocks, the last what comes after them. ``cache``: derived values that others store with it.
     """
 
     units: tuple[UnitWork, ...]
@@ -186,6 +188,7 @@ class CutWork:
     tied: tuple[Tied, ...] = ()
     num_noted: int = 0
     reads_global_sums: bool = False
+    ends: bool = False
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def at(self, micro: int) -> CutWork:
@@ -198,11 +201,19 @@ class CutWork:
         assert isinstance(found, CutWork)
         return found
 
+    def ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """[first, end) of the units of each stage. ``sizes``: blocks of each."""
+        ends = [int(self.ends) + end for end in accumulate(sizes)]
+        ends[-1] += self.ends
+        return list(pairwise((0, *ends)))
+
     def repeated(self, order: tuple[int, ...]) -> CutWork:
-        """The cut of a deeper model: unit i of it is unit ``order[i]`` of this one (``order`` ascends, and has all).
+        """The cut of a deeper model: block i of it is block ``order[i]`` of this one (``order`` ascends, and has all).
 
         Work that units share is shared by all their copies.
         """
+        if self.ends:
+            order = (0, *(old + 1 for old in order), len(self.units) - 1)
         where: dict[int, list[int]] = {}
         for new, old in enumerate(order):
             where.setdefault(old, []).append(new)

@@ -11,7 +11,7 @@ import pytest
 from planner import Plan, plan
 from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import at_least, estimate
+from planner.cost.estimate import at_least, estimate, stage_seconds
 from planner.cost.layout import Layout
 from planner.cost.work import cut_work
 from planner.spec.spec import Spec
@@ -51,7 +51,7 @@ CASES = [
 
 
 @cache
-def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
+def planned(family: str, layout: str, pp: int, split: str = "auto") -> tuple[Plan, Spec]:
     mesh, recompute, parallel = LAYOUTS[layout]
     batch = hugging_face.batch(family)
     inputs = {
@@ -65,6 +65,7 @@ def planned(family: str, layout: str, pp: int) -> tuple[Plan, Spec]:
         "tensor_parallel": {"vocabulary_multiple": 8, **parallel},
         "recompute": recompute,
         "optimizer": OPTIMIZERS.get(layout, {}),
+        "pipeline": {"split": split},
     }
     made = plan_again(hugging_face.build(family), spec)
     return made, Spec.load(made.spec)
@@ -98,6 +99,26 @@ def test_an_estimate_from_one_stage_is_that_of_the_full_plan(family: str, layout
         assert ours.of_microbatch == row.of_microbatch == theirs.of_microbatch
         assert (ours.parameters, ours.gradients, ours.optimizer) == (row.parameters, row.gradients, row.optimizer)
     assert at_least(work_of(family, layout, 1), where, CLUSTER, spec) <= whole.cost.step_seconds
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_embedding_and_a_loss_on_stages_of_their_own_cost_what_they_compute(family: str) -> None:
+    (alone, _), layout = planned(family, "alone", 1), LAYOUTS["alone"]
+    num_blocks = len(alone.to_run()[0].blocks.instances)
+    made, spec = planned(family, "alone", 4, f"E|t*{num_blocks - 1}|t|L")
+    where = layout_of(made, spec)
+    own, one = (cut_work(*of.to_run(), spec, {layout[1]}, ends=True) for of in (made, alone))
+    assert [end - first for first, end in own.ranges(where.sizes)] == [1, num_blocks - 1, 1, 1]
+    estimates = [estimate(work, where, CLUSTER, spec) for work in (own, one)]
+    assert estimates[0].cost.step_seconds == pytest.approx(estimates[1].cost.step_seconds, rel=1e-6)
+    for row, *rows in zip(made.memory, *(found.memory for found in estimates), strict=True):
+        for ours in rows:
+            assert ours.total == pytest.approx(row.total, rel=0.04)
+            assert (ours.of_microbatch, ours.parameters) == (row.of_microbatch, row.parameters)
+    seconds = stage_seconds(one, where, CLUSTER).forward
+    together = stage_seconds(work_of(family, "alone", 1), replace(where, sizes=(num_blocks - 1, 1)), CLUSTER).forward
+    assert min(seconds) > 0
+    assert seconds[2] + seconds[3] == pytest.approx(together[1], rel=0.01)  # each stage computes its own masks
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "sequence", "full"])
