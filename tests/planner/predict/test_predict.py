@@ -43,6 +43,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predicted |
         run("tp", {"tp": 2, "dp": 2}, 0.02),
         run("pp", {"pp": 2, "dp": 2}, recompute="full", measured={"fits": False}),
         run("vpp", {"pp": 2, "vpp": 2}, 0.03, pipeline={"schedule": "interleaved_1f1b"}),
+        run("ends", {"pp": 6}, pipeline={"split": {"embedding": True, "loss": True}}),  # of 4 blocks
         run("three", {"dp": 3}, 1.0),
         run("heads", {"tp": 64}, 1.0),
         run("many", {"dp": 4096}, 1.0, batch={"global": 1 << 14}),
@@ -54,7 +55,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predicted |
     return found
 
 
-@pytest.mark.parametrize("name", ["one", "tp", "pp", "vpp"])
+@pytest.mark.parametrize("name", ["one", "tp", "pp", "vpp", "ends"])
 def test_a_prediction_is_that_of_the_plan(predicted: dict[str, Predicted | Unread], name: str) -> None:
     found = predicted[name]
     assert isinstance(found, Predicted)
@@ -81,7 +82,7 @@ def test_a_summary_by_hand(predicted: dict[str, Predicted | Unread]) -> None:
     (summary,) = summaries(rows)
     timed = [row for row in rows if row.run.measured.seconds]
     errors = sorted(abs(row.candidate.seconds / (row.run.measured.seconds or 1) - 1) for row in timed)
-    assert (summary.runs, summary.timed, summary.judged) == (4, 3, 4)
+    assert (summary.runs, summary.timed, summary.judged) == (5, 3, 4)
     assert summary.error == errors[1]
     fastest = min(timed, key=lambda row: row.candidate.seconds)
     assert summary.chosen == fastest.run.name
