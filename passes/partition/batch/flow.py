@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx
 
+from passes.program.constants import SHAPE_READERS
 from passes.program.program import Program
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, OpRule
@@ -87,3 +88,13 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value = node.meta["val"]
     return tuple(int(n) for n in (value if isinstance(value, Tensor) else value[0]).shape)
+
+
+def follows_batch(program: Program) -> set[fx.Node]:
+    """The nodes computed from the batch's values, not from their shapes alone."""
+    found: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
+        if node.name in program.inputs or reads:
+            found.add(node)
+    return found

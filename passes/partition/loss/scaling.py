@@ -17,6 +17,7 @@ from torch import fx
 from passes.partition.batch.two_captures import TwoCaptures, is_number
 from passes.partition.loss.kinds import PLACES, ROWS, Kind, unknown, whole
 from passes.program.constants import Constants
+from passes.program.ops.aten import aten
 
 CLOSE = 1e-9
 
@@ -92,6 +93,32 @@ class Scaling:
                     self.unknown.append(node)
                 else:
                     self.numbers[node, place] = type(b)(value) if value == round(value) else value
+
+
+def corrected(scaling: Scaling, graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Give numbers and constants the value that they have in one process. Returns each constant with its new value."""
+    for (node, place), number in scaling.numbers.items():
+        if isinstance(place, int):
+            node.update_arg(place, number)
+        else:
+            node.update_kwarg(place, number)
+    found = [(node, _computed(graph, node, aten.mul.Tensor, factor)) for node, factor in scaling.factors.items()]
+    found += [(node, _computed(graph, node, aten.add.Tensor, shift)) for node, shift in scaling.shifts.items()]
+    for node, new in found:
+        for reader in list(node.users):
+            if reader is not new and reader not in scaling.first.nodes:
+                reader.replace_input_with(node, new)
+    return found
+
+
+def _computed(graph: fx.Graph, node: fx.Node, op: Any, number: float) -> fx.Node:
+    """``node`` times, or plus, a number; behind all placeholders."""
+    dtype = node.meta["val"].dtype
+    behind = node if node.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(behind):
+        new = graph.call_function(op, (node, number if dtype.is_floating_point else round(number)))
+    new.meta = dict(node.meta)
+    return new
 
 
 def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, Any]]:

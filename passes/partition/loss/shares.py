@@ -28,12 +28,11 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.errors import PlanError
 from passes.partition.batch.by_captures import Typing
-from passes.partition.batch.flow import batch_runs
+from passes.partition.batch.flow import batch_runs, follows_batch
 from passes.partition.batch.mixing import (
     computed_along,
     has_gradient,
@@ -45,22 +44,21 @@ from passes.partition.batch.mixing import (
 )
 from passes.partition.batch.order import Runs, in_other_orders
 from passes.partition.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
-from passes.partition.loss.counts import Counts, LossTerms, input_only
+from passes.partition.loss.counts import Counts, LossTerms
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
 from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
 from passes.partition.loss.loss_ops import (
     AFFINE,
     MEAN,
-    SUM,
     adds_rows,
-    counts_inputs,
     is_mean,
     linear_in,
 )
-from passes.partition.loss.scaling import Scaling
+from passes.partition.loss.scaling import Scaling, corrected
 from passes.partition.loss.together import Together
+from passes.partition.loss.valid_labels import counts_labels, over_all_labels
 from passes.partition.loss.widen import widen
-from passes.program.constants import SHAPE_READERS, Constants
+from passes.program.constants import Constants
 from passes.program.ops.aten import arguments, aten
 from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
 from passes.program.ops.own_backward import adds_up
@@ -123,7 +121,7 @@ class _Rewriter:
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
-        self.on_batch = _follows_batch(program)
+        self.on_batch = follows_batch(program)
 
     # ---- kinds
 
@@ -168,7 +166,7 @@ class _Rewriter:
         self._warn_of_mixing(typing)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
-        self._correct(scaling)
+        self.kinds |= {new: self.kinds[node] for node, new in corrected(scaling, self.graph)}
         return typing.counts
 
     def _warn_of_mixing(self, typing: Typing) -> None:
@@ -191,7 +189,7 @@ class _Rewriter:
         if second is None:
             found = in_other_orders(self.program, self.on_batch, self.runs)
         else:
-            on_batch = _follows_batch(second)
+            on_batch = follows_batch(second)
             found = in_other_orders(second, on_batch, batch_runs(second, on_batch))
         for node in found:
             self._tell(self.terms.mixed, node)
@@ -203,32 +201,6 @@ class _Rewriter:
             return node in self.on_batch and self.kinds[node].name != ROWS
 
         return set(walk([self.program.node(self.program.loss)], operands, into=is_of_tail))
-
-    def _correct(self, scaling: Scaling) -> None:
-        """Numbers and constants take the value that they have in one process."""
-        for (node, place), number in scaling.numbers.items():
-            if isinstance(place, int):
-                node.update_arg(place, number)
-            else:
-                node.update_kwarg(place, number)
-        corrections = [(aten.mul.Tensor, scaling.factors), (aten.add.Tensor, scaling.shifts)]
-        for op, found in corrections:
-            for node, number in found.items():
-                self._correct_constant(node, op, number, scaling)
-
-    def _correct_constant(self, node: fx.Node, op: Any, number: float, scaling: Scaling) -> None:
-        dtype = node.meta["val"].dtype
-        with self.graph.inserting_after(node if node.op != "placeholder" else self._last_placeholder()):
-            value = number if dtype.is_floating_point else round(number)
-            new = self.graph.call_function(op, (node, value))
-        new.meta = dict(node.meta)
-        self.kinds[new] = self.kinds[node]
-        for reader in list(node.users):
-            if reader is not new and reader not in scaling.first.nodes:
-                reader.replace_input_with(node, new)
-
-    def _last_placeholder(self) -> fx.Node:
-        return [n for n in self.graph.nodes if n.op == "placeholder"][-1]
 
     def warn_of_statistics(self) -> None:
         """Batch normalisation in training takes the statistics of its input: here of one microbatch."""
@@ -336,58 +308,13 @@ class _Rewriter:
         reads_rows = any(self.kinds[n].name == ROWS for n in node.all_input_nodes)
         return reads_rows and not is_mean(node)
 
-    # ---- cross-entropy
-
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
-        names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-        given, total = arguments(node), node
-        target, reduction = given["target"], given.get("reduction", MEAN)
-        if reduction != MEAN:
+        """The share of a cross-entropy. A mean over labels that are computed, or are probabilities, is averaged."""
+        if arguments(node).get("reduction", MEAN) != MEAN:
             return node
-        if target.meta["val"].is_floating_point() or not counts_inputs(node, input_only(self.program)):
+        if not counts_labels(node, self.program):
             return self._average(node)
-        count = self._valid_tokens(target, given.get("weight"), int(given.get("ignore_index", -100)))
-        order = [given["self"], target, given.get("weight"), SUM, *[given[k] for k in names[4:] if k in given]]
-        if "label_smoothing" in given and "ignore_index" not in given:
-            order.insert(4, -100)
-        total = self._emit(node, node.target, order)
-        return self._emit(node, aten.div.Tensor, [total, self._denominator(count, node)])
-
-    def _denominator(self, count: fx.Node, like: fx.Node) -> fx.Node:
-        """Σ ``count`` over the global batch, in the dtype of ``like``."""
-        dtype = like.meta["val"].dtype
-        new = self._emit(like, aten.to.dtype, [self.counts.holder(count), dtype])
-        new.meta["val"], new.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
-        return new
-
-    def _valid_tokens(self, target: fx.Node, weight: fx.Node | None, ignore_index: int) -> fx.Node:
-        """Σ (target ≠ ignore_index), or the sum of the valid tokens' class weights."""
-
-        def emit(op: Any, args: list[Any], val: torch.Tensor) -> fx.Node:
-            new = self._emit(target, op, args)
-            new.meta["val"], new.meta["grad"] = val, False
-            return new
-
-        shape = target.meta["val"].shape
-        valid = emit(aten.ne.Scalar, [target, ignore_index], torch.empty(shape, dtype=torch.bool, device="meta"))
-        if weight is not None:
-            safe = emit(aten.mul.Tensor, [target, valid], torch.empty(shape, dtype=torch.int64, device="meta"))
-            each = emit(
-                aten.index.Tensor, [weight, [safe]], torch.empty(shape, dtype=weight.meta["val"].dtype, device="meta")
-            )
-            valid = emit(aten.mul.Tensor, [each, valid], each.meta["val"])
-        dtype = torch.int64 if weight is None else weight.meta["val"].dtype
-        return emit(aten.sum.default, [valid], torch.empty((), dtype=dtype, device="meta"))
-
-
-def _follows_batch(program: Program) -> set[fx.Node]:
-    """The nodes computed from the batch's values, not from their shapes alone."""
-    found: set[fx.Node] = set()
-    for node in program.graph.graph.nodes:
-        reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
-        if node.name in program.inputs or reads:
-            found.add(node)
-    return found
+        return over_all_labels(node, self.counts, self._emit)
 
 
 def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
