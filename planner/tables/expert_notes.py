@@ -10,10 +10,6 @@ from planner.decisions import Decisions
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.rows import Diagnostic
 
-DENSE = {  # key → why experts in a loop compute every token with it, and the fix
-    "cuda_graphs": ("CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"),
-}
-
 
 def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
     """Layers of experts, and parts that look like one."""
@@ -44,5 +40,7 @@ def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnosti
     what = (
         f"each of the {layer.num_experts} experts computes every token, {layer.num_experts / layer.top_k:g}× the work"
     )
-    why, fix = DENSE.get(dense.why, (dense.why, "weight and sum the results of the tokens of each expert"))
+    why, fix = dense.why, "weight and sum the results of the tokens of each expert"
+    if why == "cuda_graphs":  # the key that asks for it
+        why, fix = "CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"
     return Diagnostic("info", f"{what}: {why}", str(dense.where or where), fix)

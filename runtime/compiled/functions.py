@@ -114,14 +114,14 @@ class CompiledPieces:
     def _found(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         if not is_capturing():
             return None if _is_watched() else self.function_of(call, inputs)
-        key = call.structure, signature_of(inputs, call.counts_rows)
+        key = _key(call, inputs)
         if key not in self._functions:
             self.report.eager.append((call.where, "a graph was captured before its compilation"))
         return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
         """The function for arguments like these, compiled on first use; None if it cannot be compiled."""
-        key = call.structure, signature_of(inputs, call.counts_rows)
+        key = _key(call, inputs)
         if key not in self._functions:
             with _ONE_AT_A_TIME:
                 self._functions[key] = self._compiled(call, key, call.rows_of(inputs))
@@ -143,6 +143,10 @@ class CompiledPieces:
         self.report.made += made - before[1]
         self.report.seconds += time.perf_counter() - start
         return function
+
+
+def _key(call: CompiledCall, inputs: Sequence[Any]) -> tuple[str, Signature]:
+    return call.structure, signature_of(inputs, call.counts_rows)
 
 
 def _is_watched() -> bool:
