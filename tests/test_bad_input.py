@@ -59,6 +59,7 @@ def error_of(directory: Path, model: nn.Module, text: str) -> PlanError:
     return error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("old", "new", "where", "what", "fix"),
     [
@@ -114,6 +115,7 @@ def test_a_bad_spec_is_one_error_at_its_line(
     assert fix in error.fix
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("split", "what", "pointer", "fix"),
     [
@@ -137,6 +139,7 @@ def test_a_bad_layout_is_one_error_at_its_line_that_points_at_the_character(
     assert last.startswith(f"  fix: {fix}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "module", "what", "fix"),
     [
@@ -176,6 +179,7 @@ def test_a_model_without_one_loss_lists_its_outputs(tmp_path: Path, model: Calla
     assert what in error_of(tmp_path, model(), SPEC).what
 
 
+@pytest.mark.thorough
 def test_tp_that_divides_no_heads_names_the_attention_and_the_nearest_sizes(tmp_path: Path) -> None:
     error = error_of(tmp_path, GptOfLabels(), SPEC.replace("tp: 2", "tp: 3"))
     assert "4 query heads" in error.what
@@ -185,6 +189,7 @@ def test_tp_that_divides_no_heads_names_the_attention_and_the_nearest_sizes(tmp_
     assert "{2, 4}" in error.fix
 
 
+@pytest.mark.thorough
 def test_an_override_that_names_nothing_is_an_error_at_its_line(tmp_path: Path) -> None:
     text = SPEC + "tensor_parallel: {overrides: {'*.nothing': replicate}}\n"
     error = error_of(tmp_path, GptOfLabels(), text)
@@ -192,7 +197,7 @@ def test_an_override_that_names_nothing_is_an_error_at_its_line(tmp_path: Path) 
     assert "spec.yaml:5" in str(error.where)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [name for name in jobs.CHANGES if name != "other tokens"])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}], ids=str)
 def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh: dict[str, int], change: str) -> None:
@@ -202,7 +207,7 @@ def test_a_batch_that_is_not_the_plans_is_an_error_on_every_rank(lab: Lab, mesh:
     assert "fix:" in errors[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change", ["a key too few", "too few sequences", "other length", "other dtype", "other tokens"]
 )
@@ -226,6 +231,7 @@ def test_a_plan_for_another_world_is_an_error_on_every_rank(lab: Lab) -> None:
     assert "the plan is for 4 ranks (tp 2 · pp 2), but 2 were launched" in errors[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "value"), [("input_ids", 97), ("input_ids", -1), ("targets", 97), ("targets", -5)])
 def test_a_token_outside_a_cut_vocabulary_is_an_error_as_in_one_process(lab: Lab, name: str, value: int) -> None:
     errors = lab.run(Case("gpt", {"tp": 2}, job=jobs.id_errors, job_arguments=(name, value)))
@@ -303,7 +309,7 @@ def test_a_command_ends_with_one_message_and_exit_code_2(
 EXPERTS = "tests/models/experts.py"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "more", "words"),

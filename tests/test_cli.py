@@ -117,6 +117,7 @@ def test_help_shows_an_example(command):
     assert "meshwright" in result.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -154,6 +155,7 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
     assert_bad_input(run(*arguments), *words)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -194,6 +196,7 @@ def test_plan_as_json_round_trips_and_lists_every_parameter(tmp_path):
     assert all(p["reason"] for p in values["parameters"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("format", "words"), [("table", "tokens.weight"), ("yaml", "parameters:"), ("html", "<!doctype html>")]
 )
@@ -203,6 +206,7 @@ def test_plan_prints_in_every_format(format, words):
     assert words in result.stdout
 
 
+@pytest.mark.thorough
 def test_search_prints_a_page(tmp_path):
     spec = tmp_path / "auto.yaml"
     spec.write_text(AUTO)
@@ -214,7 +218,7 @@ def test_search_prints_a_page(tmp_path):
     assert Spec.load(best).mesh.to_mesh().world_size == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "written"),
     [
@@ -317,6 +321,7 @@ def test_advice_of_transformers_does_not_come_between_our_lines(tmp_path):
     assert "advice" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_plan_shows_what_every_pass_changes_for_a_rank():
     result = run("plan", GPT, GPT_SPEC, "--passes", "--rank", 2)
     assert result.exit_code == 0, result.output
@@ -327,6 +332,7 @@ def test_plan_shows_what_every_pass_changes_for_a_rank():
     assert "       2 ×  + view_6 = aten.reshape(getitem_6, [4, 64, 2, 32])" in rest
 
 
+@pytest.mark.thorough
 def test_passes_of_a_rank_that_is_not_there_are_bad_input():
     assert_bad_input(run("plan", GPT, GPT_SPEC, "--passes", "--rank", 4), "there is no rank 4", "from 0 to 3")
 

@@ -290,7 +290,7 @@ def tokens_of_loss(made: Plan) -> int:
     return made.spec["batch"]["micro"] * shape[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "precision"),
     [({"dp": 2, "ep": 2}, None), ({"dp": 2, "ep": 2}, "bfloat16"), ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16")],

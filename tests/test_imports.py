@@ -39,6 +39,7 @@ def test_imports_point_upstream(package):
         assert not roots & UPSTREAM[package], path.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("banned", ["torch.distributed", "torch.cuda"])
 def test_planner_and_the_program_never_use(banned):
     rooms = ("planner", *(f"passes/{room}" for room in ("program", "types", "rules", "canonical", "moe")))
@@ -66,6 +67,7 @@ def test_groups_and_schedules_load_no_torch():
 MODULES = {"pyyaml": "yaml"}  # where the name of the package is not that of its module
 
 
+@pytest.mark.thorough
 def test_every_dependency_is_imported_by_something():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[<>=\[ ]", entry)[0] for entry in listed}

@@ -69,7 +69,7 @@ def test_the_page_shows_differences_and_the_line_of_a_refusal():
     assert f"{len(CATALOGUE)} models: {len(CATALOGUE) - 2} not run, 1 EQUAL, 1 refused." in page
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["own_vision:mixer", "own_decoders:gpt_tied"])
 def test_an_own_model_equals_one_process(build: str, tmp_path: Path):

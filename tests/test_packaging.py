@@ -60,6 +60,7 @@ def wanted() -> set[str]:
     return set(listed.stdout.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_wheel_and_archive_hold_every_file_of_the_packages(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built["wheel"]) as wheel:

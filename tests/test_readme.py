@@ -95,6 +95,7 @@ def printed() -> list[Section]:
         return sections(plan(load_model(model), spec))
 
 
+@pytest.mark.thorough
 def test_the_plan_that_is_shown_is_printed(printed):
     """Rows, columns and the ends of cells may be left out there, as ``…``; all else stands in the plan."""
     (sample,) = blocks("text")

@@ -203,7 +203,7 @@ def test_every_key_has_a_case():
     assert sorted([*CHANGES_THE_PLAN, *CHANGES_THE_TRAINING, *REFUSED, *elsewhere]) == sorted(leaves(Spec))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", CHANGES_THE_PLAN)
 def test_another_value_changes_the_plan(key):
     value, needs = CHANGES_THE_PLAN[key]
@@ -212,7 +212,7 @@ def test_another_value_changes_the_plan(key):
     assert before != after
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", CHANGES_THE_TRAINING)
 def test_another_value_changes_the_training(key):
     value, needs = CHANGES_THE_TRAINING[key]
@@ -228,6 +228,7 @@ def test_what_is_not_there_yet_is_refused_at_its_key(key):
     assert error.value.fix
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("split", "blocks"),
     [
@@ -263,7 +264,7 @@ def end_of_engine(initial_weights: str) -> str:
     return "runs"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "end"), [("broadcast", "runs"), ("require_equal", "refused at initial_weights")])
 def test_initial_weights_that_differ_are_sent_or_refused(value, end):

@@ -33,6 +33,7 @@ def text_of(name: str) -> str:
         return f"{error}\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=(pytest.mark.slow, pytest.mark.thorough) if n in LARGE else ()) for n in SPECS]
 )

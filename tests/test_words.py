@@ -56,6 +56,7 @@ def test_a_later_paragraph_of_a_docstring_is_no_code_block():
     assert counted(prose(text))[1]["what"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", folders())
 def test_docstrings_and_comments_of_every_folder_keep_the_rules(name: str, capsys: pytest.CaptureFixture[str]):
     assert checked_folder(name, folders()[name]), capsys.readouterr().out

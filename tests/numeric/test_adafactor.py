@@ -95,13 +95,13 @@ def check(name: str, layout: dict[str, Any], rule: dict[str, Any] = RULE) -> Non
     assert measured["optimizer"] == planned
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adafactor_is_that_of_torch_on_whole_parameters(layout: str) -> None:
     check("gpt", LAYOUTS[layout])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", EXPERTS)
 @pytest.mark.parametrize("name", ["experts", "stacks"])
 def test_of_experts_too(name: str, layout: str) -> None:
@@ -150,7 +150,7 @@ def rows_and_calls(host: Any, name: str, layout: dict[str, Any]) -> Any:
     return rows, host.run_ranks(decided.mesh.world_size, reduced, decided, entry.batch(8, 0))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "layout"), [("gpt", "tp2·dp2"), ("gpt", "dp2"), ("stacks", "ep2·dp2"), ("stacks", "ep2·dp2·tp2, etp 1")]
 )
@@ -209,7 +209,7 @@ def resumed(host: Any, name: str, layout: dict[str, Any], folder: Path) -> Any:
     return whole, found, there, [loaded for _, loaded in back]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "layout"), [("gpt", "tp2·dp2"), ("gpt", "pp2·dp2"), ("stacks", "ep2·dp2"), ("experts", "ep2·dp2")]
 )

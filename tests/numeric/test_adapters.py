@@ -30,7 +30,7 @@ REFUSED_OVER_CP = {"prefix", "prefix-projection", "gpt2-prefix"}
 PRECISION = {"mixtral-lora-experts": {"precision": {"parameters": "float32"}}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "rest"), LAYOUTS, ids=[name_of(mesh) for mesh, _ in LAYOUTS])
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str, int], rest: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def held(plan: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[set[str], s
         return {name for buffer in buffers for name in buffer.by_name}, trained
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt"])
 def test_frozen_weights_have_no_gradient_buffer_and_no_optimizer_state(lab: Lab, kind: str) -> None:
     found = lab.run(Case(kind, {"tp": 2, "pp": 2}, job=held))

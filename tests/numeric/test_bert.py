@@ -17,7 +17,7 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_layernorm_placement_equals_one_process(lab: Lab, placement: str, layout: dict[str, int]) -> None:

@@ -14,7 +14,7 @@ SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": T
 LAYOUTS = [{"cp": 2}, {"cp": 3}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2}]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
@@ -42,6 +42,7 @@ def test_equals_one_process(lab: Lab, case: str) -> None:
     assert lab.check(Case(model, mesh, rest)).wrong == []
 
 
+@pytest.mark.thorough
 def test_a_share_of_the_batch_is_that_of_all_ranks_of_cp(lab: Lab) -> None:
     whole, shares = (
         lab.run(Case("gpt2", {"cp": 2, "dp": 2}, job=train_steps, job_arguments=(local,))) for local in (False, True)
@@ -61,6 +62,7 @@ def test_with_dropout_what_is_computed_again_draws_the_same(lab: Lab, kind: str)
     assert all(kept.parameters[name].equal(again.parameters[name]) for name in kept.parameters)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_cp2_tp2_pp2_equals_one_process(lab: Lab) -> None:
     assert lab.check(Case("gpt2", {"cp": 2, "tp": 2, "pp": 2})).wrong == []

@@ -18,7 +18,7 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_divisor_made_of_shapes_counts_the_global_batch(lab: Lab, model: str, layout: dict[str, int]) -> None:

@@ -19,7 +19,7 @@ def test_masks_do_not_depend_on_stages_or_replicas(lab: Lab, model: str, mesh: d
     assert compare(spread, alone).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_masks_outside_parallel_regions_do_not_depend_on_tp(lab: Lab, mesh: dict[str, int]) -> None:
     alone, spread = (lab.run(Case("dropout-outside", m, TRAIN))[0] for m in ({"dp": 1}, mesh))

@@ -11,13 +11,13 @@ from tests.tools.laboratory import Case, Lab
 LAYOUTS = [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_two_engines_one_after_another_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
     assert [report.wrong for report in lab.check_each(Case("gpt", mesh, job=jobs.two_engines))] == [[], []]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_train_step_gives_the_same_bits_as_its_two_halves(lab: Lab, mesh: dict[str, int]) -> None:
     whole = lab.run(Case("gpt", mesh, job=jobs.train_steps, job_arguments=(False,)))[0]
@@ -28,14 +28,14 @@ def test_train_step_gives_the_same_bits_as_its_two_halves(lab: Lab, mesh: dict[s
     assert all(whole.parameters[name].equal(value) for name, value in halves.parameters.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, *LAYOUTS], ids=str)
 def test_local_shares_of_the_batch_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
     report = lab.check(Case("gpt", mesh, job=jobs.train_steps, job_arguments=(True,)))
     assert [words for words in report.wrong if not words.startswith("gradient ")] == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_the_same_run_twice_gives_the_same_bits(lab: Lab, mesh: dict[str, int]) -> None:
     first, second = (lab.run(Case("gpt", mesh))[0] for _ in range(2))
@@ -43,7 +43,7 @@ def test_the_same_run_twice_gives_the_same_bits(lab: Lab, mesh: dict[str, int]) 
     assert all(first.parameters[name].equal(value) for name, value in second.parameters.items())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision",
     [

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 CLOSE = {"cp 2, dp 2": 1.07}  # a known gap: docs/limits.md
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_an_engine_without_state_finds_what_a_training_one_finds(lab: Lab, case: str, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_an_engine_without_state_finds_what_a_training_one_finds(lab: Lab, case:
         assert none.bytes < (1.0 if case == "adapters" else 0.6) * state.bytes  # a frozen base has no state
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_rank_holds_its_parameters_and_one_microbatch_as_the_plan_says(lab: Lab, case: str) -> None:

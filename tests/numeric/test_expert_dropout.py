@@ -102,8 +102,8 @@ def test_without_names_and_without_ep_each_expert_drops_of_the_rows_that_chose_i
     assert loss != run_mesh(made(experts.masks, 0.0), batch, {}).loss
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh", ["dp: 2, ep: 2", pytest.param("cp: 2, tp: 2, ep: 4, etp: 1", marks=pytest.mark.thorough)]
 )

@@ -96,7 +96,7 @@ def test_a_loop_over_experts_under_every_folding(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
     mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
@@ -129,7 +129,7 @@ EXTREME = (
 FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops above, and by slots
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", STACKED, ids=lambda w: w.__name__)
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
@@ -138,7 +138,7 @@ def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", [*TOGETHER, experts.picked, selected_rows.beside_shared], ids=lambda w: w.__name__)
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
@@ -153,6 +153,7 @@ def test_experts_that_overwrite_what_others_made_are_told():
         plan_again(model, spec_of(batch_of(4), FOLDINGS["ep2·dp2"]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", stacked_experts.REFUSED, ids=lambda w: w.__name__)
 def test_a_token_that_gets_something_of_what_it_did_not_choose_is_told(way):
     model = built(partial(layer_of, way))
@@ -160,7 +161,7 @@ def test_a_token_that_gets_something_of_what_it_did_not_choose_is_told(way):
         plan_again(model, spec_of(batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 1"]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, experts.LENGTH])
 @pytest.mark.parametrize("way", EXTREME, ids=lambda w: w.__name__)
 def test_one_token_and_all_tokens_to_one_expert(way, length):
@@ -174,6 +175,7 @@ def test_one_token_and_all_tokens_to_one_expert(way, length):
     check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [stacked_experts.of_pairs, experts.copied], ids=lambda w: w.__name__)
 def test_one_token_that_goes_to_one_expert(way):
     def layer() -> nn.Module:

@@ -53,7 +53,7 @@ def test_every_spelling_trains_as_one_process(way, mesh):
     check(make_net(way), batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"compile": True}], ids=["plain", "recompute", "compile"])
 def test_two_layers_beside_a_shared_expert(mesh, more):

@@ -94,7 +94,7 @@ def tokens_of_experts(make: Callable[[], Routed], input_ids: Tensor) -> list[int
     return torch.bincount(model.chosen(input_ids)[2].flatten(), minlength=model.num_experts).tolist()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @OVER
 @WAYS
 def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
@@ -105,7 +105,7 @@ def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
     check(make, batch, mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @OVER
 @WAYS
 def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
     check(make, batch, mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @OVER
 @WAYS
 def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) -> None:
@@ -130,7 +130,7 @@ def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) 
     check(make, batch_of(apart), mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("top_k", [1, 4])
 @OVER
 @WAYS
@@ -139,13 +139,14 @@ def test_one_choice_and_all_choices(way: Experts, folding: str, top_k: int) -> N
     check(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 5)), mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 4}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}], ids=str)
 @WAYS
 def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
     check(maker(way, drawn(4), 2), batch_of(ids(4, 5)), mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("top_k", [1, 2])
 @OVER
 def test_one_token_a_rank(folding: str, top_k: int) -> None:
@@ -154,6 +155,7 @@ def test_one_token_a_rank(folding: str, top_k: int) -> None:
     check(maker(loop, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 1)), mesh)
 
 
+@pytest.mark.thorough
 @OVER
 def test_one_token_a_rank_with_stacks(folding: str) -> None:
     """One row alone is refused: a dim of one says nothing about what it counts."""
@@ -164,7 +166,7 @@ def test_one_token_a_rank_with_stacks(folding: str) -> None:
         plan(maker(stacks, drawn(4), 1)(), spec_of(one, mesh))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("length", [3, 7])
 @WAYS

@@ -42,7 +42,7 @@ def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
     check(lambda: family(name), batch, mesh, 1e-5, 1e-5, **more)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", FEW)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None:
@@ -99,7 +99,7 @@ def test_matrices_of_each_pair_whose_token_a_constant_names() -> None:
     check(make, batch_of(2, LENGTH), LAYOUTS["cp2"], 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["cp2", *FEW])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, layout: str) -> None:
@@ -116,8 +116,8 @@ def test_a_family_with_what_else_shards_or_frees(name: str, more: dict[str, obje
 FLOAT32 = {"precision": {"parameters": "float32"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("model", ["mixtral", "mixtral-balanced"])
 def test_pipelines_on_processes(lab: Lab, model: str, schedule: str) -> None:

@@ -77,7 +77,7 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
         assert figures[slots.E] == sum(max(n - capacity, 0) for group in counts for n in group)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("change", [LowRank, Added, Normed], ids=lambda change: change.__name__)
 def test_slots_of_experts_with_computed_stacks(change: type[nn.Module], folding: str) -> None:
@@ -85,7 +85,7 @@ def test_slots_of_experts_with_computed_stacks(change: type[nn.Module], folding:
     check(slots.one_hot, batch_of(2 * mesh.get("dp", 1)), mesh, change=change)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_every_spelling_of_slots(way):
     check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
@@ -99,7 +99,7 @@ def test_slots_under_every_folding(way, folding):
     check(way, batch_of(2 * mesh.get("dp", 1)), mesh)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [1, 6])
 @pytest.mark.parametrize("way", [slots.switch, slots.scattered, slots.chunks], ids=lambda w: w.__name__)
 def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
@@ -108,7 +108,7 @@ def test_one_token_and_one_slot_and_all_tokens_to_one_expert(way, capacity):
     check(way, batch_of(4), mesh, capacity, favoured=40.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [slots.by_sequence, slots.experts_first], ids=lambda w: w.__name__)
 def test_groups_of_tokens_that_are_as_many_as_slots(way):
     check(way, batch_of(4), FOLDINGS["ep2·dp2"], 2)
@@ -136,6 +136,7 @@ def test_a_plan_tells_slots_and_what_is_sent():
     assert taken.experts[0].how == "3 slots that each expert fills"
 
 
+@pytest.mark.thorough
 def test_experts_that_ep_does_not_divide_are_told():
     with pytest.raises(PlanError, match="4 experts are not divisible by ep = 3"):
         plan_again(built(slots.one_hot), spec_of(batch_of(6), {"dp": 3, "ep": 3}))

@@ -37,13 +37,13 @@ MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  #
 CASES = [("experts", mesh) for mesh in FOLDINGS] + [("mixtral", mesh) for mesh in FOLDINGS[1::2]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "mesh"), CASES, ids=name_of)
 def test_a_folding_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", SLOTS, ids=name_of)
 def test_slots_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
     assert lab.check(Case("slots", mesh)).wrong == []
@@ -56,7 +56,7 @@ def test_a_folding_of_eight_ranks_equals_one_process(lab: Lab, model: str, mesh:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rest",

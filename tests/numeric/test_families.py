@@ -38,13 +38,13 @@ NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE an
 FINER = list(zip(NAMES, cycle(OTHERS), strict=False))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [model for model, layout in FINER if layout != OTHERS[-1]])  # that one has this in it
 def test_family_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, ALWAYS)).wrong == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), FINER, ids=name_of)
 def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
@@ -63,7 +63,7 @@ def test_series_speech_and_images_equal_one_process(lab: Lab, model: str) -> Non
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), zip(LOSSES, cycle(OF_LOSSES), strict=False), ids=name_of)
 def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []

@@ -46,7 +46,7 @@ def expected(model: str) -> list[list[int]]:
     return own
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 @pytest.mark.parametrize("model", FAMILIES)
@@ -65,7 +65,7 @@ def test_greedy_tokens_of_experts_and_of_an_own_model(lab: Lab, model: str, mesh
         assert found["greedy"] == expected(model)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sampled_tokens_are_the_same_on_every_layout(lab: Lab, layout: str) -> None:

@@ -35,7 +35,7 @@ def evaluated(made: Plan, batches: list[Batch]) -> float:
         return engine.evaluate(batches[0])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", LOSSES)
 def test_a_loss_of_means_is_that_of_the_global_batch(lab: Lab, model: str, layout: str) -> None:
@@ -50,6 +50,7 @@ def test_an_evaluation_takes_its_means_over_the_global_batch(lab: Lab) -> None:
     assert lab.run(case) == [pytest.approx(expected.item(), rel=1e-12)] * 2
 
 
+@pytest.mark.thorough
 def test_experts_of_a_family_with_their_loss(lab: Lab) -> None:
     case = Case("mixtral-balanced", {"dp": 2, "ep": 2}, {"precision": {"parameters": "float32"}}, 8, 2)
     assert lab.check(case).wrong == []

@@ -10,7 +10,7 @@ from tests.tools.laboratory import Case, Lab
 LAYOUTS = {"one-rank": {"dp": 1}, "tp2-pp2": {"tp": 2, "pp": 2}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", HELD_WEIGHTS)
 def test_held_weights_train_as_in_one_process(lab: Lab, model: str, layout: str) -> None:

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_with_dropout_are_those_of_one_process(lab: Lab, layout: str) -> None:
     mesh, rest, micro = LAYOUTS[layout]
@@ -40,6 +40,7 @@ def test_steps_with_dropout_are_those_of_one_process(lab: Lab, layout: str) -> N
     assert report.gradient < 1e-12
 
 
+@pytest.mark.thorough
 def test_they_are_not_those_without_dropout(lab: Lab) -> None:
     with_dropout, without = (
         lab.run(Case("dropping:drop_path", {"dp": 1}, rest))[0].losses for rest in (INVARIANT, {"train": False})

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kept_rows_give_the_tokens_of_one_process_on_every_layout(lab: Lab, layout: str) -> None:
@@ -35,7 +35,7 @@ def test_kept_rows_give_the_tokens_of_one_process_on_every_layout(lab: Lab, layo
         assert found["kept"] == found["whole"] == alone["whole"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", [{}, SEQUENCE], ids=["tp", "along the sequence"])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
@@ -68,7 +68,7 @@ FAMILIES_ON: tuple[tuple[str, dict[str, int], dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "rest"), FAMILIES_ON, ids=[model for model, *_ in FAMILIES_ON])
 def test_kept_rows_give_the_tokens_of_whole_forwards(

@@ -26,7 +26,7 @@ CASES = [(model, layout) for model in ("gpt", "gpt2") for layout in LAYOUTS]
 CASES += [("llama", layout) for layout in LAYOUTS[::2]] + [("bert", layout) for layout in LAYOUTS[1::2]]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_layout_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout)).wrong == []
@@ -38,7 +38,7 @@ def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str)
     assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> None:
@@ -63,7 +63,7 @@ def test_uneven_split_equals_one_process(lab: Lab, split: list[int]) -> None:
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "mesh", "split"),
     [
@@ -89,10 +89,12 @@ def test_stages_without_blocks_equal_one_process(lab: Lab, model: str, mesh: dic
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.thorough
 def test_depth_that_does_not_divide_by_pp_equals_one_process(lab: Lab) -> None:
     assert lab.check(Case("gpt-5-layers", {"tp": 2, "pp": 4})).wrong == []
 
 
+@pytest.mark.thorough
 def test_tied_embedding_on_two_stages_stays_one_parameter(lab: Lab) -> None:
     case = Case("gpt", {"tp": 2, "pp": 2})
     tied = next(p for p in lab.plan(case).parameters if p.name == "tokens.weight")
@@ -100,7 +102,7 @@ def test_tied_embedding_on_two_stages_stays_one_parameter(lab: Lab) -> None:
     assert tied.aliases == ("head.weight",)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["gpt", "gpt2-257", "llama-tied"])
 def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: Lab, model: str) -> None:
     case = Case(model, {"tp": 4})
@@ -110,7 +112,7 @@ def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: L
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("multiple", [1, 128])
 def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> None:
     assert (
@@ -118,7 +120,7 @@ def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> 
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}]
 )
@@ -126,7 +128,7 @@ def test_optimizer_settings_equal_one_process(lab: Lab, options: dict[str, objec
     assert lab.check(Case("gpt", {"tp": 2, "dp": 2}, {"optimizer": options})).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=name_of)
 def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, int]) -> None:
     case = Case(
@@ -139,7 +141,7 @@ def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, in
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", ["dp-tp-cp-ep-pp", "cp-ep-dp-tp-pp"])
 def test_order_of_axes_does_not_change_the_result(lab: Lab, order: str) -> None:
     assert lab.check(Case("gpt", {"tp": 2, "dp": 2, "order": order})).wrong == []

@@ -47,7 +47,7 @@ def compared(name: str, numbers: tuple[int, ...], limit: float, **spec: Any) -> 
     return rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.thorough), "t5"])
 def test_lengths_in_turn_train_as_one_process(name: str, layout: str) -> None:
@@ -56,14 +56,14 @@ def test_lengths_in_turn_train_as_one_process(name: str, layout: str) -> None:
     assert rows == [(4, 8), (8, 8), (12, 8)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"ep": 2, "dp": 2}, {"cp": 2, "ep": 2}], ids=name_of)
 def test_experts_of_several_lengths(mesh: dict[str, int]) -> None:
     compared("mixtral", (8,) * 5, 3e-6, mesh=mesh, batch=PLANNED, precision={"parameters": "float32"})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "pp2·dp2, zero bubble, recomputed"])
 def test_a_step_of_so_many_tokens_has_more_short_sequences(layout: str) -> None:
     mesh, more = LAYOUTS[layout]
@@ -72,7 +72,7 @@ def test_a_step_of_so_many_tokens_has_more_short_sequences(layout: str) -> None:
     assert rows == [(4, 24), (8, 12), (12, 8)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["one", "dp2", "pp2", "pp2·dp2, zero bubble, recomputed"])
 def test_a_step_takes_every_number_of_sequences_that_microbatches_divide(layout: str) -> None:
     mesh, more = LAYOUTS[layout]
@@ -93,6 +93,7 @@ def test_a_batch_of_no_planned_length_is_refused() -> None:
         assert "4, 12" in error.value.fix
 
 
+@pytest.mark.thorough
 def test_a_saved_plan_has_all_lengths(tmp_path: Any) -> None:
     entry, made = planned([4, 8, 12])
     made.save(tmp_path / "plan.pt")
@@ -108,6 +109,7 @@ def test_a_saved_plan_has_all_lengths(tmp_path: Any) -> None:
         Plan.load(tmp_path / "plan.json").at_length(4)
 
 
+@pytest.mark.thorough
 def test_plans_of_other_lengths_differ() -> None:
     _, made = planned([4, 12])
     _, other = planned([8, 12])
@@ -140,6 +142,7 @@ def test_cp_divides_every_length() -> None:
         plan(entry.model, spec)
 
 
+@pytest.mark.thorough
 def test_weights_and_optimizer_are_one(tmp_path: Any) -> None:
     """Saved after steps of several lengths, resumed at another: bitwise as without the save."""
     entry, made = planned([4, 8, 12])

@@ -89,7 +89,7 @@ def truth_of(model: str) -> Outside:
     return Outside(losses, gradients, before, steps)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_dpo_and_grpo_train_as_in_one_process(lab: Lab, case: str) -> None:
@@ -132,7 +132,7 @@ FAILING: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAILING)
 def test_a_function_that_fails_is_one_error_and_the_next_step_is_as_before(lab: Lab, case: str) -> None:

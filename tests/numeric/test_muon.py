@@ -116,7 +116,7 @@ def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw",
     assert measured["optimizer"] == planned
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "gpt_neox", "llama"])
 def test_muon_is_that_of_torch_on_whole_matrices(name: str, layout: str) -> None:
@@ -128,7 +128,7 @@ def test_the_original_rate() -> None:
     check("gpt", {"mesh": {"tp": 2}}, "original")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("layout", ["tp2·dp2", "pp2·dp2"])
 def test_heads_are_updated_one_by_one(name: str, layout: str) -> None:

@@ -68,7 +68,7 @@ def both(host: Any, name: str, layout: dict[str, Any], dtype: str) -> Any:
     return found, alone(name, getattr(torch, dtype)), {row.name: row.group for row in decided.parameters}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:

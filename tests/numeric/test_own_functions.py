@@ -14,7 +14,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", FUNCTIONS)
 def test_own_backward_equals_one_process(lab: Lab, model: str, layout: str) -> None:
@@ -22,7 +22,7 @@ def test_own_backward_equals_one_process(lab: Lab, model: str, layout: str) -> N
     assert lab.check(Case(model, mesh, rest)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["own-round", "own-sign", "own-reversed", "own-clamped"])
 def test_elementwise_functions_are_cut_and_repeat_with_their_blocks(lab: Lab, model: str) -> None:
     plan = lab.plan(Case(model, {"tp": 2}))

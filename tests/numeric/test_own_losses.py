@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 FROZEN = {"dpo": "reference", "distillation": "teacher", "dpo-module": "reference", "distillation-module": "teacher"}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_every_gradient_equal_one_process(name: str, layout: str) -> None:
@@ -40,7 +40,7 @@ def test_loss_and_every_gradient_equal_one_process(name: str, layout: str) -> No
     assert not any(ran.gradients[name].any() for name in ran.gradients.keys() - trained.keys())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)

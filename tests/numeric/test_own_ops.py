@@ -42,6 +42,7 @@ def on(host: Any, mesh: dict[str, int], has_rules: bool) -> tuple[list[str], tup
     return sharded, host.run_ranks(ranks, trained, decided)[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("has_rules", [True, False], ids=["rules", "by trial"])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)

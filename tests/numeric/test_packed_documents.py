@@ -98,7 +98,7 @@ def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -
     assert any(not block.is_square for block in causal) is of_chunks
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name",
@@ -126,6 +126,7 @@ def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: st
         assert (ran.gradients[fqn] - wanted).norm() <= limit * norm, fqn
 
 
+@pytest.mark.thorough
 def test_with_its_cache_on_a_model_that_ignores_documents_is_refused() -> None:
     model = build("llama")
     model.config.use_cache = True

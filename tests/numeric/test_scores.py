@@ -65,7 +65,7 @@ def test_one_sum_over_all_ranks_joins_the_scores(lab: Lab) -> None:
         assert seen == planned == 3 * 8 * 8 * 12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),

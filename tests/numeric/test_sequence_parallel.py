@@ -22,13 +22,13 @@ def name_of(layout: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else name_of(x))
 def test_sequence_parallel_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     assert lab.check(Case(model, layout, SEQUENCE_PARALLEL)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["gpt", "gpt2"])
 def test_what_is_gathered_may_be_kept(lab: Lab, model: str) -> None:
     cut = {"tensor_parallel": {**SEQUENCE_PARALLEL["tensor_parallel"], "regather": False}}

@@ -29,7 +29,7 @@ CASES += [("mixtral", {"dp": 4, "ep": 2}, 3)]
 CASES += [("frozen", layout, 3) for layout in LAYOUTS[::2]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "layout", "zero"), CASES, ids=str)
 def test_sharded_gradients_and_weights_equal_one_process(
     lab: Lab, model: str, layout: dict[str, int], zero: int
@@ -48,7 +48,7 @@ GROUPS: list[tuple[str, dict[str, int], int]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout", "zero"), GROUPS, ids=str)
 def test_shards_within_groups_with_copies_beyond_equal_one_process(
     lab: Lab, model: str, layout: dict[str, int], zero: int
@@ -87,7 +87,7 @@ FEATURES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEATURES, ids=str)
 def test_sharded_weights_beside_other_features_equal_one_process(lab: Lab, name: str) -> None:
     layout, rest = FEATURES[name]

@@ -45,14 +45,14 @@ RUNS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", RUNS)
 def test_steps_are_those_of_one_process(lab: Lab, run: str) -> None:
     model, mesh, rest = RUNS[run]
     assert lab.check(Case(f"uneven:{model}", mesh, SEQUENCE_PARALLEL | rest)).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),
     [
@@ -83,7 +83,7 @@ def _ran(name: str, mesh: dict[str, int], **more: Any) -> Ran:
     return run_mesh(lambda: build(name).model, build(name).batch(4, 0), mesh, **more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", [*uneven.MODELS, "vit"])
 def test_each_family_gives_the_gradients_of_one_process(name: str, tp: int) -> None:
@@ -103,6 +103,7 @@ def _padding(ran: Ran) -> set[int]:
     return {cut.padding for cut in found if cut.is_sharded and cut.dim == 1}
 
 
+@pytest.mark.thorough
 def test_ranks_of_cp_pad_their_own_tokens_and_draw_as_one_process() -> None:
     def make() -> nn.Module:
         torch.manual_seed(3)
@@ -136,6 +137,7 @@ def test_padding_of_another_kind_gives_other_gradients(monkeypatch: pytest.Monke
     assert not _is_equal(_ran("uneven:decoder of 15", {"tp": 2}, **SEQUENCE_PARALLEL), alone)
 
 
+@pytest.mark.thorough
 def test_a_sum_that_counts_padding_gives_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     def summed(site: Site, form: Form) -> list[Option]:
         x = site.inputs[0]

@@ -25,7 +25,7 @@ def _paths(*blocks: int) -> tuple[str, ...]:
     return tuple(f"blocks.{number}." for number in blocks)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_updates_are_those_of_one_process(lab: Lab, model: str, layout: str) -> None:

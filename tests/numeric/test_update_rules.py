@@ -114,7 +114,7 @@ def both(host: Any, name: str, rule: dict[str, Any], layout: dict[str, Any]) -> 
     return found, alone(name, rule), decided.memory[0].optimizer
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_trains_as_that_of_torch(rule: str, layout: str) -> None:
@@ -128,7 +128,7 @@ def test_a_rule_trains_as_that_of_torch(rule: str, layout: str) -> None:
     assert measured["optimizer"] == planned
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> None:
     entry = families.build("gpt")
@@ -165,7 +165,7 @@ def averaged(plan: Any, batches: list[dict[str, Tensor]]) -> tuple[dict[str, Ten
         return trained, means, all(torch.equal(back[name], value) for name, value in trained.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_a_schedule_free_rule_evaluates_the_mean_of_its_steps(mesh: dict[str, int]) -> None:
     rule = {**RULES["schedule-free"], "schedule": {"warmup": WARMUP}, "clip_grad_norm": None}
@@ -219,6 +219,7 @@ def test_every_rule_is_tested() -> None:
     assert tested | {"adamw", "muon", "adafactor"} == UPDATE_RULES.keys()  # test_muon.py, test_adafactor.py
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_the_moments() -> None:
     entry = families.build("gpt")
     found = {}

@@ -25,7 +25,7 @@ CASES = [(model, {"tp": 2, "pp": 2}) for model in FAMILIES]
 CASES += [(model, {"pp": 4}) for model in ("gpt", "gpt2", "t5")]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
 def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
     case = Case(model, layout, rest(), *SIZES)
@@ -33,7 +33,7 @@ def test_families_equal_one_process(lab: Lab, model: str, layout: dict[str, int]
     assert lab.check(case).wrong == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
@@ -100,6 +100,7 @@ def ordered(decided: Any, batches: list[dict[str, Tensor]], orders: dict[str, Or
     return found
 
 
+@pytest.mark.thorough
 def test_an_engine_sees_a_w_that_is_left_out_or_comes_twice_or_too_late(lab: Lab) -> None:
     orders = {"as planned": ONE_RANK} | {name: order for name, (order, _) in MUTANTS.items()}
     (found,) = lab.run(Case("gpt", {}, {}, 4, job=ordered, job_arguments=(orders,)))

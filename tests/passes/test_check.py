@@ -168,7 +168,7 @@ def _both_ways(graph: fx.Graph) -> tuple[fx.graph._node_list, fx.graph._node_lis
     return graph.nodes, reversed(graph.nodes)  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["llama, one key head", "sureness", "normed queries"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_whole_passes_break_no_check(model, sequence_parallel):
@@ -177,6 +177,7 @@ def test_whole_passes_break_no_check(model, sequence_parallel):
     assert lower(made, 1, thorough=True).stages
 
 
+@pytest.mark.thorough
 def test_items_of_a_function_that_was_not_tried_break_no_check():
     model = FUNCTIONS["own-quantised"]()
     made = plan(model.model, {"mesh": {"tp": 2}, "batch": {"global": 4, "micro": 2}}, model.batch(2, 0))
@@ -202,6 +203,7 @@ def test_a_parameter_that_is_read_before_its_bucket_is_here_is_told(monkeypatch)
         monkeypatch.undo()
 
 
+@pytest.mark.thorough
 def test_a_stage_awaits_each_bucket_once_and_in_the_order_of_its_gathers():
     made = in_buckets()
     (stage,) = lower(made, 0).stages
@@ -216,6 +218,7 @@ def with_regions() -> Plan:
     return plan(build("gpt"), spec_of("gpt", mesh={"tp": 2}, cuda_graphs={"impl": "emulate", "scope": ["attn", "mlp"]}))
 
 
+@pytest.mark.thorough
 def test_a_region_that_is_not_cut_is_told(monkeypatch):
     broken(monkeypatch, "cut_regions", None)
     error = caught(with_regions())
@@ -235,6 +238,7 @@ def test_a_value_that_crosses_beside_the_plan_is_told(monkeypatch):
     assert "to cross, in" in str(error)
 
 
+@pytest.mark.thorough
 def test_an_exchange_over_cp_that_was_not_put_in(monkeypatch):
     made = plan(build("gpt"), spec_of("gpt", mesh={"cp": 2}))
     broken(monkeypatch, "exchange_sequence", None)

@@ -83,6 +83,7 @@ def of_a_layer(case: str) -> Launched:
     return Launched(two.kernels - one.kernels, two.bytes - one.bytes)
 
 
+@pytest.mark.thorough
 def test_a_layer_with_norms_of_one_op_launches_fewer_kernels_and_moves_fewer_bytes():
     spelled, fused = of_a_layer("spelled"), of_a_layer("fused")
     assert spelled.kernels - fused.kernels >= 2 * 16  # two norms: seven forward and eleven or more backward become two

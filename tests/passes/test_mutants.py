@@ -15,7 +15,7 @@ TP_PP = {"tp": 2, "pp": 2}
 SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "rest"),

@@ -39,6 +39,7 @@ def test_it_equals_one_process_and_exchanges_what_the_rows_say(name: str, mesh: 
     assert listed["cp", "all_gather", "backward"] == listed["cp", "all_gather", "forward"]
 
 
+@pytest.mark.thorough
 def test_what_a_stage_keeps_falls_as_the_tokens_of_a_rank() -> None:
     def activations(cp: int) -> int:
         made = run_mesh(lambda: build("bloom").model, entry_of("bloom").batch(2, 3), {"cp": cp}).plan

@@ -173,7 +173,7 @@ def check(found: list[Findings], pp: int) -> None:
         assert not findings.sights, f"rank {rank}"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_on_the_device_alone(elsewhere: Elsewhere, case: Case) -> None:
     check(elsewhere.run(run_case, case), case.mesh.get("pp", 1))

@@ -152,6 +152,7 @@ def gradients_of(made: Plan, name: str, programs: list[RankProgram] | None = Non
     return {f"{index} {fqn}": grad for (index, fqn), grad in leaves.items() if grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind"), [("gpt2-dropout", "full"), ("gpt2-dropout", "selective"), ("t5", "full")])
 def test_chunks_with_several_microbatches_in_flight_get_the_same_bits(name: str, kind: str):
     mesh = {"pp": 2, "vpp": 2}
@@ -189,6 +190,7 @@ def test_a_random_state_that_is_not_restored_shows(monkeypatch: pytest.MonkeyPat
         assert differing(gradients_of(planned("gpt2-dropout", "full"), "gpt2-dropout"), without)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_op_of_a_rerun_counts(kind: str):
     """A rerun that gives a wrong norm, and so a backward that reads something else, shows."""
@@ -234,7 +236,7 @@ def forward(made: Plan, name: str) -> tuple[Tensor, int, nn.Module]:
     return loss, memory.alive_bytes(apart), stage.module
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2-dropout", "llama"])
 def test_what_is_let_go_is_what_the_plan_says_to_the_byte(name: str):
     _, without, _ = forward(planned(name, "none"), name)
@@ -274,6 +276,7 @@ class RankedNet(nn.Module):
         return (x**2).mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kept_result_that_nobody_reads_is_let_go_as_the_insides_of_its_op(kind: str):
     batch, kept = {"x": torch.randn(2, 6, 8, dtype=torch.float64)}, dict[str, int]()
@@ -325,6 +328,7 @@ def of_two_stages(kind: str) -> tuple[Plan, dict[str, Tensor]]:
     return made, {name: grad for name, grad in found.items() if grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_op_that_reads_a_view_of_a_message_saves_the_same_again(kind: str):
     (_, expected), (made, found) = of_two_stages("none"), of_two_stages(kind)
@@ -339,6 +343,7 @@ def sources(made: Plan) -> int:
     return sum(trace.bytes_of[m] for m in {m for p in made.recomputed for m in p.sources} - set(trace.kept))
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_after_the_backward_and_each_block_runs_again_once(monkeypatch: pytest.MonkeyPatch):
     runs: list[str] = []
     again = recompute._Forward.run_again

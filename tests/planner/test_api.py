@@ -20,6 +20,7 @@ def test_a_mesh_that_is_auto_needs_a_cluster() -> None:
     assert "add `cluster: NAME`" in error.value.fix
 
 
+@pytest.mark.thorough
 def test_a_mesh_that_is_auto_is_planned_as_the_search_found_it() -> None:
     spec = {"mesh": "auto", "batch": {"global": 8}, "inputs": INPUTS, "cluster": "dgx-a100", "devices": 4}
     found = plan(build(), spec)

@@ -50,7 +50,7 @@ def texts_or_refusal(model: nn.Module | Captured, spec: dict[str, Any]) -> Any:
         return str(error)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plans_of_one_capture_are_those_of_the_model(name: str):
     entry = build(name)
@@ -92,7 +92,7 @@ def gradients_of(entry: Entry, batch: dict[str, Tensor]) -> tuple[float, dict[st
     return loss.item(), {n: p.grad.clone() for n, p in entry.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "experts"])
 def test_two_plans_of_one_capture_train_side_by_side_as_one_process(name: str):
     """Their steps alternate: what the one rewrites, cuts into stages or writes into constants is not the other's."""
@@ -142,6 +142,7 @@ SPEC: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -185,7 +186,7 @@ CHANGES: dict[str, Callable[[Small], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_has_changed_since_is_refused_by_name(name: str):
     model = Small()
@@ -208,6 +209,7 @@ def test_another_default_dtype_is_refused():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.thorough
 def test_weights_may_have_other_values():
     model = Small()
     captured = capture(model, SPEC)
@@ -234,6 +236,7 @@ class Closed(nn.Module):
         return self.times(self.others[0](self.up(x))).square().mean()
 
 
+@pytest.mark.thorough
 def test_what_a_closure_holds_is_compared():
     model = Closed()
     captured = capture(model, SPEC | {"mesh": {}})

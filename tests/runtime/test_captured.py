@@ -131,6 +131,7 @@ def test_a_loss_scale_that_overflows_skips_the_update_and_halves():
     assert not engine.train_step(batch()).skipped
 
 
+@pytest.mark.thorough
 def test_a_constant_loss_scale_changes_no_number_and_stays_after_an_overflow():
     """A power of two: gradients and weights keep every bit."""
 

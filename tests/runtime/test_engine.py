@@ -111,6 +111,7 @@ def test_layout_equals_one_process(layout):
     assert_equal(launch(run_steps, ranks, layout, timeout_seconds=100))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_local_shares_with_different_token_counts_equal_the_global_batch():
     assert_equal(launch(run_steps, 4, {"pp": 2, "dp": 2}, True, timeout_seconds=100))
@@ -126,6 +127,7 @@ def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 def test_a_closed_engine_frees_its_buffers():
     """Its plan lives on; a hook that PyTorch holds in C++ must not keep what Python's collector cannot reach."""
     plan = build_plan(build_model(), size=SIZE)
@@ -192,6 +194,7 @@ def run_with_other_plan() -> None:
         return str(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_with_different_plans_all_get_one_error_that_names_them():
     told = launch(run_with_other_plan, 2, timeout_seconds=60)
@@ -213,6 +216,7 @@ def run_with_other_batch(bad: str) -> str | None:
         return str(error)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
     good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=60)

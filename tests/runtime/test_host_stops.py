@@ -75,7 +75,7 @@ def test_a_step_with_dropout_and_clip_stops_the_host_nowhere(model: str, precisi
     assert sights_of_a_step(model, precision) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_without_clip_stops_the_host_nowhere(precision: str) -> None:
     assert sights_of_a_step("gpt2", precision, None) == []

@@ -73,6 +73,7 @@ def test_the_values_of_all_microbatches_add_up():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
     [
@@ -83,7 +84,6 @@ def test_the_values_of_all_microbatches_add_up():
     ],
     ids=["loss scale", "bfloat16", "compiled", "recomputed"],
 )
-@pytest.mark.sampled(2)
 def test_settings_of_training_hold_for_a_loss_outside(more):
     batch, model = batch_of(), gpt()
     dtype = getattr(torch, more.get("precision", {}).get("parameters", "float64"))
@@ -112,6 +112,7 @@ def test_ratios_begin_at_one():
         engine.forward_backward(batch, loss=loss)
 
 
+@pytest.mark.thorough
 def test_heads_that_only_the_models_own_loss_reads_get_no_gradient():
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
@@ -144,6 +145,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_function_is_one_error(case):
     function, words = BAD[case]
@@ -160,6 +162,7 @@ def test_an_error_of_the_function_names_the_microbatch_and_the_line():
         assert engine.step_index == 1
 
 
+@pytest.mark.thorough
 def test_bad_batches_plans_and_models_are_refused():
     with Engine(plan(gpt(), spec())) as engine:
         for extra, words in (
@@ -186,6 +189,7 @@ def test_bad_batches_plans_and_models_are_refused():
         engine.forward_backward(batch_of(), loss=weighted)
 
 
+@pytest.mark.thorough
 def test_examples_learn():
     losses = train_dpo(2)
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the policy is the reference

@@ -30,6 +30,7 @@ def alone(entry: families.Entry, batch: dict[str, Tensor]) -> float:
         return entry.loss(entry.model(**batch)).item()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "gpt"])
 def test_any_number_of_sequences_has_the_loss_of_one_process(name: str) -> None:
     entry, made = entry_of(name)
@@ -60,6 +61,7 @@ def evaluations(made: Plan, batches: list[dict[str, Tensor]], name: str) -> list
         return [engine.evaluate(entry.batch(number, number)) for number in NUMBERS]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_on_eight_ranks_too(name: str) -> None:

@@ -72,7 +72,7 @@ def draws(dropout: str, mesh: dict[str, int]) -> float:
         return engine.train_step(batch).loss
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "mesh"), DRAWS, ids=str)
 def test_streams_that_are_named_by_a_place_are_no_difference(dropout: str, mesh: dict[str, int]):

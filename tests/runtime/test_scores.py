@@ -138,7 +138,7 @@ def is_vocabulary_cut(decided: Plan) -> bool:
     return any(row.style == "vocab" for row in decided.parameters)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("spelling", SPELLED)
 @torch.no_grad()
 def test_a_loss_may_be_spelled_in_any_way(spelling):
@@ -189,7 +189,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_every_layout_gives_the_scores_of_one_process(layout):
@@ -284,6 +284,7 @@ def computed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.cumsum(1).flatten() % VOCABULARY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "what"),
     [

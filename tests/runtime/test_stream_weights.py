@@ -79,6 +79,7 @@ def test_a_process_group_gets_full_tensors():
     assert readers.num_buckets[0] > 3
 
 
+@pytest.mark.thorough
 def test_each_reader_gets_its_shards_of_a_layout():
     layout = plan_of(gpt(), mesh={"tp": 2})
     with Engine(plan_of(gpt())) as engine:
@@ -115,6 +116,7 @@ def test_the_loop_ends_before_a_step():
             next(buckets)
 
 
+@pytest.mark.thorough
 def test_a_directory_replaces_an_earlier_stream(tmp_path):
     with Engine(plan_of(gpt())) as engine:
         for size in (10_000, 40_000, 10_000_000):
@@ -128,6 +130,7 @@ def test_a_directory_replaces_an_earlier_stream(tmp_path):
     assert found.keys() == parameters.keys() - {"head.weight"}
 
 
+@pytest.mark.thorough
 def test_adapters_are_merged_on_the_way(tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -175,8 +178,8 @@ BAD: dict[str, tuple[Callable[[Engine, Path], object], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.sampled(4)
 def test_bad_input_is_one_error(tmp_path, case):
     (tmp_path / "file").write_text("")
     call, words = BAD[case]

@@ -81,6 +81,7 @@ def test_alternating_kinds_are_two_kinds() -> None:
     assert kinds(find_blocks(program)) == [0, 1, 0, 1, 0]
 
 
+@pytest.mark.thorough
 def test_a_first_layer_of_its_own_kind_is_a_block_of_the_list() -> None:
     program = captured(lambda: Body(in_order, layers=nn.ModuleList(Layer(4 if i else 2) for i in range(4))))
     assert kinds(find_blocks(program)) == [0, 1, 1, 1]
@@ -91,6 +92,7 @@ def test_a_module_dict_is_a_list_in_the_order_of_its_calls() -> None:
     assert paths(find_blocks(program)) == ["body.layers.z", "body.layers.a", "body.layers.y"]
 
 
+@pytest.mark.thorough
 def test_plain_attributes_are_siblings() -> None:
     program = captured(lambda: Body(in_order, first=Layer(), odd=Layer(2), last=Layer()))
     blocks = find_blocks(program)
@@ -106,6 +108,7 @@ def test_a_layer_applied_twice_is_two_blocks_that_share_their_parameters() -> No
     assert all(blocks.representative[name] == name for name in program.parameters)
 
 
+@pytest.mark.thorough
 def test_layers_shared_in_pairs_map_to_the_first_pair() -> None:
     def build() -> nn.Module:
         a, b = Layer(), Layer()
@@ -118,6 +121,7 @@ def test_layers_shared_in_pairs_map_to_the_first_pair() -> None:
     assert blocks.representative[names["body.layers.2.up.weight"]] == names["body.layers.0.up.weight"]
 
 
+@pytest.mark.thorough
 def test_stages_of_layers_are_containers_and_their_layers_are_the_blocks() -> None:
     def stage(num_layers: int) -> nn.Module:
         return Body(in_order, layers=nn.ModuleList(Layer() for _ in range(num_layers)))
@@ -129,6 +133,7 @@ def test_stages_of_layers_are_containers_and_their_layers_are_the_blocks() -> No
     assert mixed.num_kinds == 1
 
 
+@pytest.mark.thorough
 def test_parts_of_a_layer_are_no_blocks_even_when_they_repeat() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -153,6 +158,7 @@ class Mlp(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+@pytest.mark.thorough
 def test_experts_side_by_side_are_no_blocks() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -166,6 +172,7 @@ def test_experts_side_by_side_are_no_blocks() -> None:
     assert paths(find_blocks(program)) == ["body.layers.0", "body.layers.1"]
 
 
+@pytest.mark.thorough
 def test_two_towers_give_the_layers_of_both() -> None:
     def tower() -> nn.Module:
         return Body(in_order, layers=nn.ModuleList(Layer() for _ in range(2)))
@@ -180,11 +187,13 @@ def test_layers_of_a_single_linear_are_blocks_where_there_is_nothing_larger() ->
     assert paths(find_blocks(program)) == [f"body.layers.{i}" for i in range(3)]
 
 
+@pytest.mark.thorough
 def test_floating_point_constants_do_not_make_kinds() -> None:
     program = captured(lambda: Body(in_order, layers=nn.ModuleList(Layer(scale=0.5**i) for i in range(3))))
     assert find_blocks(program).num_kinds == 1
 
 
+@pytest.mark.thorough
 def test_a_frozen_layer_is_a_kind_of_its_own() -> None:
     with torch.device("meta"):
         model = Model(layers(4)())
@@ -193,6 +202,7 @@ def test_a_frozen_layer_is_a_kind_of_its_own() -> None:
     assert kinds(blocks) == [0, 1, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_weight_tied_into_one_layer_keeps_its_own_representative() -> None:
     class Tied(Layer):
         def forward(self, x: Tensor) -> Tensor:

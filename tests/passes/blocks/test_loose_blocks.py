@@ -34,7 +34,7 @@ def program_of(name: str) -> Program:
     return program
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -85,6 +85,7 @@ def test_what_crosses_a_cut_is_the_residual_and_what_passes_through(name: str, c
         assert (2, 16, WIDTH) in [tuple(program.node(n).meta["val"].shape) for n in cut]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_in_turn_compute_the_loss_of_the_whole_graph(name: str) -> None:
     program = program_of(name)
@@ -92,7 +93,7 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(name: str) -> None:
         check_equals_whole(program, stages_of(program, pp))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_planned_over_two_stages_of_two_ranks(name: str) -> None:
     spec = {

@@ -115,6 +115,7 @@ LEFT = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("make", "way"), JOINED)
 def test_equal_branches_become_one_call(make, way):
     _, program = program_of(make, way)
@@ -129,6 +130,7 @@ def test_joined_branches_compute_the_same(make, way):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("make", "way"), LEFT)
 def test_branches_that_differ_or_are_random_or_hold_matrices_are_left(make, way):
     model, program = program_of(make, way)

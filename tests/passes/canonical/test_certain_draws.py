@@ -61,6 +61,7 @@ def test_a_layer_that_every_draw_skips_is_left_out():
     assert num_layers(captured(lambda: torch.rand([]) > -1.0)) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "skips",
     [

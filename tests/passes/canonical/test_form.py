@@ -23,6 +23,7 @@ v1 = aten.add.Tensor(v0, up.bias)
     )
 
 
+@pytest.mark.thorough
 def test_addmm_and_baddbmm_are_products_then_adds_with_their_factors():
     def added(m: OneBody, x: Tensor) -> Tensor:
         return torch.addmm(m.up.bias, x.flatten(0, 1), m.up.weight, beta=2, alpha=3).view_as(x)
@@ -66,6 +67,7 @@ def test_dropout_that_drops_nothing_is_nothing():
     assert_expected_inline(canonical(lambda _, x: F.dropout(F.dropout(x, 0.0), 0.5, training=False)), """""")
 
 
+@pytest.mark.thorough
 def test_assertions_aliases_and_what_nobody_reads_are_gone():
     def noisy(m: OneBody, x: Tensor) -> Tensor:
         m.up(x).softmax(-1)
@@ -80,6 +82,7 @@ v0 = aten.mul.Tensor(x, 2)
     )
 
 
+@pytest.mark.thorough
 def test_what_runs_without_gradients_reads_detached_values():
     def frozen(m: OneBody, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -97,6 +100,7 @@ v3 = aten.add.Tensor(x, v2)
     )
 
 
+@pytest.mark.thorough
 def test_gradients_switched_on_inside_no_grad_are_still_off_outside_of_it():
     def nested(m: OneBody, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -120,6 +124,7 @@ v6 = aten.add.Tensor(v5, v4)
     )
 
 
+@pytest.mark.thorough
 def test_a_fill_of_the_like_of_a_tensor_reads_no_tensor():
     assert_expected_inline(
         canonical(lambda _, x: x * x.new_full((8,), 2.0) + x.new_ones(8)),
@@ -141,6 +146,7 @@ v0 = aten.layer_norm(x, [8], scale, None, 1e-05)
     )
 
 
+@pytest.mark.thorough
 def test_a_cross_entropy_over_a_middle_dim_of_classes_is_one_over_rows():
     assert_expected_inline(
         canonical_loss(lambda y, labels: F.cross_entropy(y.transpose(1, 2), labels)),
@@ -173,6 +179,7 @@ v7 = aten.mean(v6)
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", [lambda m, x: m.up(x), lambda m, x: x + m.up(x).detach(), lambda m, x: x.argmax(-1)])
 def test_every_node_says_its_value_and_whether_it_has_a_gradient(body):
     def summed(m: OneBody, x: Tensor) -> Tensor:

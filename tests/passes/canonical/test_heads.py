@@ -39,6 +39,7 @@ class OneByOne(OneBody):
         return self.out(torch.cat([self.weigh(q @ k.mT) @ v for q, k, v in three], -1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", JOINED)
 def test_heads_one_by_one_are_one_product_and_compute_the_same(name: str):
     model = OneByOne(JOINED[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
@@ -10,6 +11,7 @@ from tests.models.one_body import OneBody
 from tests.tools.canonical import canonical
 
 
+@pytest.mark.thorough
 def test_a_run_of_indices_is_a_slice():
     assert_expected_inline(
         canonical(lambda _, x: torch.cat([x[:, [3, 4, 5]], x[:, [0, 1, 2]]], 1)),
@@ -38,11 +40,13 @@ v2 = aten.add.Tensor(x, v1)
     )
 
 
+@pytest.mark.thorough
 def test_rows_in_another_order_stay_an_index():
     assert canonical(lambda _, x: x[:, [5, 4, 3, 2, 1, 0]]).count("aten.index.Tensor(x, ") == 1
     assert canonical(lambda _, x: x[:, [0, 0, 1, 1, 2, 2]]).count("aten.index.Tensor(x, ") == 1
 
 
+@pytest.mark.thorough
 def test_an_index_that_the_batch_gives_stays():
     def chosen(_: OneBody, x: Tensor) -> Tensor:
         return x[:, x[..., 0].argsort(-1)[0]]
@@ -88,6 +92,7 @@ v4 = aten.cat([v3, v2], 1)
     )
 
 
+@pytest.mark.thorough
 def test_parts_written_one_after_the_other_are_one_concatenation_of_what_was_written():
     def written(m: OneBody, x: Tensor) -> Tensor:
         y = torch.empty_like(x)
@@ -109,6 +114,7 @@ v4 = aten.cat([v1, v3], 1)
     )
 
 
+@pytest.mark.thorough
 def test_a_copy_into_the_whole_is_its_source_cast_and_broadcast():
     def copied(m: OneBody, x: Tensor) -> Tensor:
         return x + torch.empty_like(x).copy_(m.scale.float())
@@ -155,6 +161,7 @@ v0 = aten.sin(x)
     )
 
 
+@pytest.mark.thorough
 def test_even_and_odd_features_written_are_put_together_in_a_dim_of_two():
     def written(m: OneBody, x: Tensor) -> Tensor:
         y = torch.empty_like(x)
@@ -177,6 +184,7 @@ v7 = aten.reshape(v6, [2, 6, 8])
     )
 
 
+@pytest.mark.thorough
 def test_every_third_feature_of_eight_stays_a_write():
     def written(m: OneBody, x: Tensor) -> Tensor:
         y = x * 2

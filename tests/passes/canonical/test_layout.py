@@ -47,7 +47,7 @@ def features(way: Callable[[Tensor], Tensor]) -> str:
     return canonical(lambda _, x: way(x).sin().reshape(x.shape))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", RESHAPES)
 def test_every_view_is_a_reshape_to_static_sizes(way):
     lines = features(way).splitlines()
@@ -56,19 +56,20 @@ def test_every_view_is_a_reshape_to_static_sizes(way):
     assert {line.split(" = ")[1].split("(")[0] for line in lines} == {"aten.reshape", "aten.sin"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", PERMUTES)
 def test_every_exchange_of_dims_is_the_same_permute(way):
     assert features(way) == features(PERMUTES[0])
     assert "v0 = aten.permute(x, [0, 2, 1])\n" in features(way)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", NOTHING)
 def test_what_changes_nothing_leaves_no_call(way):
     assert features(way).splitlines()[0] == "v0 = aten.sin(x)"
 
 
+@pytest.mark.thorough
 def test_every_split_in_equal_parts_is_the_same_split():
     by_size = canonical(lambda _, x: torch.cat(x.split(3, 1)[::-1], 1))
     assert_expected_inline(
@@ -86,6 +87,7 @@ v3 = aten.cat([v2, v1], 1)
     assert chunked == by_size
 
 
+@pytest.mark.thorough
 def test_a_split_in_unequal_parts_has_their_sizes():
     assert_expected_inline(
         canonical(lambda _, x: torch.cat(x.split(4, 1)[::-1], 1)),
@@ -160,6 +162,7 @@ v3 = aten.reshape(v2, [2, 6, 8])
     )
 
 
+@pytest.mark.thorough
 def test_a_change_of_dtype_has_one_name():
     there = canonical(lambda _, x: x.float().sin().double())
     assert there == canonical(lambda _, x: x.to(torch.float32).sin().to(x))

@@ -85,6 +85,7 @@ def test_a_spelled_norm_is_one_op_with_the_same_bits(name, dtype):
     assert_same_bits(model, 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_half_precision_the_casts_around_it_belong_to_it(dtype):
     model = normed(in_float, dtype)
@@ -96,6 +97,7 @@ def test_of_half_precision_the_casts_around_it_belong_to_it(dtype):
     assert_same_bits(model, 7)
 
 
+@pytest.mark.thorough
 def test_what_reads_it_in_float32_too_keeps_the_casts():
     def body(x: Tensor) -> Tensor:
         wide = x.float()
@@ -104,6 +106,7 @@ def test_what_reads_it_in_float32_too_keeps_the_casts():
     assert_same_bits(normed(body, torch.bfloat16), 5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STAYS)
 def test_another_formula_stays(name):
     program = capture(normed(STAYS[name]), batch())

@@ -31,6 +31,7 @@ def test_an_equation_has_all_its_letters(text, ndims, written):
     torch.testing.assert_close(torch.einsum(written, operands), torch.einsum(text, operands))
 
 
+@pytest.mark.thorough
 def test_a_dim_of_size_one_that_is_broadcast_is_dropped():
     def scaled(m: OneBody, x: Tensor) -> Tensor:
         return torch.einsum("...sw,...sw->...sw", x, m.scale.view(1, 1, 8))
@@ -75,6 +76,7 @@ v2 = aten.add.Tensor(v1, up.bias)
     )
 
 
+@pytest.mark.thorough
 def test_a_convolution_is_a_product_then_an_add():
     def convolved(m: OneBody, x: Tensor) -> Tensor:
         return F.conv1d(x.mT, m.up.weight.unsqueeze(-1), m.up.bias).mT
@@ -92,6 +94,7 @@ v5 = aten.permute(v4, [0, 2, 1])
     )
 
 
+@pytest.mark.thorough
 def test_gates_and_slopes_are_their_parts():
     assert_expected_inline(
         canonical(lambda _, x: F.glu(torch.cat([x, x.sin()], -1))),
@@ -140,6 +143,7 @@ v10 = aten.mul.Tensor(x, v9)
     )
 
 
+@pytest.mark.thorough
 def test_nll_of_a_log_softmax_is_a_cross_entropy():
     def loss(y: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(y.log_softmax(-1).flatten(0, 1), labels.flatten(), ignore_index=3)
@@ -154,6 +158,7 @@ v2 = aten.cross_entropy_loss(v1, v0, None, 1, 3)
     )
 
 
+@pytest.mark.thorough
 def test_nll_over_a_middle_dim_of_classes_is_over_rows():
     def loss(y: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(y.transpose(1, 2).log_softmax(1), labels)
@@ -170,6 +175,7 @@ v4 = aten.cross_entropy_loss(v2, v3, None, 1, -100)
     )
 
 
+@pytest.mark.thorough
 def test_nll_of_a_log_softmax_over_another_dim_stays():
     def loss(y: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(y.log_softmax(1).flatten(0, 1), labels.flatten())
@@ -198,6 +204,7 @@ v7 = aten.neg(v6)
     )
 
 
+@pytest.mark.thorough
 def test_a_gather_of_two_classes_a_row_stays():
     def loss(y: Tensor, labels: Tensor) -> Tensor:
         return -y.log_softmax(-1).gather(-1, torch.stack([labels, 15 - labels], -1)).mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +49,7 @@ def captured(*walked: str):
     return capture(Kinds(walked), {"x": torch.ones(2, 6, 4)})
 
 
+@pytest.mark.thorough
 def test_a_captured_graph_does_not_depend_on_the_order_of_a_loop_over_kinds():
     graphs = {str(captured(*walked).graph.graph) for walked in (KINDS, KINDS[::-1], ("chunked", "full", "sliding"))}
     assert len(graphs) == 1

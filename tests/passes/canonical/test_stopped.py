@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from expecttest import assert_expected_inline
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from tests.models.one_body import OneBody
 from tests.tools.canonical import canonical
 
 
+@pytest.mark.thorough
 def test_a_straight_through_estimate_stops_its_gradient_first():
     assert_expected_inline(
         canonical(lambda _, x: x + ((x * 4).round() / 4 - x).detach()),
@@ -57,6 +59,7 @@ v3 = aten.add.Tensor(v0, v2)
     )
 
 
+@pytest.mark.thorough
 def test_a_largest_element_whose_index_is_read_too_stays_a_pick():
     def picked(m: OneBody, x: Tensor) -> Tensor:
         largest, at = x.max(-1, keepdim=True)

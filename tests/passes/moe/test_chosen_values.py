@@ -91,6 +91,7 @@ def test_a_mask_that_hides_rows_stays() -> None:
     assert calls_of(masked_otherwise)[aten.where]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [LOOP, SPREAD], ids=["alone", "spread"])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_equals_one_process(way: Callable[..., Tensor], mesh: dict[str, int]) -> None:

@@ -302,7 +302,7 @@ def test_sizes_that_are_equal_or_odd_do_not_confuse(way, num_experts, hidden, wi
         assert (up.dim, up.hidden, up.width, down.dim, down.width, down.hidden) == (0, 1, 2, 0, 1, 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", selected_rows.WAYS, ids=lambda way: way.__name__)
 def test_loops_over_selected_rows_are_branches(way):
     """Also one that visits experts once for each choice, or that guards what may divide by zero."""

@@ -23,6 +23,7 @@ def rows(layer: Any, **mesh: int) -> list[str]:
     return [row.what for row in found if "experts" in row.what]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("way", "tp", "dispatch", "how"),
     [

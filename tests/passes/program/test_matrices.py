@@ -113,6 +113,7 @@ def found_in(model: nn.Module, inputs: dict[str, Tensor], *, by_heads: bool = Fa
     return find_matrices(program.graph.graph, program.parameters, by_heads=by_heads)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", CUTS, ids=lambda body: body.__name__)
 def test_a_fused_weight_is_a_matrix_for_each_part(body: Any) -> None:
     found = found_in(Cut(body), {"x": torch.randn(2, 4, WIDTH), "y": torch.zeros(2, 4, dtype=torch.int64)})
@@ -120,6 +121,7 @@ def test_a_fused_weight_is_a_matrix_for_each_part(body: Any) -> None:
     assert found["fused.weight"] == CUTS[body]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", CUTS_BY_HEADS, ids=lambda body: body.__name__)
 def test_by_heads_each_head_that_attention_reads_is_a_matrix(body: Any) -> None:
     inputs = {"x": torch.randn(2, 4, WIDTH), "y": torch.zeros(2, 4, dtype=torch.int64)}
@@ -134,6 +136,7 @@ def test_the_ranges_of_matrices_tile_their_dim() -> None:
         assert sorted(rows) == list(range(3 * WIDTH))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "fqn", "wanted"),
     [
@@ -154,6 +157,7 @@ def test_families(name: str, fqn: str, wanted: Matrices) -> None:
     assert not any("lm_head" in n or n.startswith("head.") for n in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "fqn", "wanted"),
     [

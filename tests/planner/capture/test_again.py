@@ -146,6 +146,7 @@ def another_order(model: Reader, x: Tensor) -> Tensor:
     return a.detach() + b if x.shape[1] > SHORT else a + b.detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "between",
     [
@@ -193,7 +194,7 @@ def test_a_model_that_fails_at_one_length_is_refused_when_planned() -> None:
         plan(Reader(fails), spec)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt", "t5", "llama", "gemma2", "falcon-alibi"])
 def test_families_are_exported_once_for_all_lengths(name: str, exports: list[int]) -> None:
     entry = families.build(name)
@@ -213,6 +214,7 @@ def test_families_are_exported_once_for_all_lengths(name: str, exports: list[int
     assert text(found) == text(capture(entry.model, inputs(SHORT), dtype=dtype))
 
 
+@pytest.mark.thorough
 def test_a_captured_model_is_exported_once_for_all_lengths(exports: list[int]) -> None:
     entry = families.build("gpt")
     spec = length_ranks.spec_of(entry, [4, 8, 12], {"global": 8, "micro": 2}, mesh={"tp": 2})

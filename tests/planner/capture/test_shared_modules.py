@@ -57,6 +57,7 @@ def test_state_that_a_forward_changes_is_refused_with_module_and_line() -> None:
     assert (caught.value.where.module, caught.value.where.file) == ("inner", one_body.__file__)
 
 
+@pytest.mark.thorough
 def test_layers_of_a_slice_have_the_names_that_the_model_has() -> None:
     program = capture(Wrapped(sliced), batch())
     names = [module_of(node) for node in program.graph.graph.nodes]

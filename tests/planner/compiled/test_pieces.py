@@ -82,6 +82,7 @@ def test_a_captured_block_has_pieces_of_its_own():
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("act", "reason"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from planner.cluster.cluster import Cluster
 from planner.cluster.read import read_cluster
 from planner.cost.device_memory import device_bytes, on_device
@@ -13,6 +15,7 @@ CONTEXT, INNER, OUTER = 500_000_000, 400_000_000, 200_000_000  # of dgx-a100
 CLUSTER = read_cluster("dgx-a100")
 
 
+@pytest.mark.thorough
 def test_one_context_and_a_communicator_for_each_axis() -> None:
     assert device_bytes(Mesh(), CLUSTER) == CONTEXT
     assert device_bytes(Mesh(tp=8), CLUSTER) == CONTEXT + 2 * INNER  # its own, and that of all ranks

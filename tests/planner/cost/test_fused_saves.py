@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,7 @@ def test_without_pieces_nothing_changes() -> None:
     assert with_fused_saves(trace, ()).calls == trace.calls
 
 
+@pytest.mark.thorough
 def test_the_plan_and_its_search_count_the_same() -> None:
     plain, compiled = planned(Gated()), planned(Gated(), compile=True)
     fewer = ROWS * INNER * 4

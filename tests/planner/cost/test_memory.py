@@ -31,6 +31,7 @@ def four() -> nn.Module:
         return Model(layers(4)())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [1, 4])
 @pytest.mark.parametrize(
     ("parameter", "gradient", "fixed", "shared"),
@@ -66,6 +67,7 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer() -> None:
     assert row.optimizer == 2 * row.gradients
 
 
+@pytest.mark.thorough
 def test_frozen_layers_keep_nothing_but_what_the_head_reads() -> None:
     with torch.device("meta"):
         model = Model(layers(2)())
@@ -76,6 +78,7 @@ def test_frozen_layers_keep_nothing_but_what_the_head_reads() -> None:
     assert row.activations < whole.activations / 5
 
 
+@pytest.mark.thorough
 def test_the_first_rank_of_1f1b_holds_the_most_microbatches_and_its_peak_is_named(four: nn.Module) -> None:
     rows = planned(four, {"pp": 4}, microbatches=8).memory
     held = [row.activations / sum(row.of_microbatch) for row in rows[:3]]
@@ -98,6 +101,7 @@ def test_chunks_of_a_rank_are_told_one_by_one(four: nn.Module) -> None:
     assert all(line.endswith(f" {row.peak}") for row, line in zip(made.memory, told(made), strict=True))
 
 
+@pytest.mark.thorough
 def test_the_total_is_the_sum_and_slack_a_part_of_what_comes_and_goes(four: nn.Module) -> None:
     for row in planned(four, {"pp": 2}, microbatches=4).memory:
         comes_and_goes = row.activations + row.logits + row.working + row.communication
@@ -105,6 +109,7 @@ def test_the_total_is_the_sum_and_slack_a_part_of_what_comes_and_goes(four: nn.M
         assert row.total == row.parameters + row.gradients + row.optimizer + comes_and_goes + row.slack
 
 
+@pytest.mark.thorough
 def test_sequence_parallelism_divides_what_lies_between_the_products(four: nn.Module) -> None:
     whole, half = (
         planned(four, {"tp": 2}, tensor_parallel={"sequence_parallel": cut, "vocabulary_multiple": 8}).memory[0]
@@ -114,6 +119,7 @@ def test_sequence_parallelism_divides_what_lies_between_the_products(four: nn.Mo
     assert half.parameters == whole.parameters
 
 
+@pytest.mark.thorough
 def test_more_layers_keep_as_much_more(four: nn.Module) -> None:
     with torch.device("meta"):
         wide = {n: Model(Body(in_order, layers=nn.ModuleList(Layer(2) for _ in range(n)))) for n in (2, 3, 5)}
@@ -121,6 +127,7 @@ def test_more_layers_keep_as_much_more(four: nn.Module) -> None:
     assert kept[5] - kept[3] == 2 * (kept[3] - kept[2])
 
 
+@pytest.mark.thorough
 def test_a_boundary_is_kept_by_the_stage_that_receives_it(four: nn.Module) -> None:
     one = planned(four).memory[0].of_microbatch[0]
     parts = [row.of_microbatch[0] for row in planned(four, {"pp": 2}, microbatches=2).memory]

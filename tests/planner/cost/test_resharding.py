@@ -39,7 +39,7 @@ SMALL = 1e-4
 SEVERAL = {"global": 8, "micro": 1}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("asked", "share", "reshards", "note"),
     [

@@ -21,7 +21,7 @@ FORMULA = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize(("zero", "precision"), FORMULA, ids=str)
 def test_bytes_of_a_rank_are_those_of_the_formula(model: str, zero: int, precision: str):

@@ -17,7 +17,7 @@ from tests.tools.captured import capture
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stage_of_parameter, stages_of
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_only_the_residual_crosses_a_cut_of_a_decoder_or_encoder(family: str, pp: int) -> None:
@@ -87,6 +87,7 @@ class NoEnds(nn.Module):
         return x.mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "at"), [("E|t*4L", 1), ("E||t*4L", 1)])
 def test_a_stage_of_its_own_for_an_embedding_that_is_not_there_is_refused_at_its_letter(layout: str, at: int) -> None:
     with torch.device("meta"):
@@ -122,6 +123,7 @@ class WithLoss(Layer):
         return y, y.square().mean()
 
 
+@pytest.mark.thorough
 def test_a_stage_of_its_own_for_a_loss_inside_the_last_block_is_refused_at_its_letter() -> None:
     with torch.device("meta"):
         model = LossInside()
@@ -155,7 +157,7 @@ def no_dropout(program: Program) -> None:
             node.args = (*node.args[:4], 0.0, *node.args[5:])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "build",
     [
@@ -173,6 +175,7 @@ def test_our_own_models_in_stages_compute_the_loss_of_the_whole(build: Callable[
     check_equals_whole(program, stages)
 
 
+@pytest.mark.thorough
 def test_the_head_is_not_free() -> None:
     """The model of the benchmarks: 4 layers of width 256, vocabulary 8192, sequence 128."""
 
@@ -295,6 +298,7 @@ def test_a_product_of_parameters_is_sent_and_a_scaled_parameter_is_not() -> None
     check_equals_whole(program, stages)
 
 
+@pytest.mark.thorough
 def test_a_tuple_is_sent_as_its_pieces() -> None:
     def run(body: Body, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=1)
@@ -328,6 +332,7 @@ class Whisperer(nn.Module):
         return F.cross_entropy((y @ self.words.weight.T).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_decoder_embedding_waits_for_the_decoder_unless_its_weight_is_read_sooner(shared: bool) -> None:
     with torch.device("meta"):

@@ -79,6 +79,7 @@ mean:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_asking_every_rule_again_names_nothing_new(model: str, tp: int):

@@ -19,7 +19,7 @@ SHARDED = {  # of the FLOPs at tp 2; the rest is computed whole on each rank
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_products_equals_one_process(name):
     made = assert_equals_one_process(lambda: Layered(CHAINS[name]), batch(), 2)

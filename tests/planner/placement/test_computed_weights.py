@@ -9,7 +9,7 @@ from tests.models.needless import Layered, batch
 from tests.tools.simulated_model import assert_equals_one_process
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_products_with_computed_weights_are_sharded(name):
     made = assert_equals_one_process(lambda: Layered(COMPUTED[name]), batch(), 2)

@@ -36,7 +36,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_cut_with_one_exchange_each_way(name):
     made = assert_equals_one_process(lambda: Layered(LAYERS[name]), batch(), 2)
@@ -44,7 +44,7 @@ def test_a_layer_is_cut_with_one_exchange_each_way(name):
     assert num_collectives(made) == OUTSIDE + 2 * 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_over_classes_leaves_the_head_cut(name):
     made = assert_equals_one_process(lambda: Layered(Mlp, LOSSES[name]()), batch(), 2)
@@ -57,7 +57,7 @@ def test_a_loss_over_classes_leaves_the_head_cut(name):
 EXCHANGES = {"stacked weights": 2, "sliced": 2, "summed": 6, "modules with biases": 5}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOOPS)
 def test_heads_in_a_loop_go_to_ranks(name):
     made = assert_equals_one_process(lambda: Layered(LOOPS[name]), batch(48), 2)
@@ -67,6 +67,7 @@ def test_heads_in_a_loop_go_to_ranks(name):
     assert warnings_of(made) == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tp", [2, 4])
 def test_few_tokens_exchange_scores_once_for_all_heads_rather_than_weights(tp):
     made = assert_equals_one_process(lambda: Layered(LOOPS["modules"]), batch(), tp)
@@ -104,6 +105,7 @@ def test_dropped_heads_are_joined_too():
     assert num_softmaxes(planned(lambda: Layered(Dropped), batch(48), 2)) == 2
 
 
+@pytest.mark.thorough
 def test_heads_that_differ_stay_apart():
     assert num_softmaxes(assert_equals_one_process(lambda: Layered(Unequal), batch(), 2)) == 2 * 4
 
@@ -127,12 +129,13 @@ class Three(nn.Module):
         return self.down(F.gelu(self.up(x + self.mixing(x))))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NO_ATTENTION)
 def test_products_of_activations_without_scores_are_not_called_attention(name):
     assert "attention" not in warnings_of(planned(lambda: Layered(lambda: Three(NO_ATTENTION[name])), batch(), 3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ATTENTION)
 def test_heads_around_a_softmax_are(name):
     with pytest.raises(PlanError, match="attention: 4 query heads not divisible by tp = 3"):

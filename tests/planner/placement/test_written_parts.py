@@ -9,6 +9,7 @@ from tests.models.written_parts import WAYS, Written
 from tests.tools.simulated_model import assert_equals_one_process
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_layer_that_writes_into_features_is_sharded(name):
     made = assert_equals_one_process(lambda: Layered(lambda: Written(WAYS[name])), batch(), 2)

@@ -55,6 +55,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predicted |
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one", "tp", "pp", "vpp", "ends"])
 def test_a_prediction_is_that_of_the_plan(predicted: dict[str, Predicted | Unread], name: str) -> None:
     found = predicted[name]
@@ -144,6 +145,7 @@ def test_clusters_of_a_run_differ_by_what_it_writes(tmp_path: Path) -> None:
     assert second.cluster.model_copy(update=changed) == first.cluster
 
 
+@pytest.mark.thorough
 def test_the_command_names_bad_rows_and_predicts_the_others(tmp_path: Path) -> None:
     small = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}
     rows = [{**run("good", {"tp": 2}, 1.0), "model": small}, run("bad", {"tp": 2}, measured={"second": 1})]

@@ -33,6 +33,7 @@ def shown(rows: tuple[RecomputeRow, ...]) -> str:
     return "\n".join(f"{r.ops:<46} {r.bytes:>11,} {r.flops:>15,} {r.moved:>11,}" for r in first)
 
 
+@pytest.mark.thorough
 def test_selective_gives_back_what_is_cheap_for_its_bytes():
     assert_expected_inline(
         shown(planned("selective").recompute),
@@ -78,6 +79,7 @@ def test_equal_blocks_let_the_same_go():
         assert of_block[0] == of_block[1]
 
 
+@pytest.mark.thorough
 def test_the_plan_shows_it_and_saves_it(tmp_path: Any):
     made = planned("full", tp=2)
     assert "Recompute" in made.describe()

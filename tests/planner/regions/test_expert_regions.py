@@ -61,7 +61,7 @@ def called(made: object) -> str:
     return getattr(made, "__name__", str(made))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [ONE, SPREAD], ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, selected_rows.index_add, experts.masks], ids=called)
 def test_the_router_ends_with_choices_and_the_rest_before_the_experts(name, mesh):
@@ -131,7 +131,7 @@ def test_what_holds_the_exchange_is_refused_by_line_and_dense_blocks_are_capture
     assert refused.reason.partition("(")[0] in decided.describe()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", ["moe", "mlp", "full_iteration"])
 @pytest.mark.parametrize("name", ["mixtral", experts.columns], ids=called)
 def test_experts_on_other_ranks_are_in_no_graph(name, scope):
@@ -152,7 +152,7 @@ def test_slots_on_other_ranks_are_of_a_fixed_number(scope):
         assert sum(held) == (0 if "moe_router" in scope else 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [w for w in experts.WAYS if w is not experts.picked], ids=lambda w: w.__name__)
 def test_experts_whose_sizes_are_fixed_are_captured_whole(way):
     decided = made(way, ONE, "attn", "moe")

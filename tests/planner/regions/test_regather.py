@@ -59,6 +59,7 @@ def gathers(made: Plan) -> list[bool]:
     return [again for _, again in gathered_values(Lowered(*made.to_run(), made.regions), 0)]
 
 
+@pytest.mark.thorough
 def test_what_linears_alone_read_is_gathered_again_and_the_plan_says_what_that_saves():
     made = planned(Model())
     assert gathers(made) == [True] * 3
@@ -89,6 +90,7 @@ def test_the_spec_may_keep_everything():
     assert gathers(made) == [False] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", [["mlp"], []])
 def test_linears_of_one_region_are_gathered_for_inside_of_it(scope):
     made = planned(Model(), cuda_graphs={"impl": "emulate", "scope": scope})

@@ -34,7 +34,7 @@ def calls(made: Plan, region: Region) -> list[fx.Node]:
     return [made.to_run()[0].program.node(name) for name in region.nodes]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_holds_the_scores_and_the_rest_does_not(name):
     made = planned(name, "attn", "mlp")
@@ -46,7 +46,7 @@ def test_attention_holds_the_scores_and_the_rest_does_not(name):
     assert min(parts.values()) >= 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_of_a_block_are_the_block(name):
     parts, whole = planned(name, "attn", "mlp"), planned(name)
@@ -56,7 +56,7 @@ def test_the_parts_of_a_block_are_the_block(name):
         assert sum(map(len, mine)) == len(layer.nodes)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",), ("attn", "mlp"), ()])
 def test_nothing_comes_back_into_a_captured_region(name, scope):
@@ -83,6 +83,7 @@ def test_a_bias_that_blocks_share_is_made_outside_with_all_that_it_is_made_of(sc
     assert readers.isdisjoint(held)
 
 
+@pytest.mark.thorough
 def test_a_model_without_attention_is_refused_where_attention_is_asked_for():
     with pytest.raises(PlanError, match="no block of the model has a part attn") as error:
         planned("state-space", "attn")
@@ -94,6 +95,7 @@ def test_experts_are_refused_on_a_dense_model():
         planned("gpt2", "moe")
 
 
+@pytest.mark.thorough
 def test_a_function_with_its_own_backward_is_not_captured_and_says_so():
     made = planned("own-round", "attn", "mlp")
     rows = [row for row in made.graph_regions if not row.captured]
@@ -102,6 +104,7 @@ def test_a_function_with_its_own_backward_is_not_captured_and_says_so():
     assert all("own_functions.py" in row.reason for row in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", ["mlp", "full_iteration"])
 def test_a_model_of_which_nothing_can_be_captured_is_refused_by_op_and_line(scope):
     with pytest.raises(PlanError, match=r"no CUDA graph can .*Rounded\(_, 8\) is a custom autograd.Function") as error:

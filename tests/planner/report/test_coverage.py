@@ -31,6 +31,7 @@ class Odd(nn.Module):
         return (torch.linalg.inv(self.weight) @ x).sum()
 
 
+@pytest.mark.thorough
 def test_an_op_without_a_rule_is_listed_with_its_line():
     coverage = Coverage()
     coverage.add(capture(Odd(), {"x": torch.ones(4, 4)}))

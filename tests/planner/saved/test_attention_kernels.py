@@ -65,7 +65,7 @@ def _said(made: Plan) -> set[str]:
     return {row.what for row in made.diagnostics if row.what.startswith("memory of attention with dropout")}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 def test_a_plan_counts_dropout_in_attention_by_the_device_of_its_cluster_and_says_so() -> None:
     alone, cpu, gpu = _plan(None), _plan("cpu-local"), _plan("dgx-h100")
     of_cpu = "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities"

@@ -32,14 +32,14 @@ def check(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], layout:
     assert [kept.total for kept in ranks] == [trace.kept_bytes] * made.mesh.world_size
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "gpt_neox", "bloom", "opt", "falcon_mqa"])
 def test_kept_bytes_are_those_that_autograd_keeps(family: str, layout: str) -> None:
     check(lambda: hugging_face.build(family), hugging_face.batch(family), layout)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("frozen", ["layers.0.", "mlp", "q_proj"])
 def test_a_product_with_a_frozen_weight_keeps_no_input(frozen: str, layout: str) -> None:
@@ -52,7 +52,7 @@ def test_a_product_with_a_frozen_weight_keeps_no_input(frozen: str, layout: str)
     check(make, hugging_face.batch("llama"), layout)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> None:
     torch.manual_seed(0)

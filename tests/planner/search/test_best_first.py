@@ -110,7 +110,7 @@ class Enumerated:
         return sorted(fitting, key=lambda c: c.order)[:top]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):
@@ -129,6 +129,7 @@ def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):
         assert [c.point for c in order.search(1, rows).best] == [c.point for c in best]
 
 
+@pytest.mark.thorough
 def test_cases_have_layouts_that_fit_and_layouts_that_do_not():
     cases = [Enumerated("gpt2", seed) for seed in range(12)]
     fitting = [len(case.best(len(case.points))) for case in cases]

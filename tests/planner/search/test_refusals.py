@@ -68,6 +68,7 @@ def test_an_error_names_the_line_of_the_spec(tmp_path: Path):
     assert str(caught.value.where) == "spec.yaml:1"
 
 
+@pytest.mark.thorough
 def test_a_model_that_fits_nowhere_says_on_how_many_devices_it_would():
     device = BASE.device.model_copy(update={"memory": 370_000, "context": None})
     links = tuple(

@@ -66,6 +66,7 @@ def test_devices_of_the_command_line_are_those_of_the_spec(tmp_path: Path):
     assert "devices: 8" in winner_text(given, asked, point(), "")
 
 
+@pytest.mark.thorough
 def test_the_winner_is_the_same_however_many_are_shown():
     spec = spec_of("gpt2", cluster="dgx-a100", devices=16)
     results = [search(captured("gpt2"), spec, read_cluster("dgx-a100"), top=top) for top in (1, 3, 12)]

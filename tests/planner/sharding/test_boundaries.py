@@ -23,6 +23,7 @@ def test_partial_sums_are_added_before_they_are_sent_and_all_else_goes_as_it_is(
     assert [sent_type(p) for p in (P, I, R, V(1, 8))] == [I, I, R, V(1, 8)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_residual_is_whole_on_each_rank(tp):
     ((sent,), nothing) = (sent_at(planned(pp=2, tp=tp), cut) for cut in (0, 1))

@@ -86,6 +86,7 @@ def test_every_element_is_counted_once_for_every_folding(layout):
     assert counted(made.decisions) == {p.name: p.num_elements for p in made.parameters}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("etp", [1, 2])
 def test_every_element_of_experts_on_their_own_is_counted_once(etp):
     decisions, _ = looped(2, 4, etp)

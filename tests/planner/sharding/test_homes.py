@@ -67,6 +67,7 @@ def test_each_element_of_a_matrix_comes_from_the_ranks_that_hold_it(name: str, m
     assert counts == {name: prod(row.shape[:-2]) * len(row.matrices.sizes) for name, row in rows.items()}
 
 
+@pytest.mark.thorough
 def test_work_is_even_over_the_ranks() -> None:
     for mesh in ({"dp": 2}, {"dp": 4}, {"tp": 2, "dp": 2}):
         (found,) = homes(planned("llama-8-layers", mesh))

@@ -43,7 +43,7 @@ def lowered(made: Plan) -> list[str]:
     return [passes_text(made, rank, full=True) for rank in range(made.mesh.world_size)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("three heads")])
 def test_a_loaded_plan_is_lowered_as_the_saved_one(name: str, tmp_path: Path) -> None:
     made = planned(name)
@@ -85,8 +85,8 @@ def both(host: Any, name: str, path: str) -> tuple[Any, Any]:
     return tuple(host.run_ranks(made.mesh.world_size, trained, p)[0] for p in (made, Plan.load(path)))  # pyright: ignore
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt", "bert", "mixtral"])
 def test_ranks_of_a_loaded_plan_train_to_the_same_bits(lab: Lab, name: str, tmp_path: Path) -> None:
     (losses, weights), (found, found_weights) = lab.call(both, name, str(tmp_path / "plan.pt"))
@@ -194,6 +194,7 @@ class OfOwnFunction(nn.Linear):
         return nn.functional.cross_entropy(Scaled.apply(super().forward(x)), labels)  # pyright: ignore
 
 
+@pytest.mark.thorough
 def test_a_function_of_the_user_is_not_saved_and_nothing_is_written(tmp_path: Path) -> None:
     inputs = {"x": {"shape": [8], "dtype": "float32"}, "labels": {"shape": [], "dtype": "int64", "high": 8}}
     made = plan_again(OfOwnFunction(8, 8), {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs})

@@ -34,6 +34,7 @@ def remarks(made: Plan, word: str) -> list[str]:
     return [row.what for row in made.diagnostics if word in row.what]
 
 
+@pytest.mark.thorough
 def test_the_plan_lists_attention_within_documents() -> None:
     assert remarks(planned(4), "within documents") == [
         "2 attentions run within documents: 33% of the pairs of a sequence of 12, for documents of 4 tokens"

@@ -119,6 +119,7 @@ def test_the_override_that_the_error_names_makes_the_plan_pass():
     ]
 
 
+@pytest.mark.thorough
 def test_tp_that_divides_the_heads_of_some_blocks_only_is_a_warning():
     made = planned("three heads, then four")
     assert row(made, "blocks.1.qkv.weight").style == "column"
@@ -156,6 +157,7 @@ def test_an_override_of_one_block_leaves_the_others_as_they_were():
     assert row(made, "blocks.2.mlp.up.weight").origin == "solver"
 
 
+@pytest.mark.thorough
 def test_an_override_has_the_line_of_the_spec_as_its_origin(tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("""\
@@ -175,6 +177,7 @@ def test_an_unused_parameter_is_listed_and_said_to_be_unused():
     assert row(planned("unused"), "unused.weight").reason == "does not reach the loss"
 
 
+@pytest.mark.thorough
 def test_a_frozen_parameter_is_said_to_be_frozen_and_has_no_place_in_the_buffers():
     model = build("gpt")
     model.blocks[0].mlp.up.weight.requires_grad_(False)

@@ -29,6 +29,7 @@ def test_divisors_and_the_nearest_valid_tp():
     assert nearest_tp([8], 4) == [4]
 
 
+@pytest.mark.thorough
 def test_a_boundary_is_sent_and_received_with_its_gradient_the_other_way():
     made = planned("gpt", mesh={"pp": 2})
     rows = [(r.kind, r.phase, r.stage, r.bytes) for r in made.collectives if r.axis == "pp"]
@@ -41,6 +42,7 @@ def test_a_boundary_is_sent_and_received_with_its_gradient_the_other_way():
     ]
 
 
+@pytest.mark.thorough
 def test_zero1_reduces_and_gathers_every_bucket_and_zero0_sums_it():
     rows = [r for r in planned("gpt", mesh={"dp": 2}, optimizer={"bucket_size": 20000}).collectives if r.axis == "dp"]
     assert {(r.kind, r.phase, r.per) for r in rows} == {
@@ -56,6 +58,7 @@ def test_one_rank_alone_exchanges_nothing():
     assert planned("gpt", mesh={"tp": 1}).collectives == ()
 
 
+@pytest.mark.thorough
 def test_every_trainable_parameter_of_a_stage_has_one_place_in_the_buffers_of_its_rank():
     made = planned("gpt", mesh={"tp": 2, "pp": 2, "dp": 2})
     for rank in range(2):
@@ -64,6 +67,7 @@ def test_every_trainable_parameter_of_a_stage_has_one_place_in_the_buffers_of_it
         assert sorted(names) == sorted(p.name for p in made.parameters if rank in p.stages)
 
 
+@pytest.mark.thorough
 def test_memory_is_that_of_the_buffers_with_their_padding():
     made = planned("gpt", mesh={"pp": 2, "dp": 2}, precision={"parameters": "bfloat16", "gradients": "float32"})
     for row in made.memory:
@@ -80,6 +84,7 @@ def test_whole_elements_are_counted_without_making_a_mask():
     assert [held.num_whole_elements(2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
 
 
+@pytest.mark.thorough
 def test_ops_without_a_rule_are_named_with_line_and_share():
     made = planned("no rule", mesh={"tp": 2})
     rows = ops_without_rule(made.decisions.program)  # type: ignore[attr-defined]
@@ -96,6 +101,7 @@ def test_the_four_families_use_no_op_without_a_rule(model):
     assert ops_without_rule(planned(model, mesh={"tp": 2}).decisions.program) == ()  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_each_linear_embedding_and_loss_is_listed():
     made = planned("gpt", mesh={"tp": 2})
     listed = [(d.where.split(" ")[0], d.what.split(":")[0]) for d in made.diagnostics if d.level == "info"]
@@ -106,12 +112,14 @@ def test_each_linear_embedding_and_loss_is_listed():
     assert sum(what.startswith("linear") for _, what in listed) == 4 * 4 + 1
 
 
+@pytest.mark.thorough
 def test_repeated_layers_print_as_one_line():
     lines = planned("gpt", mesh={"tp": 2}).describe().splitlines()
     (row,) = [line.split() for line in lines if "linear is sharded (row)" in line]
     assert row[row.index("linear") - 1] == "8"  # two of each of four layers
 
 
+@pytest.mark.thorough
 def test_the_summary_counts_what_is_cut():
     whole, cut = planned("gpt", mesh={"tp": 1}).summary, planned("gpt", mesh={"tp": 2}).summary
     assert (whole.flops_sharded_fraction, whole.parameters_sharded_fraction) == (0.0, 0.0)
@@ -136,6 +144,7 @@ def test_json_and_files_give_the_same_plan_back(tmp_path, model, mesh):
     assert json.loads(path.read_text())["cost"] is None
 
 
+@pytest.mark.thorough
 def test_two_plans_of_one_model_are_equal():
     first, second = (planned("gpt", mesh={"tp": 2, "pp": 2}) for _ in range(2))
     assert first == second

@@ -68,6 +68,7 @@ def trained(model: nn.Module, num_steps: int = 4, **spec: Any) -> tuple[list[flo
         return losses, engine.gather_parameters()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_model_that_is_equal_trains_bitwise_as_without_an_audit(reduction):
     model = small(reduction=reduction)
@@ -143,6 +144,7 @@ def test_a_small_loss_in_half_precision_may_differ_as_much_as_a_larger_one():
     assert Tolerance.of(torch.bfloat16, 1e-3, 1e-3).of_loss(0.5) == 1e-3
 
 
+@pytest.mark.thorough
 def test_lower_precision_is_compared_in_that_precision():
     losses, _ = trained(small(), audit={"every": 1}, precision={"parameters": "bfloat16"})
     assert len(losses) == 4
@@ -153,6 +155,7 @@ class Noisy(Small):
         return super().forward(ids, labels) * (1.0 + 0.01 * torch.rand(()))  # here
 
 
+@pytest.mark.thorough
 def test_random_numbers_that_are_no_dropout_are_refused_at_their_line():
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
     torch.manual_seed(0)

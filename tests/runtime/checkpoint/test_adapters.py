@@ -32,7 +32,7 @@ def one_process(kind: str, parameters: dict[str, Tensor]) -> Any:
     return model
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_have_the_bytes_that_peft_writes_in_one_process(
@@ -81,7 +81,7 @@ def assert_merged(model: Any, directory: Path, dtype: torch.dtype = torch.float6
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["lora-all-linear", "lora-both", "prompt", "vera"])
 def test_another_layout_loads_what_a_layout_saved(lab: Lab, kind: str, tmp_path: Path) -> None:
     saving = Case(kind, {"tp": 2, "pp": 2}, job=adapter_ranks.trained_and_saved, job_arguments=(str(tmp_path),))
@@ -138,6 +138,7 @@ def refusal(kind: str, call: Callable[[Engine], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -159,6 +160,7 @@ def test_an_adapter_of_another_base_or_config_is_one_error(
     assert words in refusal("lora", load)
 
 
+@pytest.mark.thorough
 def test_tensors_of_another_shape_are_named_with_both_shapes(saved: Path) -> None:
     words = refusal("lora-patterns", lambda engine: engine.load_adapters(changed_to_patterns(saved)))
     assert "layers.1.self_attn.q_proj.lora_A.weight has shape [4, 32], the model has [2, 32]" in words
@@ -176,6 +178,7 @@ def test_a_directory_without_adapters_is_refused(tmp_path: Path) -> None:
     assert "adapter_config.json" in refusal("lora", lambda engine: engine.load_adapters(tmp_path))
 
 
+@pytest.mark.thorough
 def test_the_encoder_of_virtual_tokens_is_not_in_peft_s_files(tmp_path: Path) -> None:
     def load(engine: Engine) -> None:
         engine.save_adapters(tmp_path)
@@ -184,6 +187,7 @@ def test_the_encoder_of_virtual_tokens_is_not_in_peft_s_files(tmp_path: Path) ->
     assert "peft saves only the result of the module that makes prompt_embeddings" in refusal("p-tuning", load)
 
 
+@pytest.mark.thorough
 def test_a_method_without_a_merge_is_refused(tmp_path: Path) -> None:
     words = refusal("prompt", lambda engine: engine.save_merged(tmp_path / "merged"))
     assert "cannot be merged" in words

@@ -212,6 +212,7 @@ def test_a_file_in_its_place_is_refused(tmp_path):
         replace(tmp_path / "file", "a")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the system's exchange of names")
 def test_a_killed_writer_leaves_one_whole_directory(tmp_path):

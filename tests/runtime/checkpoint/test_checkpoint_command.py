@@ -69,6 +69,7 @@ def test_no_save_or_a_damaged_one_is_one_message(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_an_export_is_what_save_pretrained_writes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     save_random("gpt2", tmp_path / "in")

@@ -30,7 +30,7 @@ from tests.tools.small_saves import save
 FULL = "cannot write the checkpoint: File too large"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -53,6 +53,7 @@ def test_the_end_of_an_engine_raises_what_a_background_save_met(lab: Lab, tmp_pa
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tied_weights_are_bit_identical_after_steps_and_after_a_resume(lab: Lab, tmp_path: Path) -> None:
     mesh = {"tp": 2, "pp": 2, "dp": 2}

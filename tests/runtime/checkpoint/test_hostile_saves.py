@@ -144,6 +144,7 @@ def end_of(act: Callable[[Path], Any], run: Path) -> str:
     return "refused" if told else "taken"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_five_hundred_mutants_end_in_one_error_each(tmp_path: Path) -> None:
     found = in_fork(load_mutants, tmp_path, NUM_MUTANTS)
@@ -214,7 +215,7 @@ def refuse(directory: Path) -> tuple[str, float, int]:
     return str(errors[0]), seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manifest_that_would_take_memory_or_time_is_refused(tmp_path: Path, way: str) -> None:

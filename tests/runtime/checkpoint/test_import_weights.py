@@ -60,6 +60,7 @@ def assert_equal_files(found: Path, expected: Path) -> None:
         assert own[name].equal(value), name
 
 
+@pytest.mark.thorough
 def test_an_imported_save_trains_as_the_directory_does(weights, tmp_path):
     """A save of weights alone: a load of it is a load of the directory, for a higher precision of the optimizer too."""
     assert run("import", weights, tmp_path / "run").exit_code == 0

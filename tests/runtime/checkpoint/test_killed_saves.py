@@ -18,7 +18,7 @@ def count(directory: Path, step: int) -> int:
     return num_operations(lambda: save(directory, step, 2.0))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
 def test_a_kill_at_every_operation_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
     save(tmp_path / "dry", 1, 1.0)

@@ -41,6 +41,7 @@ def test_a_model_built_wholly_on_meta_gets_its_rotary_tables_back(tmp_path):
     assert loss == pytest.approx(model(**ranks.batch()).loss.item(), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_bfloat16_checkpoint_stays_one(tmp_path):
     model = ranks.save_random("llama", tmp_path / "in", dtype=torch.bfloat16)
     ranks.copy(tmp_path / "in", tmp_path / "out", {})
@@ -123,6 +124,7 @@ def test_a_save_that_rank_0_cannot_write_is_an_error_on_every_rank(four_ranks):
 # ---- command line
 
 
+@pytest.mark.thorough
 def test_verify_of_a_broken_directory_exits_2_before_any_process_starts(tmp_path):
     from typer.testing import CliRunner
 

@@ -87,7 +87,7 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHAINS)
 def test_each_layout_goes_on_where_the_one_before_has_saved(lab: Lab, tmp_path: Path, name: str) -> None:
     model, shared, ((mesh, own), *others) = CHAINS[name]

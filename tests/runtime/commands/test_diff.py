@@ -29,6 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return paths
 
 
+@pytest.mark.thorough
 def test_two_saved_plans_print_what_changed(saved: tuple[Path, Path]):
     result = run(*saved)
     assert result.exit_code == 0, result.output
@@ -55,6 +56,7 @@ def test_the_exit_code_tells_only_where_it_is_asked_to(saved: tuple[Path, Path])
     assert (same.exit_code, same.stdout) == (0, f"{NOTHING}\n")
 
 
+@pytest.mark.thorough
 def test_two_specs_of_a_model_are_planned(tmp_path: Path):
     other = tmp_path / "other.yaml"
     other.write_text(GPT_SPEC.read_text().replace("micro: 4", "micro: 2"))

@@ -75,6 +75,7 @@ def test_perplexity_is_that_of_the_definition(files: Path) -> None:
     assert found["log_probability"] < 0
 
 
+@pytest.mark.thorough
 def test_the_original_tokens_may_be_told(files: Path) -> None:
     options = ("--data", f"{files}/text.txt", "--format", "json", "--stride", "16", "--original-tokens", str(len(TEXT)))
     found = json.loads(ran(files, *options).stdout)
@@ -91,6 +92,7 @@ def test_cloze_accuracy_is_that_of_the_definition(files: Path) -> None:
     assert "left out" in table
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_last_save_is_scored(files: Path) -> None:
     """A run of one step at a rate of 1 changes what is found."""
     spec = files / "spec.yaml"
@@ -135,7 +137,7 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
     assert "has no running mean" in ran(files, *options, "--load", f"{files}/run", code=2).stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "what"),
     [

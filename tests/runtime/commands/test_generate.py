@@ -74,6 +74,7 @@ def test_bad_input_is_one_message(tmp_path: Path, words: str) -> None:
     assert words in output
 
 
+@pytest.mark.thorough
 def test_a_training_run_shows_how_its_model_writes(tmp_path: Path) -> None:
     """The last sample is the text that the saved model continues with."""
     (tmp_path / "model.py").write_text(MODEL)

@@ -81,7 +81,7 @@ def test_a_compiled_block_lets_go_of_as_much_as_one_that_runs_op_by_op(kind: str
     assert kept[True][0] <= kept[False][0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", [["attn"], ["mlp"], [], ["full_iteration"]], ids=str)
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_pieces_in_graphs_train_alike_and_were_compiled_before_the_capture(scope: list[str], kind: str):

@@ -106,6 +106,7 @@ def stepped(program: RankProgram, seed: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_loop_over_experts_compiles_once_whatever_the_routing() -> None:
     (_, plain), (made, program) = program_of(), program_of(compile=True)
     of_experts = [call.index for call in calls_of(program) if any(call.counts_rows)]
@@ -130,7 +131,7 @@ def test_no_row_and_one_run_op_by_op() -> None:
     assert pieces.report.num_functions == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MIXTRAL_MESHES, ids=str)
 def test_rows_of_other_ranks_give_what_ops_give(mesh: dict[str, int]) -> None:
     entry, bound, more = families.build("mixtral"), list[CompiledPieces](), {"precision": {"parameters": "float64"}}
@@ -147,6 +148,7 @@ def test_rows_of_other_ranks_give_what_ops_give(mesh: dict[str, int]) -> None:
         assert {way for index, way in pieces.counts if index in of_experts} == {"compiled"}
 
 
+@pytest.mark.thorough
 def test_experts_of_a_loop_that_ranks_share_out_run_op_by_op_and_the_plan_says_why() -> None:
     spec = {"mesh": {"dp": 2, "ep": 2}, "batch": {"global": 4, "micro": 2}, "inputs": INPUTS, "compile": True}
     rows = [row for row in plan_again(loops(), spec).compiled if row.ops == "silu, mul" and "shared" not in row.where]

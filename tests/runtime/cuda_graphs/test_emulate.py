@@ -12,7 +12,7 @@ from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, spec_of, train
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "falcon-new", "twice", "frozen", "relative-bias"]
 )
@@ -59,7 +59,7 @@ def test_the_first_steps_and_evaluations_run_eagerly(scope):
     assert replays == [0, 0, 1 if "full_iteration" in scope else 2 * 4 * 4]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_evaluations_see_the_weights_of_graphed_steps_and_change_nothing(scope):
     losses = []
@@ -89,7 +89,7 @@ def test_weights_that_are_loaded_later_are_seen(scope, tmp_path):
     assert runs[0][0][0][0][0] != runs[0][1][0][0][0]  # the loss of other weights
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])
 def test_graphs_are_captured_anew_on_demand(scope):
     with (made := engine_of("gpt2-dropout", None))[0] as engine:

@@ -47,7 +47,7 @@ def trained(way: experts.Way, shared: bool, scope: list[str], *, captures: bool 
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
 def test_parts_of_experts_give_what_they_give_eagerly(way, shared):
@@ -56,6 +56,7 @@ def test_parts_of_experts_give_what_they_give_eagerly(way, shared):
         assert differences(eager, trained(way, shared, scope)) == [], scope
 
 
+@pytest.mark.thorough
 def test_an_expert_that_all_share_stays_outside_where_its_gradient_would_be_added_sooner():
     captured = []
     for way in (experts.slots, experts.masks):
@@ -74,7 +75,7 @@ def test_an_expert_that_all_share_stays_outside_where_its_gradient_would_be_adde
 MESHES = [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_experts_on_other_ranks_with_graphs_give_what_they_give_without(lab: Lab, mesh):

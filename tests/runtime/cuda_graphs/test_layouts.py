@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "scopes"), [(name, *case) for name, cases in CASES.items() for case in cases]
@@ -49,7 +49,7 @@ def test_layouts_with_graphs_give_what_they_give_without(lab: Lab, name, layout,
         assert differ(eager, on_ranks(lab, name, scope, mesh=mesh, **sections)) == [[]] * 4, scope
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", [["mlp"], ["attn"], []], ids=str)
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_regions_whose_blocks_are_computed_again_give_what_they_give_eagerly_wit
                 assert figures(engine) == planned(engine, steps=3)
 
 
+@pytest.mark.thorough
 def test_several_microbatches_in_flight_draw_again_what_each_drew():
     sections = {"mesh": {}, "batch": {"global": 8, "micro": 2}, "pipeline": {"schedule": "gpipe"}}
     with (made := engine_of("gpt2-dropout", None, **sections))[0] as engine:
@@ -40,7 +41,7 @@ def test_several_microbatches_in_flight_draw_again_what_each_drew():
         assert differences(eager, train(engine, made[1])) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_replays_name_the_same_numbers_again_in_their_backward(kind: str, schedule: str):
@@ -111,6 +112,7 @@ def test_a_product_that_copies_its_rows_saves_them_again_in_the_rerun(graphs: di
     assert differences_of_recompute(Mixing, graphs) == []
 
 
+@pytest.mark.thorough
 def test_a_rerun_is_captured_by_the_rules_of_its_forward():
     """Autograd runs the backward without the mode of the capture that stands in for one_hot."""
     assert differences_of_recompute(Choosing, WHOLE_BLOCKS) == []

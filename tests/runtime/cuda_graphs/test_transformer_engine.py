@@ -63,6 +63,7 @@ def shapes() -> list[dict[str, Any]]:
 # ---- what it asks
 
 
+@pytest.mark.thorough
 def test_its_parameters_are_those_that_are_recorded(te_source, te_facts):
     recorded = {p["name"]: (p["kind"], p["default"]) for p in te_facts["parameters"]}
     found = parameters(te_source.graph)
@@ -87,6 +88,7 @@ def eager_and_graphed(chunks: list[list[Any]], order: tuple[Action, ...]) -> tup
     return eager, [walk(program, order, graphs.before_forward) for _ in range(2)], graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_schedule_of_the_oracle_gives_what_it_gives_eagerly(te_device):
     """Regions of two kinds, one of which has no gradient for an input that the other has one for."""
@@ -221,7 +223,7 @@ ENGINES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scope", "sections"), ENGINES.values(), ids=ENGINES)
 def test_regions_give_what_they_give_eagerly(name, scope, sections, te_device):

@@ -89,6 +89,7 @@ def test_a_rank_makes_its_share_of_the_samples(tmp_path: Path):
     assert not set(first) & set(second)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_and_validation_are_those_of_global_batches(tmp_path: Path):
     rows = launch(run_rank, 2, job_in(tmp_path, 2, compare=True, validate_every=1), timeout_seconds=120)[0].rows
@@ -104,6 +105,7 @@ def refused(job: Job) -> str:
     return error.value.what
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_another_text_is_named(tmp_path: Path):
     told = launch(refused, 2, job_in(tmp_path, 2), timeout_seconds=120)

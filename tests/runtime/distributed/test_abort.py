@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_plain_processes_end_by_themselves_with_the_ranks_own_error(case):
     """As torchrun starts them, but with nobody to end the peers. No abort of C++ code: that would be a signal."""

@@ -45,6 +45,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_a_plan_error_of_one_rank_comes_back_whole_and_ends_all_ranks(tmp_path):
     with pytest.raises(PlanError) as caught:
         launch(refuse_on_rank_1, 2, str(tmp_path), timeout_seconds=60)
@@ -70,6 +71,7 @@ def die_on_rank_1() -> None:
     time.sleep(60)
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_with_its_signal():
     with pytest.raises(RankError, match=r"^rank 1: killed by SIGKILL$"):
         launch(die_on_rank_1, 2, timeout_seconds=60)

@@ -28,6 +28,7 @@ def die_in_the_first_attempts(failing: int) -> tuple[int, int]:
     return attempt, int(total)
 
 
+@pytest.mark.thorough
 def test_ranks_start_again_until_one_attempt_is_good(capfd):
     told: list[tuple[int, str]] = []
     results = launch(

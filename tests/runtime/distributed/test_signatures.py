@@ -178,6 +178,7 @@ def stand_under_a_forged_failure() -> None:
     time.sleep(60)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_that_compute_are_ended_by_an_entry_that_is_not_signed_and_do_not_believe_it(capfd):
     with pytest.raises(PlanError, match=f"failure 1 of rank 1 in the store {NOT_SIGNED}") as caught:

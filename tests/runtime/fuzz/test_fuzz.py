@@ -71,6 +71,7 @@ def test_drawn_cases_are_equal_or_refused_with_a_place(tmp_path: Path):
     assert sum(n for (verdict, _), n in campaign.counts.items() if verdict is Verdict.EQUAL) >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = runtime.verify.run.run_beside
@@ -93,7 +94,7 @@ def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, m
     assert (again.exit_code, again.stdout.splitlines()[0]) == (0, "equal")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
 def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -179,6 +180,7 @@ This is a bug in meshwright, not of your model or spec: please report it, with t
     assert _last_line(ForkError("not finished in 1 s")) == "ForkError: not finished in 1 s"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_case_that_ends_its_process_is_a_crash_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ending, whole = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2}), runtime.fuzz.run.plan

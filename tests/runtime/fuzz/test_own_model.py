@@ -63,7 +63,7 @@ def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
     assert Case.load(Path("case.json")) == found[3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

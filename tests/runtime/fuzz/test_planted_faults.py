@@ -22,7 +22,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     return Campaign(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"), print)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, campaign: Campaign):

@@ -45,6 +45,7 @@ def written(directory: Path, imbalance: Any) -> tuple[str, str]:
     return f"{directory / 'skewed.py'}:build", str(directory / "spec.yaml")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_fullest_rank_holds_what_the_plan_predicts(tmp_path: Path) -> None:
     report = compare_memory(*written(tmp_path, 2.0))

@@ -68,7 +68,7 @@ def written(directory: Path, mesh: str, more: str = "", dropout: float = 0.1) ->
     return f"{directory / 'tiny.py'}:build", str(directory / "spec.yaml")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
     report = compare_memory(*written(tmp_path, "tp: 1", f"recompute: {recompute}\n"))
@@ -78,8 +78,8 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
     assert "AS PREDICTED" in str(report)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_pieces_save_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
@@ -148,8 +148,8 @@ def build_frozen():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["tp: 2", "dp: 2"])
 def test_frozen_weights_that_ranks_could_share_are_counted_once(tmp_path: Path, mesh: str) -> None:
     """Zero 3 lays frozen parameters out in a buffer; with one rank of dp it has all of each."""
@@ -161,7 +161,7 @@ def test_frozen_weights_that_ranks_could_share_are_counted_once(tmp_path: Path, 
     assert all(row.measured == row.predicted for row in report.rows if row.category == "parameters")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompute: str) -> None:
@@ -173,6 +173,7 @@ def test_values_that_are_gathered_again_are_as_predicted(tmp_path: Path, recompu
     assert all(abs(row.difference) < 0.005 for row in peaks), str(report)
 
 
+@pytest.mark.thorough
 def test_a_plan_that_tells_too_little_is_seen(tmp_path: Path) -> None:
     model_ref, spec_path = written(tmp_path, "tp: 1")
     spec, model = Spec.load(spec_path), load_model(model_ref)

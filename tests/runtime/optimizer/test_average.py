@@ -102,6 +102,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sections", [{}, HALF, {"optimizer": {"lr": 0.01, "ema": DECAY, "zero": 0}}], ids=str)
 def test_weights_are_as_before_afterwards_and_the_loss_inside_is_that_of_the_mean(sections: dict[str, Any]) -> None:
     engine, undisturbed, x = small(**sections), small(**sections), {"x": torch.ones(4, 4)}
@@ -160,6 +161,7 @@ def test_a_save_without_one_begins_it_with_the_loaded_weights_and_says_so(tmp_pa
     assert same(mean_of(engine), mean)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sections", [{}, HALF], ids=str)
 def test_the_command_exports_it_as_save_pretrained_does(tmp_path: Path, sections: dict[str, Any]) -> None:
     engine = small(**sections)

@@ -96,6 +96,7 @@ def resumed(host: Any, folder: Path) -> Any:
     return whole, host.run_ranks(4, steps_from, other, batches[2:], folder / "rest", folder / "half")[0]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     whole, found = session_lab().call(resumed, tmp_path)
     for name, value in whole.items():

@@ -40,7 +40,7 @@ def assert_right(outcome: Outcome, schedule: Schedule) -> None:
     assert gradients == [expected / 2] * schedule.num_stages
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tells_ends", [False, True], ids=["silent", "tells"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_schedule_of_every_kind_ends_and_no_send_is_waited_for_in_a_step(kind, tells_ends):

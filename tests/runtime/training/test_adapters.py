@@ -44,7 +44,7 @@ def config_in(directory: Path, **settings: Any) -> Path:
     return file
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", OF_THE_BASE)
 def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
     reference = f"hf:{base} --peft {config_in(base.parent, **OF_THE_BASE[kind])}"
@@ -81,6 +81,7 @@ def run(base: Path, *words: str, command: str = "train", spec: str = SPEC) -> An
     return CliRunner().invoke(app, [command, f"hf:{base}", str(file), *data, *words])
 
 
+@pytest.mark.thorough
 def test_a_run_writes_adapters_that_peft_loads_and_a_merge_that_transformers_loads(base: Path) -> None:
     transformers, out = pytest.importorskip("transformers"), base.parent
     words = (
@@ -102,7 +103,7 @@ def saving(out: Path, config: Path) -> tuple[str, ...]:
     return "--peft", str(config), "--save", str(out / "run"), "--save-merged", str(out / "merged")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [*OF_THE_BASE, "mean"])
 def test_an_export_of_a_save_is_the_merge_of_the_run(base: Path, kind: str) -> None:
     out, settings = base.parent, OF_THE_BASE.get(kind, {})
@@ -116,6 +117,7 @@ def test_an_export_of_a_save_is_the_merge_of_the_run(base: Path, kind: str) -> N
     assert (files[0] == files[1]) == (kind != "mean")
 
 
+@pytest.mark.thorough
 def test_an_export_keeps_the_dtypes_of_the_base(base: Path) -> None:
     ranks.save_random("llama", base, dtype=torch.bfloat16, vocab_size=256)
     out = base.parent
@@ -147,6 +149,7 @@ def scaled(model: Any) -> None:
             module.set_scale("default", 3.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "change", "words"),
     [
@@ -179,6 +182,7 @@ def test_an_export_of_a_base_that_is_none_of_transformers_is_refused(tmp_path: P
     assert "a model that is none of transformers" in " ".join(done.output.split())
 
 
+@pytest.mark.thorough
 def test_saved_adapters_are_trained_further(base: Path) -> None:
     first, second = base.parent / "first", base.parent / "second"
     assert run(base, "--peft", str(config_in(base.parent)), "--save-adapters", str(first)).exit_code == 0
@@ -209,6 +213,7 @@ def test_a_config_that_is_wrong_is_one_error(base: Path, content: str, words: st
     assert "Traceback" not in done.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -226,6 +231,7 @@ def test_options_that_do_not_go_together_are_one_error(
     assert message in " ".join(done.output.split())
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_another_base_is_one_error_before_a_rank_starts(base: Path) -> None:
     saved = base.parent / "adapters"
     assert run(base, "--peft", str(config_in(base.parent)), "--save-adapters", str(saved)).exit_code == 0
@@ -281,6 +287,7 @@ def test_peft_of_a_comparison_needs_its_model(tmp_path: Path) -> None:
     assert "--peft wraps the model of --model" in " ".join(done.output.split())
 
 
+@pytest.mark.thorough
 def test_parameters_of_the_base_stay_as_they_were(base: Path) -> None:
     transformers = pytest.importorskip("transformers")
     before = {name: value.clone() for name, value in torch_weights(transformers, base).items()}
@@ -299,6 +306,7 @@ def torch_weights(transformers: Any, directory: Path) -> dict[str, torch.Tensor]
     return transformers.AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
+@pytest.mark.thorough
 def test_a_base_is_loaded_below_adapters_that_stay(base: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(base))
@@ -314,6 +322,7 @@ def test_a_base_is_loaded_below_adapters_that_stay(base: Path) -> None:
     assert torch.equal(found["base_model.model.lm_head.weight"], stored["lm_head.weight"])
 
 
+@pytest.mark.thorough
 def test_a_saved_plan_of_an_adapted_model_says_that_it_has_no_modules_of_peft(base: Path) -> None:
     config, saved = str(config_in(base.parent)), base.parent / "plan.pt"
     made = run(base, "--peft", config, "--format", "pt", "-o", str(saved), command="plan")

@@ -101,6 +101,7 @@ def test_a_run_that_gets_better_keeps_its_last_validation_alone_and_goes_to_its_
     assert [path.name for path in saves_in(tmp_path / "run" / "best")] == ["step-00000006"]
 
 
+@pytest.mark.thorough
 def test_a_callback_gets_each_row_and_wandb_each_figure(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     trained = run(num_steps=3, validate_every=2, callback=f"{tmp_path / 'calls.py'}:note", wandb="tokens")
@@ -124,6 +125,7 @@ def test_what_a_callback_raises_is_one_error_at_its_line(run, tmp_path):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "what", "where"),
     [
@@ -142,6 +144,7 @@ def test_options_that_cannot_work_are_refused_before_the_run(run, tmp_path, opti
     assert where is None or error.value.where == where
 
 
+@pytest.mark.thorough
 def test_a_mixture_of_texts_trains_and_names_both_in_its_saves(run, tmp_path):
     (tmp_path / "other.txt").write_text("0123456789" * 400)
     mixture = ((str(tmp_path / "text.txt"), 3.0), (str(tmp_path / "other.txt"), 1.0))

@@ -62,6 +62,7 @@ def rows(job: Job) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(job.log).read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_validation_is_logged_and_changes_nothing_of_the_training(tmp_path: Path) -> None:
     section = {"validation": 0.1}
     run_rank(job_in(tmp_path, section=section, log=str(tmp_path / "with"), validate_every=2))
@@ -75,6 +76,7 @@ def test_validation_is_logged_and_changes_nothing_of_the_training(tmp_path: Path
     assert seen[-1]["validation_loss"] < seen[1]["validation_loss"]
 
 
+@pytest.mark.thorough
 def test_with_a_running_mean_of_the_weights_validation_reads_it_and_training_does_not(tmp_path: Path) -> None:
     found = {}
     for decay in (None, 0.9, 0.0):
@@ -130,6 +132,7 @@ def samples_seen(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, l
     return seen
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_sees_exactly_the_samples_of_an_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_resumed_run_sees_exactly_the_samples_of_an_unbroken_one(
     assert [step for step, _ in unbroken] == [*range(6)]
 
 
+@pytest.mark.thorough
 def test_a_resume_on_other_data_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves = str(tmp_path / "saves")
     run_rank(job_in(tmp_path, steps=1, save=saves))
@@ -149,6 +153,7 @@ def test_a_resume_on_other_data_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "data was " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_token_file_and_its_text_train_alike(tmp_path: Path) -> None:
     job = job_in(tmp_path, log=str(tmp_path / "text.jsonl"))
     prepare([Path(job.data)], tmp_path / "tokens", ByteEncoder())
@@ -165,7 +170,7 @@ def test_a_tokenizer_cuts_the_text_of_a_run(tmp_path: Path) -> None:
     assert len(rows(job)) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("changes", "words", "where"),
     [

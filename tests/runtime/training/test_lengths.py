@@ -55,6 +55,7 @@ def rows(job: Job, log: Path, **changed: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_run_that_resumes_in_an_epoch_of_buckets_is_bitwise_the_same(job: Job, tmp_path: Path) -> None:
     whole = rows(job, tmp_path / "whole.jsonl", validate_every=3)
     saves = str(tmp_path / "saves")
@@ -65,6 +66,7 @@ def test_a_run_that_resumes_in_an_epoch_of_buckets_is_bitwise_the_same(job: Job,
     assert [row["step"] for row in parts] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_batches_have_the_lengths_of_the_plan(job: Job) -> None:
     spec = spec_of(job)
     made = plan(load_model(job.model, materialize=True), spec)

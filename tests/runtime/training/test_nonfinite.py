@@ -114,7 +114,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": [], "warmup_steps": 1}}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "faults", "rest"),
     [
@@ -190,6 +190,7 @@ def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: in
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_was_not_finite_on_one_rank_alone_is_named_with_it_after_all_have_it(lab: Lab, broken: int):
     results = lab.run(Case("fragile", {"dp": 2}, {}, job=breaking_one_rank, job_arguments=(broken,)))

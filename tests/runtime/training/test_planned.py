@@ -49,6 +49,7 @@ def refused(asked: Job) -> PlanError:
     return caught.value
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_of_a_saved_plan_never_loads_the_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -63,6 +64,7 @@ def test_a_run_of_a_saved_plan_never_loads_the_model(
     assert capfd.readouterr().err.count("MODEL has no weights: they are drawn as `initialization`") == 1
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_saved_plan_reads_the_weights_of_its_directory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,7 @@ def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str
     assert is_equal(way, mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
 def test_an_exchange_of_rows_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, way: Experts, name: str) -> None:
@@ -132,7 +132,7 @@ def sums_over_tp(program: RankProgram) -> list[Any]:
     return [node for node in program.stages[0].module.graph.nodes if node.target in targets]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
 def test_any_sum_over_tp_left_out_is_seen(way: Experts) -> None:
     """Among them those of what the router and the tokens get back from rows that each tp rank sent a part of."""

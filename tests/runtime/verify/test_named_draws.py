@@ -44,7 +44,7 @@ def verified(path: Path, name: str, **sections: Any) -> VerifyReport:
     return verify(f"{path / 'dropping.py'}:build", str(path / "spec.yaml"), steps=3)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
@@ -62,6 +62,7 @@ def test_one_process_draws_what_every_layout_draws(tmp_path: Path, name: str, se
     assert "dropout is on: one process uses the same mapped random numbers" in str(report)
 
 
+@pytest.mark.thorough
 def test_numbers_of_other_names_are_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_others(model: nn.Module, spec: Spec) -> Any:
         found = draws_of(model, spec)

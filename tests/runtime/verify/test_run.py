@@ -101,7 +101,7 @@ def test_a_model_that_computes_otherwise_in_its_third_update_alone_differs_first
     assert not any(row.kind == "loss" and row.step != 3 for row in report.failed_rows)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 3, 8])
 def test_without_one_collective_the_comparison_is_red(files, number):
@@ -116,7 +116,7 @@ def test_what_a_failed_rank_shows_below_its_error_is_not_its_reason():
     assert _last_error(text) == "StepError: rank 1, step 0: boom"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["blocks.0.mlp.down.weight", "norm.bias"])
 def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
     report = verify(*files("tp: 1"), freeze_parameter=name)
@@ -139,7 +139,7 @@ def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(files):
     assert failed == ["blocks.1.attention.qkv.weight"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [None, 0, 5])
 def test_bfloat16_without_one_collective_is_red(files, number):
@@ -250,7 +250,7 @@ def test_a_neuron_that_rounding_turns_off_is_allowed_in_bfloat16_and_a_lost_half
         assert not row.passed, str(row)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 def test_the_rows_of_the_fullest_rank_of_experts_are_reported(tmp_path: Path) -> None:
     """Every token chooses expert 0, which one of two ranks has."""
     (tmp_path / "tiny.py").write_text(

@@ -73,6 +73,7 @@ def holders(mesh: Mesh, row: ParameterPlan) -> list[int]:
     return [r for r, p in places.items() if p["pp"] == row.stages[0] and row.expert.is_held(mesh.ep, p["ep"])]
 
 
+@pytest.mark.thorough
 @given(cases())
 def test_the_parts_of_all_who_send_are_the_whole_tensor_for_every_folding(case):
     mesh, row = case

@@ -16,6 +16,7 @@ def spec(length: int) -> dict:
     return {"mesh": {}, "batch": {"global": 2, "micro": 1}, "inputs": inputs}
 
 
+@pytest.mark.thorough
 def test_a_sequence_as_long_as_the_positions_is_planned_and_one_longer_is_refused() -> None:
     model = GPT(vocabulary=32, length=8, width=16, num_layers=1, num_heads=2)
     assert plan_again(model, spec(8)).stages

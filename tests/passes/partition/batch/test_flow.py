@@ -155,7 +155,7 @@ def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Ca
     assert compared > 5
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("body", "captures"),
     [

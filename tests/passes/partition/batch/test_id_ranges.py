@@ -133,7 +133,7 @@ def ranges_of(case: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, id_ranges(capture(model, batch_of()))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_ranges_are_those_of_what_is_looked_up(case):
     _, found = ranges_of(case)
@@ -174,7 +174,7 @@ def test_a_batch_is_refused_where_the_unmodified_model_fails_and_nowhere_else(ca
 FAMILIES = ("gpt2", "llama", "bert", "t5", "vit")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_take_their_own_batches_and_nothing_that_they_fail_on(family):

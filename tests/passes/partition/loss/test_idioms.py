@@ -16,7 +16,7 @@ def of(loss: Loss, micro: int, num_microbatches: int) -> Shared:
     return shared(lambda: Small(loss), micro, num_microbatches)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_divisor_made_of_shapes_counts_the_global_batch(name: str) -> None:
     found = of(SHAPES[name], 2, 3)
@@ -43,12 +43,13 @@ def test_the_mean_of_chunks_means_is_exact_where_the_chunks_are_equal_and_told_w
 REFUSED = [*((name, 1) for name in OF_ANOTHER_SIZE), ("neighbours", 2)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "micro"), [(n, m) for n in NO_SUMS for m in (1, 2) if (n, m) not in REFUSED])
 def test_a_loss_that_is_no_sum_over_sequences_is_never_silent(name: str, micro: int) -> None:
     assert of(NO_SUMS[name], micro, 3).is_told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "micro"), REFUSED)
 def test_a_loss_whose_mean_over_microbatches_is_of_another_size_is_refused_at_its_line(name: str, micro: int) -> None:
     with pytest.raises(PlanError, match="would differ from the loss of the global batch") as error:

@@ -48,6 +48,7 @@ def test_an_unambiguous_loss_is_exact_by_one_capture(loss):
     assert shared(loss)[:2] == ([MICRO], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "loss",
     [
@@ -62,6 +63,7 @@ def test_a_loss_that_may_count_sequences_is_exact_by_a_second_capture(loss):
     assert shared(loss)[:2] == ([MICRO, GLOBAL], [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -166,6 +168,7 @@ def mixed(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
     return [(op, str(where)) for op, where in terms.mixed]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MIXES)
 def test_mixing_the_sequences_of_a_batch_is_told_with_its_line(name):
     found = mixed(MIXES[name])
@@ -173,6 +176,7 @@ def test_mixing_the_sequences_of_a_batch_is_told_with_its_line(name):
     assert all("self.mix(" in where or "lambda x" in where for _, where in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", APART)
 def test_what_keeps_sequences_apart_is_not_told(name):
     assert mixed(APART[name]) == []
@@ -198,6 +202,7 @@ IDS_APART = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", IDS_MIXED)
 def test_batch_tensors_that_mix_before_they_meet_a_weight_are_told(name):
     assert mixed_ids(IDS_MIXED[name])
@@ -210,6 +215,7 @@ def by_mean_of_columns(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return (rows(logits, labels) * scale).sum() / torch.ones_like(kept).sum().clamp(min=1.0)
 
 
+@pytest.mark.thorough
 def test_sums_of_columns_over_inputs_are_those_of_the_global_batch():
     found = loss_shares.shared(lambda: Small(by_mean_of_columns), MICRO, NUM_MICROBATCHES)
     assert found.difference < 1e-12
@@ -229,6 +235,7 @@ def test_a_loss_that_cannot_be_exact_is_of_the_size_of_one_process():
     assert found.difference < 0.5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IDS_APART)
 def test_batch_tensors_that_keep_apart_are_not_told(name):
     assert mixed_ids(IDS_APART[name]) == []

@@ -84,7 +84,7 @@ def truth(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple
     return value.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()  # pyright: ignore
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("micro", [16, 64])
@@ -131,6 +131,7 @@ def test_a_model_in_float32_has_the_ops_that_it_had():
     assert loss.args[3] == 2  # the sum, in one op
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dropout_in_half_precision_has_the_mean_of_that_in_float32(dtype):
     """The masks are the same; a factor of bfloat16 would be 0.16 % small, on every element alike."""

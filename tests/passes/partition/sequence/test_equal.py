@@ -57,25 +57,26 @@ def lengthened(entry: families.Entry, length: int) -> families.Entry:
     return entry
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", IN_FLOAT64 + IN_FLOAT32)
 def test_a_family_is_equal(name: str) -> None:
     entry = lengthened(families.build(name), 16)
     assert worst_of(entry, 2, 4) < (1e-10 if name in IN_FLOAT64 else 2e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_our_own_is_equal(name: str) -> None:
     assert name in own.MODELS
     assert worst_of(families.build(name), 3) < 1e-10
 
 
+@pytest.mark.thorough
 def test_a_pooled_sequence_of_a_family_is_equal() -> None:
     assert worst_of(families.build("bert-classes"), 2) < 1e-10
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", sequences.LOSSES)
 def test_a_loss_that_reads_its_sequence_is_equal(name: str, microbatches: int) -> None:

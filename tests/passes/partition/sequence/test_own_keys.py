@@ -31,11 +31,13 @@ def test_attention_gathers_for_itself(name):
     assert targets(name, {"cp": 2}) == {gathered_attention: 2}
 
 
+@pytest.mark.thorough
 def test_what_draws_or_shares_key_heads_gathers_before():
     assert targets("gpt2", {"cp": 2}, train=True) == {causal_attention: 2, gather_sequence: 4}
     assert targets("llama, one key head", {"cp": 2, "tp": 2}) == {causal_attention: 2, gather_sequence: 4}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_what_a_rank_keeps_falls_as_one_over_cp_and_is_what_the_plan_says(family):
     kept = {}

@@ -50,20 +50,20 @@ def check(spelling: Spelling, mesh: dict[str, int], **more: Any) -> None:
     assert {n for n, g in expected.items() if g.any()} <= set(ran.gradients)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spelling", EQUAL, ids=name_of)
 def test_over_two_ranks_it_equals_one_process(spelling):
     check(spelling, {"cp": 2})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "more"), [({"cp": 4}, {}), ({"cp": 2, "tp": 2}, SEQUENCE_PARALLEL)], ids=["4", "tp"])
 @pytest.mark.parametrize("attention", [*FUSED, *SCORES])
 def test_over_more_ranks_and_beside_tp_too(attention, mesh, more):
     check(Spelling(attention), mesh, **more)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in ("differences", "deviation")])
 def test_losses_are_those_of_the_whole_batch_beside_dp(loss):
     check(Spelling(loss=loss), {"cp": 2, "dp": 2})

@@ -22,7 +22,7 @@ def error_of(model: torch.nn.Module, cp: int = 2, **more: Any) -> PlanError:
     return caught.value
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", sequences.REFUSED)
 def test_what_reads_the_sequence_as_a_whole_is_named_with_its_line(op: str) -> None:
     error = error_of(sequences.refused(op))
@@ -44,6 +44,7 @@ def test_a_sequence_that_does_not_divide_names_the_nearest(length: int, cp: int,
     assert "tokens" in str(error.where)
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_sequence_among_its_inputs_is_refused() -> None:
     entry = build("vit")
     inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}

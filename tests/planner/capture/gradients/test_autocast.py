@@ -136,7 +136,7 @@ def captured(body: Any) -> Program:
     return capture(model_of(body), batch())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_the_graph_computes_as_the_region_does(name: str) -> None:
     model = model_of(BODIES[name])

@@ -40,6 +40,7 @@ def copied(model: OneBody, x: Tensor) -> Tensor:
     return model.up(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", [scaled, scaled_by_data, row_of_a_view, copied], ids=lambda body: body.__name__)
 def test_a_write_into_a_parameter_is_refused(body: Body) -> None:
     with pytest.raises(PlanError, match=r"the forward writes into parameter up\.weight: the update") as caught:
@@ -68,6 +69,7 @@ def test_an_embedding_with_sparse_gradients_has_the_same_ones_dense() -> None:
     assert_capture_equals(with_embedding(sparse=True, padding_idx=3))
 
 
+@pytest.mark.thorough
 def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
     def body(model: OneBody, x: Tensor) -> Tensor:
         model.seen.add_(1)  # pyright: ignore[reportCallIssue]
@@ -100,6 +102,7 @@ def set_to_itself(model: OneBody, x: Tensor) -> Tensor:
     return x.clone().add_(0.5) @ weight  # a write, so that the graph is made functional
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", [parametrized, set_to_itself], ids=lambda body: body.__name__)
 def test_a_parameter_set_to_itself_is_not_written(body: Body) -> None:
     """PyTorch registers a parametrization so, and peft one for the forward of adapted experts; it has its gradient."""

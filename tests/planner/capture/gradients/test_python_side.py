@@ -78,12 +78,13 @@ def _on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x).pow(2)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KEPT)
 def test_it_is_captured_as_it_runs(name: str) -> None:
     assert_capture_equals(OneBody(KEPT[name]))
 
 
+@pytest.mark.thorough
 def test_inference_mode_is_captured_as_a_region_without_gradients() -> None:
     def by_no_grad(model: OneBody, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -187,6 +188,7 @@ REFUSED: dict[Body, str] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
 def test_it_is_refused_at_its_line(body: Callable[..., Any]) -> None:
     with pytest.raises(PlanError, match=REFUSED[body]) as caught:

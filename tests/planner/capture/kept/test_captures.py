@@ -125,6 +125,7 @@ def test_a_model_whose_capture_may_depend_on_more_is_captured_each_time(
         assert not answer.is_kept, answer.told
 
 
+@pytest.mark.thorough
 def test_an_installed_package_that_is_edited_in_place_is_captured_anew(processes: Processes):
     """Also in a file that defines none of the model's classes."""
     package = processes.directory / "site-packages" / "blocks"
@@ -137,6 +138,7 @@ def test_an_installed_package_that_is_edited_in_place_is_captured_anew(processes
     assert processes.plan(model="blocks:build").is_captured
 
 
+@pytest.mark.thorough
 def test_metadata_of_a_checkout_on_the_path_is_part_of_the_key(processes: Processes):
     """torch reads the entry points of all that is installed; a name such as ``checkout.egg-info`` says no version."""
     (of_checkout := processes.directory / "checkout" / "checkout.egg-info").mkdir(parents=True)
@@ -149,6 +151,7 @@ def test_metadata_of_a_checkout_on_the_path_is_part_of_the_key(processes: Proces
     assert processes.plan(files=FILES, before=before).is_captured
 
 
+@pytest.mark.thorough
 def test_what_depends_on_weights_is_checked_though_the_capture_is_read(processes: Processes):
     asks = MODEL.replace('get("HALVED")', 'get("HALVED") or x.__class__.__name__ == "FakeTensor"')
     files = FILES | {"model.py": asks.replace(" + self.shift", "").replace("self.register_buffer", "# ")}
@@ -238,7 +241,7 @@ def texts_of(made: Plan) -> tuple[str, str, str, str]:
     return made.hash(), json.dumps(made.to_dict()), made.describe(full=True), passes_text(made, 1, full=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gpt2-dropout", "llama", "bert", "t5", "gemma2", "falcon-alibi", "vit", "mixtral", "experts", "own-round"]
 )

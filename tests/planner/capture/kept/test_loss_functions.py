@@ -61,6 +61,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     found.end()
 
 
+@pytest.mark.thorough
 def test_the_second_process_reads_it(processes: Processes):
     again = processes.plan(files=FILES)
     assert {line.partition(":")[0] for line in again.told} == {"read"}  # at two sizes of the batch

@@ -53,6 +53,7 @@ def test_a_piece_that_is_no_box_of_the_parameter_is_refused() -> None:
         capture(model, INPUTS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hidden", [lambda: [nn.Linear(8, 8)], lambda: torch.ones(8, requires_grad=True)])
 def test_what_no_optimizer_would_train_is_refused_with_its_line(hidden: Callable[[], Any]) -> None:
     held = hidden()

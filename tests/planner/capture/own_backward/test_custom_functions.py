@@ -202,7 +202,7 @@ def _without_gradients(x: Tensor) -> Tensor:
         return Rounded.apply(x)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DERIVED)
 def test_a_function_with_the_derivative_of_its_forward_is_kept(name: str) -> None:
     model = OneBody(DERIVED[name])
@@ -211,7 +211,7 @@ def test_a_function_with_the_derivative_of_its_forward_is_kept(name: str) -> Non
         assert_capture_equals(model)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OWN)
 def test_a_function_with_another_backward_is_one_call(name: str) -> None:
     body, label = OWN[name]

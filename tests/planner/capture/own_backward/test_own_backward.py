@@ -91,7 +91,7 @@ class ByNumbers(Function):
         return grads[0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BODIES)
 def test_the_captured_graph_trains_as_the_model(name: str) -> None:
     model = OneBody(BODIES[name])
@@ -127,6 +127,7 @@ CUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", USES)
 def test_what_is_shown_of_a_backward(name: str) -> None:
     function, args = USES[name]
@@ -144,6 +145,7 @@ def test_a_gradient_that_never_arrives_and_a_cut_of_one_input_are_known() -> Non
     assert [output.differentiable for output in call_of(function, *args).made] == [True, False]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", USES)
 def test_every_admitted_typing_of_an_own_backward_is_right(name: str) -> None:
     function, args = USES[name]
@@ -198,6 +200,7 @@ def two_layers(first: Any, second: Any) -> OneBody:
     return OneBody(lambda m, x: second(m.up(first(m.up(x)))))
 
 
+@pytest.mark.thorough
 def test_equal_uses_have_equal_structure_and_others_do_not() -> None:
     def signatures(first: Any, second: Any) -> list[int]:
         program = capture(two_layers(first, second), batch())

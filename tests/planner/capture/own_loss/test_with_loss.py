@@ -46,6 +46,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_parameters_keep_the_names_of_the_model_in_the_plan() -> None:
     model = gpt()
     made = plan_again(with_loss(model, weighted_loss), SPEC)
@@ -153,6 +154,7 @@ def scaled(factor: float) -> Any:
     return loss
 
 
+@pytest.mark.thorough
 def test_two_losses_of_one_code_are_two_captures() -> None:
     spec = {**SPEC, "mesh": {"tp": 1}, "inputs": {name: INPUTS[name] for name in ("input_ids", "next")}}
     model = gpt()
@@ -173,6 +175,7 @@ BAD = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", BAD)
 def test_a_bad_loss_function_is_one_error_at_its_line(written: Path, code: str) -> None:
     (written / "own_loss.py").write_text(f"# mine\n{code}\n")
@@ -209,6 +212,7 @@ def test_a_model_that_needs_an_input_that_is_not_there_is_an_error_of_the_inputs
     assert "inputs" in str(e.value.where)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["input", "next", "type"])
 def test_an_input_may_have_the_name_of_a_function_of_python(name: str) -> None:
     class Model(nn.Module):

@@ -62,6 +62,7 @@ QUESTIONS: dict[str, Callable[[Any, Tensor], bool]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asks", QUESTIONS.values(), ids=QUESTIONS)
 def test_a_question_about_tracing_is_answered_as_in_eager_mode(asks: Callable[[Any, Tensor], bool]) -> None:
     model = Model(asks, lambda x: x * 2)

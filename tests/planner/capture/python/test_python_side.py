@@ -305,7 +305,7 @@ KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, running_
         branch_on_constants]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("middle", KEPT, ids=lambda f: f.__name__)
 def test_what_does_not_matter_is_planned_and_leaves_the_model_alone(middle: Callable[[Any, Tensor], Tensor]) -> None:
     model = Model(middle)

@@ -95,7 +95,7 @@ def layout_of(made: Plan) -> BatchLayout:
     return BatchLayout({"ids": ((5,), torch.int64)}, 4, 2, 1, 0, assumptions=tuple(decisions.program.assumptions))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", OF_THE_BATCH, ids=lambda f: f.__name__)
 def test_a_check_of_the_batch_is_reported_once_and_made_for_each_microbatch(check: Any) -> None:
     made = planned(check)
@@ -132,7 +132,7 @@ def variance(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x * F.gaussian_nll_loss(x, x.detach(), F.softplus(x) + 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "check", [finite, weights_are_numbers, distribution, close, variance], ids=lambda f: f.__name__
 )
@@ -162,6 +162,7 @@ def caught(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", [two_ways, raised_for_another, caught], ids=lambda f: f.__name__)
 def test_a_branch_of_which_no_side_raises_is_refused_at_its_line(check: Any) -> None:
     with pytest.raises(PlanError, match="depends on the values of tensors") as error:

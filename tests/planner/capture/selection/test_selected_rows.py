@@ -59,7 +59,7 @@ def check(model: Net, program: Program, given: dict[str, Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
     model, program = made(way), program_of(way)
@@ -78,6 +78,7 @@ def test_so_they_are_where_experts_get_no_token_and_others_all(way: Way, favoure
     check(model, program_of(way), batch(1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [selected_rows.index_add, selected_rows.masks], ids=lambda way: way.__name__)
 def test_so_they_are_for_one_token(way: Way) -> None:
     model = made(way)

@@ -127,6 +127,7 @@ def test_equal_wishes_in_two_globs_are_one():
     assert set(styles(made, "mlp.up.weight")) == {"row"}
 
 
+@pytest.mark.thorough
 def test_the_matrices_of_a_stack_go_to_ranks():
     made = assert_equals_one_process(Experts, tokens("ids", "labels", high=50), 2, {"up": "expert", "down": "expert"})
     assert [(p.style, p.dim) for p in made.parameters if p.name in ("up", "down")] == [("expert", 0)] * 2
@@ -144,7 +145,7 @@ def test_a_size_that_does_not_divide_is_named():
     assert "dim 0 = 3 not divisible by tp = 2, nearest valid tp: 1, 3" in told
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("overrides", [{"*.up": "row", "head": "row"}, {"*.qkv": "replicate", "*.down": "column"}])
 @pytest.mark.parametrize("changes", [{"mesh": {"tp": 2, "pp": 2}}, {"tensor_parallel": {"sequence_parallel": True}}])
 def test_overrides_are_lowered_on_every_stage_and_with_the_sequence_cut(overrides, changes):

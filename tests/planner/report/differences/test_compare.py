@@ -98,6 +98,7 @@ def test_every_table_of_a_plan_is_compared():
     assert covered() == {field.name for field in fields(Tables)}
 
 
+@pytest.mark.thorough
 def test_every_value_that_is_changed_appears_in_its_table(whole_plan: Plan):
     tables = set[str]()
     for path, value in places(whole_plan.to_dict()):

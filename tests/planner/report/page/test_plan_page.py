@@ -44,6 +44,7 @@ def tables_of(page: Element) -> dict[str, list[list[str]]]:
     }
 
 
+@pytest.mark.thorough
 def test_every_table_of_the_terminal_is_on_the_page_cell_by_cell(moe_plan: Plan, moe_page: Element):
     tables = tables_of(moe_page)
     for section in sections(moe_plan, each_remark=True):
