@@ -104,6 +104,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"mesh.tp": 2, "mesh.dp": 2, "tensor_parallel.overrides": "head", "optimizer.zero": 2},
     ),
+    "no gradient waits for a W that has no weights to train": (
+        {"tied": True, "frozen": "embedding"},
+        {"mesh.pp": 2, "pipeline.schedule": "zero_bubble"},
+    ),
 }
 
 
