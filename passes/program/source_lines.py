@@ -42,10 +42,15 @@ def module_of(node: fx.Node) -> str:
     return str(path).removeprefix("L['self'].")
 
 
-def lines_of(node: fx.Node) -> tuple[int, ...]:
-    """The lines of the user's code that led to a node, the outermost first."""
+def frames_of(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """File and line of each frame of the user's code that led to a node, the outermost first."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
-    return tuple(int(m["line"]) for m in frames if not is_foreign_frame(m["file"]))
+    return tuple((m["file"], int(m["line"])) for m in frames if not is_foreign_frame(m["file"]))
+
+
+def lines_of(node: fx.Node) -> tuple[int, ...]:
+    """The lines alone, by which calls can be ordered."""
+    return tuple(line for _, line in frames_of(node))
 
 
 def where_of_frame(code: CodeType, line: int) -> Where:

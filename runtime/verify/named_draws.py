@@ -25,7 +25,7 @@ from passes.ops.counted import Place, counted_bernoulli, counted_dropout, counte
 from passes.ops.random_state import RandomState
 from passes.partition.options.table import has_rule
 from passes.program.ops.aten import aten
-from passes.program.source_lines import lines_of, where_of
+from passes.program.source_lines import frames_of, where_of
 from passes.rng.places import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
 from passes.types.draw import Draw
 from planner.capture.export import capture
@@ -41,13 +41,14 @@ _FIX = "write dropout: fast to verify the plan without dropout"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The draw of one op in the forward of the global batch. ``p``: of a dropout, else 0. ``lines``: user code."""
+    """The draw of one op in the forward of the global batch. ``p``: of a dropout, else 0. ``frames``: file and line of
+    the user's code."""
 
     kind: str
     place: Place
     p: float
     where: Where
-    lines: tuple[int, ...] = ()
+    frames: tuple[tuple[str, int], ...] = ()
 
 
 def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
@@ -83,7 +84,7 @@ def _named(node: fx.Node) -> Named:
     p: Any = node.args[1] if is_dropout else 0.0
     kind = DROPOUT if is_dropout else KINDS[node.target]
     return Named(
-        kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node), lines_of(node)
+        kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node), frames_of(node)
     )
 
 
@@ -140,14 +141,14 @@ class NamedDraws(TorchDispatchMode):
                     where=self._sites.here(),
                     fix=f"turn off checkpointing in the model, or {_FIX}",
                 )
-            if self._left and _fits(self._left[0], func, made, args) and self._is_at(self._left[0].lines):
+            if self._left and _fits(self._left[0], func, made, args) and self._is_at(self._left[0].frames):
                 made.copy_(self._values(self._left.popleft(), made, args))
         return made
 
-    def _is_at(self, lines: tuple[int, ...]) -> bool:
+    def _is_at(self, frames: tuple[tuple[str, int], ...]) -> bool:
         """Whether these lines draw now, in this order; around and between them others may be, which a capture lacks."""
-        here = iter(self._sites.lines_here())
-        return all(line in here for line in lines)
+        here = iter(self._sites.frames_here())
+        return all(frame in here for frame in frames)
 
     def _values(self, named: Named, made: Tensor, args: Any) -> Tensor:
         random, place = self._random, named.place

@@ -34,13 +34,13 @@ class CallSites:
             frame = frame.f_back
         return self._innermost(reversed(frames))
 
-    def lines_here(self) -> tuple[int, ...]:
-        """The user's lines that are running now, the outermost first."""
-        found: list[int] = []
+    def frames_here(self) -> tuple[tuple[str, int], ...]:
+        """File and line of each frame of the user's code that is running now, the outermost first."""
+        found: list[tuple[str, int]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if not is_foreign_frame(frame.f_code.co_filename):
-                found.append(frame.f_lineno)
+                found.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
         return tuple(reversed(found))
 

@@ -128,6 +128,31 @@ def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one() -> None:
     assert found[0] == found[1]
 
 
+class Elsewhere(Aside):
+    """The draw that no loss reads is written in another file."""
+
+    def __init__(self, drop: Any) -> None:
+        super().__init__(aside=True)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = self.drop(self.first(x))
+        return {"loss": F.dropout(self.second(x), 0.3).pow(2).mean(), "seen": seen}
+
+
+def test_a_line_of_another_file_is_not_the_line_of_its_number() -> None:
+    number, made = Elsewhere.forward.__code__.co_firstlineno + 2, dict[str, Any]()
+    text = "\n" * (number - 1) + "def drop(x): return dropout(x, 0.3)"
+    exec(compile(text, "other.py", "exec"), {"dropout": F.dropout}, made)
+    found = []
+    for aside in (lambda x: x, made["drop"]):
+        torch.manual_seed(0)
+        model, batch = Elsewhere(aside), {"x": torch.randn(4, 8)}
+        one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), 7))
+        found.append(one.forward_backward(batch))
+    assert found[0] == found[1]
+
+
 def test_a_draw_in_the_backward_is_refused_at_its_line() -> None:
     with pytest.raises(PlanError, match="one process draws random numbers in its backward") as error:
         losses(lambda x: checkpoint(lambda y: F.dropout(y, 0.3), x, use_reentrant=False))
