@@ -119,9 +119,14 @@ def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:
     """For each read of ``value`` by an op, in a region by each op of it: whether it is by a product of ours."""
     if user.target is run_region:
         return _reads_in_region(user, value, module)
-    last: Any = user.args[-1] if user.op == "call_function" and user.args else None
+    return [knows_places(user, module)] * _times(user, value)
+
+
+def knows_places(call: fx.Node, module: nn.Module) -> bool:
+    """Whether a call is a product of ours, which gives the gradients of its weights without autograd."""
+    last: Any = call.args[-1] if call.op == "call_function" and call.args else None
     handle = getattr(module, str(last.target), None) if isinstance(last, fx.Node) and last.op == "get_attr" else None
-    return [isinstance(handle, (AtOnce, WeightGradients))] * _times(user, value)
+    return isinstance(handle, (AtOnce, WeightGradients))
 
 
 def _reads_in_region(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:

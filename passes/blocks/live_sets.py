@@ -70,6 +70,12 @@ def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.No
     return result
 
 
+def needed_anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:
+    """Of the calls that the loss depends on."""
+    needed = needed_nodes(program)
+    return {node: block for node, block in anchors(program, block_of, recomputed).items() if node in needed}
+
+
 def _move_late(
     program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node], anchor: dict[fx.Node, int]
 ) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
-from passes.ops.linear import add_held, any_place, of_held, of_input, places_of, product
+from passes.ops.linear import add_held, of_held, of_input, places_of, product, puts_aside
 from passes.ops.weight_gradients import Handle
 from passes.types.types import Placement
 
@@ -71,7 +71,7 @@ class _ColumnLinears(torch.autograd.Function):
         of_edges: Any = ()
         if ctx.places is None:
             of_edges = of_held(_as_matrix(x), rows, ctx.needs_input_grad[6:], ctx.transposed)
-        elif ctx.handle.waits and any_place(ctx.places):
+        elif puts_aside(ctx.handle, ctx.places):
             ctx.handle.keep(partial(_add, x, rows, ctx.places, ctx.transposed))
         else:
             add_held(_as_matrix(x), rows, ctx.places, ctx.transposed)
@@ -118,7 +118,7 @@ class _GatheredLinears(torch.autograd.Function):
         rows, summed, of_edges, begin = _as_matrices(grads), None, (), None
         if ctx.again and kept is not None:
             begin = partial(start_all_gather, kept, ctx.axis, ctx.cut, "backward", ahead=True)
-        waits = ctx.places is not None and ctx.handle.waits and any_place(ctx.places)
+        waits = ctx.places is not None and puts_aside(ctx.handle, ctx.places)
         gathered = begin() if begin is not None and not waits else None
         if ctx.needs_input_grad[0]:
             gradient = of_input(ctx.shape, ctx.weights, rows, ctx.transposed)

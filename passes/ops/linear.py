@@ -61,7 +61,7 @@ class _Linear(torch.autograd.Function):
             grad = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
             gradient = torch.mm(grad, ctx.weight.t() if ctx.transposed else ctx.weight)
             gradient = gradient if len(ctx.shape) == 2 else aten._unsafe_view.default(gradient, ctx.shape)
-        if handle.waits and any_place(places):
+        if puts_aside(handle, places):
             handle.keep(partial(_work, x, grad, places, ctx.transposed))
         else:
             add_held(x, (grad,), places, ctx.transposed)
@@ -92,9 +92,9 @@ def places_of(handle: Handle | None, held: Sequence[Any]) -> tuple[Place | None,
     return found
 
 
-def any_place(places: Places) -> bool:
-    """Whether there is anything to compute for weights: work that waits would else hold gradients for nothing."""
-    return any(place is not None for place in places)
+def puts_aside(handle: Any, places: Places) -> bool:
+    """Whether a backward leaves work for its W: with frozen weights alone it would hold gradients for nothing."""
+    return handle.waits and any(place is not None for place in places)
 
 
 def add_held(x: Tensor | None, rows: Sequence[Tensor | None], places: Places, transposed: bool) -> None:

@@ -7,14 +7,13 @@ gradients   a bucket fills from the first backward that gives it a gradient to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.own_linears import PRODUCTS
+from passes.own_linears import knows_places
 from planner.exchanges.weights import gathered_weights
 from planner.pipeline.schedule import SchedulePlan
 from planner.saved.lowered import Lowered
-from planner.saved.trace import StageTrace
 from planner.sharding.buffers import Buffer
 from planner.sharding.parameters import parameters_of_rank
 
@@ -67,7 +66,7 @@ def most_gradients(buckets: Sequence[Filling]) -> int:
 
 def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
     """The buckets that the backward of ``stage`` fills."""
-    given = _given(lowered.trace(stage), lowered.decisions.program.parameters)
+    given = _given(lowered, stage)
     place = {p.fqn: number for number, p in enumerate(parameters_of_rank(lowered.decisions, pp_rank))}
     found = []
     for buffer in buffers:
@@ -80,13 +79,14 @@ def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage
     return found
 
 
-def _given(trace: StageTrace, parameters: Mapping[str, str]) -> dict[str, list[int]]:
+def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:
     """Of each parameter the numbers of the calls with a backward that gives it a gradient: each of our own products,
     and of all other readers the first, as autograd adds their gradients before it gives the sum.
     """
+    trace, module, parameters = lowered.trace(stage), lowered.stage(stage).root, lowered.decisions.program.parameters
     found, by_autograd = dict[str, list[int]](), dict[str, int]()
     for at, call in enumerate(trace.calls):
-        is_own = call.node.target in PRODUCTS and trace.values[call.operands[0]].like.requires_grad
+        is_own = knows_places(call.node, module) and trace.values[call.operands[0]].like.requires_grad
         for source in call.node.all_input_nodes:
             name = parameters.get(source.meta.get("origin", "")) if source.op == "get_attr" else None
             if name is not None and is_own:

@@ -20,10 +20,9 @@ from torch import fx
 
 from passes.blocks.blocks import Blocks
 from passes.blocks.live_sets import (
-    anchors,
     before_and_after_blocks,
     live_values,
-    needed_nodes,
+    needed_anchors,
     recomputed_nodes,
     stages_of_copies,
 )
@@ -55,8 +54,8 @@ def assign_stages(
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
     num_stages, num_blocks = pp * vpp, len(blocks.instances)
-    recomputed, needed, block_of = recomputed_nodes(program), needed_nodes(program), blocks.block_of()
-    anchor = {n: a for n, a in anchors(program, block_of, recomputed).items() if n in needed}
+    recomputed, block_of = recomputed_nodes(program), blocks.block_of()
+    anchor = needed_anchors(program, block_of, recomputed)
     costs, work = {node: node_cost(node) for node in anchor}, {node: _work(node) for node in anchor}
     if split == "auto" or not num_blocks:
         _check_enough_blocks(num_blocks, pp, vpp, where)
@@ -101,8 +100,7 @@ def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_
 
 def block_costs(program: Program, blocks: Blocks) -> list[int]:
     """The cost of each block with the calls anchored to it, which ``assign_stages`` balances."""
-    recomputed, needed = recomputed_nodes(program), needed_nodes(program)
-    anchor = {n: a for n, a in anchors(program, blocks.block_of(), recomputed).items() if n in needed}
+    anchor = needed_anchors(program, blocks.block_of(), recomputed_nodes(program))
     return _costs_of_blocks(anchor, {node: _work(node) for node in anchor}, len(blocks.instances))
 
 

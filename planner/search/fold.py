@@ -18,7 +18,7 @@ from itertools import groupby
 from torch import fx
 
 from passes.blocks.blocks import Block, Blocks
-from passes.blocks.live_sets import anchors, needed_nodes, recomputed_nodes, stages_of_copies
+from passes.blocks.live_sets import needed_anchors, recomputed_nodes, stages_of_copies
 from passes.program.copied import copied, program_of
 from passes.program.program import Program
 
@@ -93,8 +93,7 @@ def _is_foldable(program: Program, blocks: Blocks, row: list[Block]) -> bool:
 
 def _homes_outside(program: Program, block_of: Mapping[str, int]) -> dict[str, int]:
     """Call outside all blocks → the first block of its stage."""
-    recomputed, needed = recomputed_nodes(program), needed_nodes(program)
-    anchor = {node: home for node, home in anchors(program, block_of, recomputed).items() if node in needed}
+    anchor = needed_anchors(program, block_of, recomputed_nodes(program))
     homes = {node.name: home for node, home in anchor.items()}
     for node, units in stages_of_copies(program, anchor).items():
         if node.op == "call_function" and units:

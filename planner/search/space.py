@@ -139,11 +139,11 @@ class Space:
 
     def _stages(self, pp: int, vpp: int, sizes_of: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
         split = self.spec.pipeline.split
-        if split == AUTO and pp * vpp > max(1, self.facts.num_blocks):
+        if split == AUTO:
+            if pp * vpp <= max(1, self.facts.num_blocks):
+                return sizes_of(pp * vpp)
             self.pruned[f"pp · vpp = {pp * vpp}: the model has {self.facts.num_blocks} blocks"] += 1
             return None
-        if split == AUTO:
-            return sizes_of(pp * vpp)
         try:
             return layout_of(split, pp, vpp, self.facts.num_blocks, fold_of(self.spec.pipeline.schedule)).sizes
         except PlanError as error:

@@ -47,13 +47,7 @@ from passes.partition.batch.two_captures import TwoCaptures, cut_of, lay_on, spl
 from passes.partition.loss.counts import Counts, LossTerms
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
 from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
-from passes.partition.loss.loss_ops import (
-    AFFINE,
-    MEAN,
-    adds_rows,
-    is_mean,
-    linear_in,
-)
+from passes.partition.loss.loss_ops import AFFINE, MEAN, adds_rows, is_mean, linear_in
 from passes.partition.loss.scaling import Scaling, corrected
 from passes.partition.loss.together import Together
 from passes.partition.loss.valid_labels import counts_labels, over_all_labels

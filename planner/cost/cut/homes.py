@@ -14,10 +14,9 @@ from typing import Any
 from torch import fx
 
 from passes.blocks.live_sets import (
-    anchors,
     before_and_after_blocks,
     live_values,
-    needed_nodes,
+    needed_anchors,
     recomputed_nodes,
     stages_of_copies,
 )
@@ -34,9 +33,7 @@ class Homes:
     def __init__(self, decisions: Decisions, *, ends: bool = False) -> None:
         program, block_of = decisions.program, decisions.blocks.block_of()
         self.program, self.num_units = program, max(1, len(decisions.blocks.instances))
-        recomputed, needed = recomputed_nodes(program), needed_nodes(program)
-        found = anchors(program, block_of, recomputed)
-        self.anchor = {node: unit for node, unit in found.items() if node in needed}
+        self.anchor = needed_anchors(program, block_of, recomputed_nodes(program))
         if ends:
             before, after = before_and_after_blocks(self.anchor, block_of, self.num_units - 1)
             shifted = {node: 0 if node in before else unit + 1 for node, unit in self.anchor.items()}

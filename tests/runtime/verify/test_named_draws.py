@@ -107,47 +107,31 @@ def test_a_draw_that_no_loss_reads_has_no_name_and_the_rest_repeat() -> None:
 
 
 class Aside(nn.Module):
-    """``aside``: the first of two equal layers also runs for a result that no loss reads."""
+    """``aside``: what the first of two equal layers goes through, for a result that no loss reads."""
 
-    def __init__(self, aside: bool) -> None:
+    def __init__(self, aside: Any) -> None:
         super().__init__()
         self.first, self.second, self.aside = nn.Linear(8, 8), nn.Linear(8, 8), aside
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        seen = F.dropout(self.first(x), 0.3) if self.aside else x
+        seen = self.aside(self.first(x))
         return {"loss": F.dropout(self.second(x), 0.3).pow(2).mean(), "seen": seen}
 
 
-def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one() -> None:
-    found = []
-    for aside in (False, True):
-        torch.manual_seed(0)
-        model, batch = Aside(aside), {"x": torch.randn(4, 8)}
-        one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), 7))
-        found.append(one.forward_backward(batch))
-    assert found[0] == found[1]
-
-
-class Elsewhere(Aside):
-    """The draw that no loss reads is written in another file."""
-
-    def __init__(self, drop: Any) -> None:
-        super().__init__(aside=True)
-        self.drop = drop
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        seen = self.drop(self.first(x))
-        return {"loss": F.dropout(self.second(x), 0.3).pow(2).mean(), "seen": seen}
-
-
-def test_a_line_of_another_file_is_not_the_line_of_its_number() -> None:
-    number, made = Elsewhere.forward.__code__.co_firstlineno + 2, dict[str, Any]()
+def of_another_file() -> Any:
+    """A dropout on the line that has, in its file, the number of the line of the loss."""
+    number, made = Aside.forward.__code__.co_firstlineno + 2, dict[str, Any]()
     text = "\n" * (number - 1) + "def drop(x): return dropout(x, 0.3)"
     exec(compile(text, "other.py", "exec"), {"dropout": F.dropout}, made)
+    return made["drop"]
+
+
+@pytest.mark.parametrize("drop", [lambda x: F.dropout(x, 0.3), of_another_file()], ids=["here", "of another file"])
+def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one(drop: Any) -> None:
     found = []
-    for aside in (lambda x: x, made["drop"]):
+    for aside in (lambda x: x, drop):
         torch.manual_seed(0)
-        model, batch = Elsewhere(aside), {"x": torch.randn(4, 8)}
+        model, batch = Aside(aside), {"x": torch.randn(4, 8)}
         one = OneProcess(model, SMALL, NamedDraws(model, draws_of_lengths(model, SMALL), 7))
         found.append(one.forward_backward(batch))
     assert found[0] == found[1]
