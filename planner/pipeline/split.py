@@ -58,7 +58,7 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
 def may_be_alone(split: Any) -> bool:
     """Whether the embedding, or the loss, may have a stage without blocks."""
     if isinstance(split, str):
-        return split != AUTO and not all(read_layout(split).sizes)
+        return split == AUTO or not all(read_layout(split).sizes)
     return not isinstance(split, Sequence) and any(dict(split).get(end) for end in ("embedding", "loss"))
 
 

@@ -14,6 +14,8 @@ own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -38,6 +40,20 @@ from planner.pipeline.split import layout_of
 WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatches ahead: not for less than a twentieth
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCosts:
+    """Work of each block with the calls anchored to it. ``after``: the part of the last block's that is of the calls
+    after it, which may have a stage of their own; 0 if they may not.
+    """
+
+    of_blocks: tuple[int, ...]
+    after: int = 0
+
+    def of_copies(self, source: Sequence[int]) -> BlockCosts:
+        """Of a deeper model: block i of it is block ``source[i]`` of this one."""
+        return replace(self, of_blocks=tuple(self.of_blocks[block] for block in source))
+
+
 def assign_stages(
     program: Program,
     blocks: Blocks,
@@ -53,55 +69,51 @@ def assign_stages(
 
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
     """
-    num_stages, num_blocks = pp * vpp, len(blocks.instances)
+    num_blocks = len(blocks.instances)
     recomputed, block_of = recomputed_nodes(program), blocks.block_of()
     anchor = needed_anchors(program, block_of, recomputed)
-    costs, work = {node: node_cost(node) for node in anchor}, {node: _work(node) for node in anchor}
     if split == "auto" or not num_blocks:
         _check_enough_blocks(num_blocks, pp, vpp, where)
     before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
-        may_stand_alone = vpp == 1 and program.node(program.loss) in after
-        tail = sum(work[node] for node in after) if may_stand_alone else 0
-        of_blocks = _costs_of_blocks(anchor, work, num_blocks) if num_blocks else []
-        layout = layout_of_sizes(sizes) if sizes else _balanced(of_blocks, num_stages, tail)
+        layout = layout_of_sizes(sizes or balanced_sizes(block_costs(program, blocks), pp, vpp))
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, layout, before, after)
     _check_ends(program, stage, layout)
-    return _assignment(program, stage, recomputed, layout, costs)
+    return _assignment(program, stage, recomputed, layout)
 
 
-def _balanced(of_blocks: list[int], num_stages: int, tail: int) -> Layout:
-    """Blocks of each stage. ``tail``: the cost of the ops after the last block, included in its cost: if they fill a
-    stage, they get the last one. 0 if they may not.
+def balanced_sizes(costs: BlockCosts, pp: int, vpp: int = 1) -> list[int]:
+    """Blocks of each stage, the slowest as fast as it can be. The calls after the last block get the last stage for
+    themselves (0 blocks) if they fill it.
     """
+    of_blocks, num_stages = costs.of_blocks, pp * vpp
     if not of_blocks:
-        return layout_of_sizes([0])
-    layout = layout_of_sizes(balance(of_blocks, num_stages))
-    if num_stages < 2 or not tail:
-        return layout
-    without = [*of_blocks[:-1], of_blocks[-1] - tail]
-    alone = layout_of_sizes([*balance(without, num_stages - 1), 0])
-    is_worth_it = max(tail, _slowest(without, alone)) < WORTH_IT * _slowest(of_blocks, layout)
-    return alone if is_worth_it else layout
+        return [0]
+    sizes = balance(of_blocks, num_stages)
+    if num_stages < 2 or vpp > 1 or not costs.after:
+        return sizes
+    without = (*of_blocks[:-1], of_blocks[-1] - costs.after)
+    alone = [*balance(without, num_stages - 1), 0]
+    is_worth_it = max(costs.after, _slowest(without, alone)) < WORTH_IT * _slowest(of_blocks, sizes)
+    return alone if is_worth_it else sizes
 
 
-def _slowest(of_blocks: list[int], layout: Layout) -> int:
-    return max(sum(of_blocks[blocks.start : blocks.stop]) for blocks in layout.blocks)
+def _slowest(of_blocks: Sequence[int], sizes: Sequence[int]) -> int:
+    return max(sum(of_blocks[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
 
-def _costs_of_blocks(anchor: dict[fx.Node, int], costs: dict[fx.Node, int], num_blocks: int) -> list[int]:
+def block_costs(program: Program, blocks: Blocks) -> BlockCosts:
+    """The costs that ``balanced_sizes`` balances."""
+    num_blocks, block_of = len(blocks.instances), blocks.block_of()
+    anchor = needed_anchors(program, block_of, recomputed_nodes(program))
     of_blocks = [0] * num_blocks
-    for node, block in anchor.items():
-        of_blocks[block] += costs[node]
-    return of_blocks
-
-
-def block_costs(program: Program, blocks: Blocks) -> list[int]:
-    """The cost of each block with the calls anchored to it, which ``assign_stages`` balances."""
-    anchor = needed_anchors(program, blocks.block_of(), recomputed_nodes(program))
-    return _costs_of_blocks(anchor, {node: _work(node) for node in anchor}, len(blocks.instances))
+    for node, block in anchor.items() if num_blocks else ():
+        of_blocks[block] += _work(node)
+    _, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
+    ends_with_loss = program.node(program.loss) in after
+    return BlockCosts(tuple(of_blocks), sum(map(_work, after)) if ends_with_loss else 0)
 
 
 def _work(node: fx.Node) -> int:
@@ -137,7 +149,6 @@ def _assignment(
     stage: dict[fx.Node, int],
     recomputed: set[fx.Node],
     layout: Layout,
-    costs: dict[fx.Node, int],
 ) -> StageAssignment:
     num_stages = len(layout.stages)
     copies = stages_of_copies(program, stage)
@@ -151,7 +162,7 @@ def _assignment(
         live=live_values(stage, num_stages),
         parameter_stages={n.name: copies[n] for n in program.graph.graph.nodes if n.op == "placeholder"},
         blocks_of_stage=tuple(map(tuple, layout.blocks)),
-        cost_of_stage=tuple(sum(costs[n] for n, s in stage.items() if s == k) for k in range(num_stages)),
+        cost_of_stage=tuple(sum(node_cost(n) for n, s in stage.items() if s == k) for k in range(num_stages)),
     )
 
 

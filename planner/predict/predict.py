@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -113,7 +114,7 @@ def _point(run: Run, cuts: Cuts) -> Point:
         raise PlanError(what, where="mesh", fix="use a cluster file with more devices")
     space = Space(run.spec, devices, run.cluster.links[0].devices, cuts.facts)
     cut = Cut(mesh.tp, run.spec.tensor_parallel.sequence_parallel is True, mesh.cp, mesh.ep, mesh.etp)
-    points = list(space.points(cut, lambda stages: cuts.stages(cut, stages)))
+    points = list(space.points(cut, partial(cuts.stages, cut)))
     if not points:
         why = next(iter(space.pruned), "the batch or the model does not divide into it")
         raise PlanError(f"this layout is not possible: {why}", where="mesh", fix="correct mesh, batch or pipeline")

@@ -27,9 +27,8 @@ from planner.cost.cut.units import CutWork
 from planner.cost.work import cut_work
 from planner.decisions import Decisions
 from planner.mesh import Mesh
-from planner.pipeline.balance import balance
 from planner.pipeline.split import may_be_alone
-from planner.pipeline.stages import assign_stages, block_costs
+from planner.pipeline.stages import BlockCosts, assign_stages, balanced_sizes, block_costs
 from planner.placement.attention.sites import attention_sites, check_attention
 from planner.placement.decide import decide_placements
 from planner.placement.overrides.kinds import kinds_by_override
@@ -53,7 +52,7 @@ class _Variant:
     source: tuple[int, ...]
     context: Context
     experts: Experts
-    costs: tuple[int, ...]
+    costs: BlockCosts
 
 
 class Cuts:
@@ -67,9 +66,9 @@ class Cuts:
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
         self.rules = decide_rules(spec.optimizer, program)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
-        self.ends = may_be_alone(spec.pipeline.split)
+        self.ends = bool(self.blocks.instances) and may_be_alone(spec.pipeline.split)
         self._variants: dict[tuple[int, ...], _Variant] = {}
-        self._sizes: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._sizes: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
 
     @property
     def facts(self) -> Facts:
@@ -113,13 +112,12 @@ class Cuts:
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
 
-    def stages(self, cut: Cut, num_stages: int) -> list[int]:
+    def stages(self, cut: Cut, pp: int, vpp: int) -> list[int]:
         """Blocks of each stage, as in a plan."""
-        key = _key(cut), num_stages
+        key = _key(cut), pp, vpp
         if key not in self._sizes:
             variant = self._variant(cut)
-            costs = [variant.costs[index] for index in variant.source]
-            self._sizes[key] = balance(costs, num_stages) if costs else [0]
+            self._sizes[key] = balanced_sizes(variant.costs.of_copies(variant.source), pp, vpp)
         return self._sizes[key]
 
     def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
@@ -162,7 +160,7 @@ class Cuts:
                 return None
             blocks = replace(seen, times=blocks.times)
         source = folded.source if folded.is_folded else tuple(range(len(blocks.instances)))
-        return _Variant(program, blocks, source, context, experts, tuple(block_costs(program, blocks)))
+        return _Variant(program, blocks, source, context, experts, block_costs(program, blocks))
 
 
 def mesh_of(cut: Cut) -> Mesh:

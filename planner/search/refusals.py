@@ -91,7 +91,7 @@ def _nearest(spec: Spec, devices: int, space: Space, step: int) -> int | None:
             return None
         tried = Space(spec, number, space.inner_devices, space.facts)
         cut = Cut(1 if spec.mesh.tp == AUTO else int(spec.mesh.tp))
-        if next(tried.points(cut, lambda stages: [1] * stages), None) is not None:
+        if next(tried.points(cut, lambda pp, vpp: [1] * pp * vpp), None) is not None:
             return number
     return None
 

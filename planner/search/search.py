@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from passes.errors import PlanError
@@ -150,7 +151,7 @@ class _Search:
             self.refused[cut] = plain
             return []
         try:
-            points = list(self.space.points(cut, lambda stages: self.cuts.stages(cut, stages)))
+            points = list(self.space.points(cut, partial(self.cuts.stages, cut)))
             if points:
                 self.works[cut] = self.cuts.works(cut)
             return points
@@ -173,7 +174,7 @@ class _Search:
         """Layouts of more devices, over those cuts that were decided."""
         space = Space(self.spec, devices, self.cluster.links[0].devices, self.cuts.facts)
         for cut in self.works:
-            yield from space.points(cut, lambda stages, cut=cut: self.cuts.stages(cut, stages))
+            yield from space.points(cut, partial(self.cuts.stages, cut))
 
     def _at_least(self, point: Point) -> float:
         return at_least(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)

@@ -47,6 +47,9 @@ BOUNDS = (
 )
 
 
+SizesOf = Callable[[int, int], Sequence[int]]  # pp, vpp → blocks of each stage
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Of the captured model: its repeated blocks, experts of each layer, the longest sequence."""
@@ -74,8 +77,8 @@ class Space:
                     for etp in self._etp(tp):
                         yield from self._with_sequence(tp, cp, ep, etp)
 
-    def points(self, cut: Cut, sizes_of: Callable[[int], Sequence[int]]) -> Iterator[Point]:
-        """Every layout of ``cut``. ``sizes_of``: number of stages → blocks of each."""
+    def points(self, cut: Cut, sizes_of: SizesOf) -> Iterator[Point]:
+        """Every layout of ``cut``."""
         inner = cut.tp * cut.cp
         pipelines = self._sizes(
             self.spec.mesh.pp, [n for n in divisors(self.devices) if n <= max(1, self.facts.num_blocks)]
@@ -115,7 +118,7 @@ class Space:
             if not (sequence_parallel and tp == 1 and given == AUTO):
                 yield Cut(tp, bool(sequence_parallel), cp, ep, etp)
 
-    def _of_mesh(self, cut: Cut, pp: int, dp: int, sizes_of: Callable[[int], Sequence[int]]) -> Iterator[Point]:
+    def _of_mesh(self, cut: Cut, pp: int, dp: int, sizes_of: SizesOf) -> Iterator[Point]:
         size = self.spec.batch.global_size
         if size % dp:
             self.pruned[f"dp {dp} does not divide batch.global = {size}"] += 1
@@ -137,11 +140,11 @@ class Space:
         most = min(MOST_CHUNKS, self.facts.num_blocks // pp) if pp > 1 else 1
         return list(range(1, max(1, most) + 1))
 
-    def _stages(self, pp: int, vpp: int, sizes_of: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
+    def _stages(self, pp: int, vpp: int, sizes_of: SizesOf) -> Sequence[int] | None:
         split = self.spec.pipeline.split
         if split == AUTO:
             if pp * vpp <= max(1, self.facts.num_blocks):
-                return sizes_of(pp * vpp)
+                return sizes_of(pp, vpp)
             self.pruned[f"pp · vpp = {pp * vpp}: the model has {self.facts.num_blocks} blocks"] += 1
             return None
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -79,7 +79,7 @@ class Enumerated:
             point
             for cut in space.cuts()
             if works_of(name, cut) is not None
-            for point in space.points(cut, lambda stages, cut=cut: cuts_of(name).stages(cut, stages))
+            for point in space.points(cut, partial(cuts_of(name).stages, cut))
         ]
         self.memory = 10 ** draw.uniform(5.2, 6.5)  # bytes: the smaller half rules layouts out
 
@@ -144,7 +144,7 @@ def test_two_chunks_a_rank_may_be_folded():
     spec, where = spec_of("gpt2", **{"batch": {"global": 16, "micro": 2}, **pins}), cluster(3)
     space = Space(spec, 8, 8, cuts_of("gpt2").facts)
     cut = next(iter(space.cuts()))
-    points = list(space.points(cut, lambda stages: cuts_of("gpt2").stages(cut, stages)))
+    points = list(space.points(cut, partial(cuts_of("gpt2").stages, cut)))
     folds = {(point.layout.schedule, point.layout.mesh.fold) for point in points}
     assert folds == {("interleaved_1f1b", "loop"), ("zero_bubble_v", "v")}
     works = works_of("gpt2", cut)

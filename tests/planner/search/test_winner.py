@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from planner.captured import prepare
 from planner.cluster.read import read_cluster
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
@@ -14,7 +16,9 @@ from planner.search.choice import Cut, Point
 from planner.search.search import search
 from planner.search.winner import planned_spec, winner_text
 from planner.spec.spec import Spec
+from tests.models import hugging_face
 from tests.models.deep import captured, spec_of
+from tests.tools.captures import captured_again, plan_again
 
 TEXT = """# a comment
 mesh: {mesh}
@@ -75,3 +79,16 @@ def test_the_winner_is_the_same_however_many_are_shown():
     assert results[0].winner.seconds <= 1.03 * fastest.seconds
     assert results[0].winner.point.key <= fastest.point.key
     assert [len(result.best) for result in results] == [1, 3, 12]
+
+
+def test_a_loss_that_fills_a_stage_has_one_in_the_search_as_in_the_plan():
+    member = hugging_face.ZOO["gpt2"]
+    model = hugging_face.made(replace(member, sizes=member.sizes | {"n_layer": 6, "vocab_size": 4096}))
+    sizes = {"global": 8, "micro": hugging_face.BATCH}
+    spec = spec_of("gpt2", mesh={"tp": "auto", "pp": 4, "dp": 1, "vpp": 1}, batch=sizes, recompute="none", devices=4)
+    found = search(prepare(captured_again(model, spec), spec), spec, read_cluster("cpu-local")).winner
+    made = plan_again(model, planned_spec(spec, found.point).to_dict())
+    of_stages = made.to_run()[0].stages.blocks_of_stage
+    assert found.point.layout.sizes == tuple(map(len, of_stages))
+    assert found.point.layout.sizes[-1] == 0
+    assert found.seconds == pytest.approx(made.cost.step_seconds, rel=1e-6)
