@@ -80,6 +80,7 @@ CASES = {
     ),
     "cp2 pp2, bfloat16": ("bert", {"mesh": {"cp": 2, "pp": 2}, "precision": {"parameters": "bfloat16"}}),
     "cp2 pp2, one key head, recompute": ("llama, one key head", {"mesh": {"cp": 2, "pp": 2}, "recompute": "full"}),
+    "cp2 tp2, shifts and sums of whole sequences": ("earlier tokens", {"mesh": {"cp": 2, "tp": 2}}),
     "cp4, a value over all data": ("sureness", {"mesh": {"cp": 4}}),
     "ep2 dp2, pp2": ("mixtral", {"mesh": {"pp": 2, "dp": 2, "ep": 2}}),
     "tp2 dp2 ep2, etp 1": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "ep": 2, "etp": 1}}),

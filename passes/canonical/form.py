@@ -31,6 +31,7 @@ from passes.canonical.products import PRODUCTS
 from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
 from passes.program.ops.aten import aten
+from passes.program.ops.groups import FILLED
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.recorded import OWN_BACKWARD, recorded
 from passes.program.source_lines import where_of
@@ -158,9 +159,8 @@ class _Writer:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
         new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
         new.meta["val"] = val
-        new.meta["grad"] = (
-            target is not aten.detach.default and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
-        )
+        stops = target is aten.detach.default or target in FILLED  # of zeros_like(x) x has no gradient
+        new.meta["grad"] = not stops and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
         return new
 
     def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:

@@ -87,6 +87,11 @@ def sureness(logits: Tensor) -> Tensor:
     return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean() + logits.logsumexp(-1).pow(2).mean()
 
 
+def earlier_tokens(x: Tensor) -> Tensor:
+    """Reads the sequence by a shift and a running sum."""
+    return x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) + x.cumsum(1) / 10
+
+
 def balance(logits: Tensor) -> Tensor:
     """A product of means over all tokens, which is no sum over them."""
     probs = logits.softmax(-1).flatten(0, 1)
@@ -153,6 +158,7 @@ MODELS: dict[str, Entry] = {
     "normed queries": Entry(lambda: Decoder([Sizes(normed=True)] * 2)),
     "balance": Entry(lambda: Decoder([Sizes()] * 2, penalty=balance)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
+    "earlier tokens": Entry(lambda: Decoder([Sizes()] * 2, tail=earlier_tokens)),
     "mixtral": Entry(
         _hugging_face(
             "MixtralForCausalLM",

@@ -116,15 +116,9 @@ LOSSES: dict[str, Loss] = {
     "probabilities, classes second": _of_probabilities_second,
     "weights of classes, smoothed": _weighted,
 }
-# what reads the whole sequence and makes as much of it: op → the model's part that does it
+# what reads the whole sequence, makes as much of it, and is not computed by every rank: op → the part of the model
 REFUSED: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
-    "aten.cumsum": (_rows, lambda x: x.cumsum(1)),
-    "aten.flip": (_rows, lambda x: x + x.flip(1)),
-    "aten.roll": (_rows, lambda x: x + x.roll(1, 1)),
     "aten.sort": (_rows, lambda x: x.sort(1).values),
-    "aten.fft_fft": (_rows, lambda x: torch.fft.fft(x, dim=1).real),
-    "aten.conv1d": (_rows, lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(16, 1, 3), padding=1, groups=16).mT),
-    "aten.slice.Tensor": (lambda logits, _: (logits[:, 1:] - logits[:, :-1]).square().mean(), lambda x: x),
     "aten.linear": (_rows, lambda x: F.linear(x.mT, x.new_ones(LENGTH, LENGTH).tril()).mT),
 }
 

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"cp": 2, "dp": 2, "order": "dp-cp-tp-ep-pp"},
         {"optimizer": {"zero": 0}},
     ),
+    "convolutions of whole sequences": ("state-space", {"cp": 2, "tp": 2}, SEQUENCE),
+    "convolutions, computed again": ("state-space", {"cp": 2, "pp": 2}, {"recompute": "full"}),
     "one chunk after another": ("gpt2", {"cp": 2, "pp": 2, "vpp": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
 }
 

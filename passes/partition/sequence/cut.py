@@ -10,11 +10,12 @@ from passes.partition.sequence.counted_rows import count_rows
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.partition import partition
-from passes.partition.sequence.refusals import no_sequence
+from passes.partition.sequence.refusals import no_sequence, op
 from passes.partition.sequence.repeated_rows import repeat_rows
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
 from passes.program.program import Program
+from passes.program.source_lines import where_of
 
 
 def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
@@ -32,6 +33,9 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     types = decide_types(program, cp, sort_plainly(program, experts))
     if not types.natives:
         raise no_sequence(cp)
+    for node in program.graph.graph.nodes:
+        if node in types.recut:
+            program.rewrites.append((f"every rank of cp computes {op(node)} for all tokens", where_of(node)))
     count_rows(program.graph.graph, types)
     program.graph.graph = partition(program.graph.graph, types, program.node(program.loss))
     _loss_is(program)

@@ -53,7 +53,7 @@ def one_row(program: Program, scored: Scored) -> OneRow:
     """Raises PlanError, with the op and its line, if rows of the logits need more than kept rows of earlier values."""
     logits, dtype = _logits_of(program, scored)
     (length,) = {shape_of(program.node(n))[1] for n, key in program.inputs.items() if key == scored.key}
-    types = Types(1, length)
+    types = Types(1, length, cuts_again=False)
     try:
         types_of(program, types, Sorted(), [logits])
     except PlanError as error:

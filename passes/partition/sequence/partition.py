@@ -84,6 +84,7 @@ def _convert(typed: _Typed, cp: int) -> None:
     for (value, after), of_value in readers.items():
         before = typed.placements[value]
         made = convert(value, of_value, lambda v=value, b=before, a=after: converted(v, b, a, cp))
+        made.meta["grad"] &= any(reader.op == "output" or reader.meta["grad"] for reader in of_value)
         typed.placements[made] = after
 
 

@@ -25,6 +25,7 @@ from passes.partition.sequence.flow import begins, sequence_flow
 from passes.partition.sequence.refusals import no_typing, not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import SortedRows
+from passes.partition.sequence.whole_ops import settle_whole
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
 from passes.program.program import Program
@@ -38,7 +39,9 @@ SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equa
 class Types:
     """``natives``: the type of each value with a sharded input, V or P. ``options``: how each of these, and of the
     replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences. ``chunks``: equal
-    ones in which a sequence is cut: 2 for each rank of cp.
+    ones in which a sequence is cut: 2 for each rank of cp. ``recut``: values that every rank computes of all tokens, to
+    take its own. ``whole``: those as large as a sequence that cannot be cut, with the dim of its tokens.
+    ``cuts_again``: whether there may be such values.
     """
 
     cp: int
@@ -46,6 +49,9 @@ class Types:
     natives: dict[fx.Node, Placement] = field(default_factory=dict)
     options: dict[fx.Node, Option] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
+    recut: set[fx.Node] = field(default_factory=set)
+    whole: dict[fx.Node, int] = field(default_factory=dict)
+    cuts_again: bool = True
 
     def of(self, node: fx.Node) -> Placement:
         return self.natives.get(node, R)
@@ -99,17 +105,14 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
     elif not node.meta.get("grad"):
         return
     else:
-        _check_whole(node, types, option)
+        _check_sums(node, types)
+        settle_whole(node, types)
 
 
-def _check_whole(node: fx.Node, types: Types, option: Option) -> None:
-    """Check that a value computed from all tokens on every rank is smaller than they are: a pooled sequence, not a
-    mixed one.
+def _check_sums(node: fx.Node, types: Types) -> None:
+    """Check that partial sums over tokens, read in full, are smaller than they are: a pooled sequence, not a mixed
+    one.
     """
-    gathered = [n for n, t in zip(node.all_input_nodes, option.args, strict=True) if types.of(n).is_sharded]
-    largest = max((prod(shape_of(n)) for n in gathered), default=0)
-    if largest and 2 * prod(shape_of(node)) > largest:
-        raise reads_whole(node, gathered[0])
     for value in (n for n in node.all_input_nodes if types.of(n) == P):
         for op, source in _summed(value, types):
             if 2 * prod(shape_of(op)) > prod(shape_of(source)):
@@ -151,7 +154,7 @@ def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> f
     if wanted == I and value.meta.get("grad") and reader.meta.get("grad"):
         return None  # gradients of replicated values are partial
     if wanted.kind in "IR":
-        whole = 0.0 if have == R else float(value_bytes(gathered_from(value, types)))
+        whole = 0.0 if have == R or value in types.recut else float(value_bytes(gathered_from(value, types)))
         return whole + (SUM_CALL if have == P else 0.0)
     if have == R:
         return CUT_CALL if wanted.is_sharded else SCALE_CALL if _is_float(value) else None

@@ -79,6 +79,8 @@ def _with_sources(
 def _version(node: fx.Node, wanted: Placement, types: Types, late: Ops) -> Option | Placement:
     """How a version is computed, or the version that is converted; a placeholder's whole is itself."""
     have = types.of(node)
+    if node in types.recut:
+        return Option((R,) * len(node.all_input_nodes), R, Form.WHOLE) if wanted == R else R
     if have == wanted and have != R:
         return types.options[node]
     if wanted.is_sharded:

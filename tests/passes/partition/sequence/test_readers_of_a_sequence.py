@@ -1,4 +1,4 @@
-"""Whatever reads a sequence: over cp it gives one process's loss and gradients, or is refused at its line."""
+"""Whatever reads a sequence: over cp it gives one process's loss and gradients."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from typing import Any
 import pytest
 import torch
 
-from planner import PlanError
-from tests.models.sequence_readers import FUSED, LOSSES, MIXING, POSITIONS, SCORES, Spelling, batch, build
+from planner import PlanError, plan
+from tests.models.sequence_readers import (
+    FUSED,
+    LENGTH,
+    LOSSES,
+    MIXING,
+    POSITIONS,
+    SCORES,
+    VOCABULARY,
+    Spelling,
+    batch,
+    build,
+)
 from tests.tools.simulated_mesh import run_mesh
 
-# which op stands in the way
-REFUSED = {
+VIRTUAL = Spelling(positions="prompt")  # 4 trained tokens before 16
+# what reads the whole sequence and makes as much of it: the op that every rank computes for all tokens
+WHOLE = {
     Spelling("linear"): "aten.cumsum",
     Spelling(mixing="shift by pad"): "aten.pad",
-    Spelling(mixing="shift by cat"): "aten.slice",
+    Spelling(mixing="shift by cat"): "aten.cat",
     Spelling(mixing="convolution"): "aten.conv1d",
     Spelling(mixing="roll"): "aten.roll",
     Spelling(mixing="flip"): "aten.flip",
     Spelling(mixing="cumsum"): "aten.cumsum",
-    Spelling(mixing="softmax over tokens"): "aten.softmax",
-    Spelling(mixing="fft"): "aten.fft",
-    Spelling(positions="prompt"): "aten.cat",
-    Spelling(loss="differences"): "aten.slice",
+    Spelling(mixing="softmax over tokens"): "aten.softmax.int",
+    Spelling(mixing="fft"): "aten.fft_fft",
+    VIRTUAL: "aten.cat",
 }
 ALL = [
     *(Spelling(attention) for attention in (*FUSED, *SCORES)),
@@ -31,7 +42,6 @@ ALL = [
     *(Spelling(positions=positions) for positions in POSITIONS),
     *(Spelling(loss=loss) for loss in LOSSES),
 ]
-EQUAL = [spelling for spelling in dict.fromkeys(ALL) if spelling not in REFUSED]
 SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 
 
@@ -51,7 +61,7 @@ def check(spelling: Spelling, mesh: dict[str, int], **more: Any) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("spelling", EQUAL, ids=name_of)
+@pytest.mark.parametrize("spelling", dict.fromkeys(ALL), ids=name_of)
 def test_over_two_ranks_it_equals_one_process(spelling):
     check(spelling, {"cp": 2})
 
@@ -70,8 +80,23 @@ def test_losses_are_those_of_the_whole_batch_beside_dp(loss):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("spelling", REFUSED, ids=name_of)
-def test_what_reads_the_whole_sequence_is_refused_with_its_op_and_line(spelling):
-    with pytest.raises(PlanError, match=REFUSED[spelling]) as caught:
-        check(spelling, {"cp": 2})
+@pytest.mark.parametrize(("mesh", "more"), [({"cp": 4}, {}), ({"cp": 2, "tp": 2}, SEQUENCE_PARALLEL)], ids=["4", "tp"])
+@pytest.mark.parametrize("spelling", [s for s in WHOLE if s != VIRTUAL], ids=name_of)
+def test_what_reads_whole_sequences_is_equal_over_more_ranks_and_beside_tp(spelling, mesh, more):
+    check(spelling, mesh, **more)
+
+
+def test_products_of_a_sequence_that_became_too_long_to_divide_are_refused_with_their_line():
+    with pytest.raises(PlanError, match="a sequence of 20 tokens is not divisible by 2·cp = 8") as caught:
+        check(VIRTUAL, {"cp": 4})
     assert "sequence_readers.py" in str(caught.value.where)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("spelling", WHOLE, ids=name_of)
+def test_the_plan_says_which_ops_every_rank_computes_for_all_tokens_and_where(spelling):
+    inputs = {"ids": {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}, "labels": {"like": "ids"}}
+    made = plan(build(spelling), {"mesh": {"cp": 2}, "batch": {"global": 4, "micro": 2}, "inputs": inputs})
+    found = [row for row in made.diagnostics if "for all tokens" in row.what]
+    assert {row.what for row in found} == {f"every rank of cp computes {WHOLE[spelling]} for all tokens"}
+    assert all("sequence_readers.py" in row.where for row in found)
