@@ -16,7 +16,7 @@ from passes.moe.building import Builder
 from passes.partition.loss.loss_ops import MEAN, SUM
 from passes.partition.options.base import Option
 from passes.partition.options.forms import Form
-from passes.partition.sequence.types import Types
+from passes.partition.sequence.facts import Types
 from passes.program.ops.aten import aten, named
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.types.types import I, P

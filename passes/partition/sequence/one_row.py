@@ -17,8 +17,9 @@ from torch import fx
 from passes.errors import PlanError
 from passes.moe.sorting import Sorted
 from passes.partition.loss.scored import Scored
+from passes.partition.sequence.facts import Types
 from passes.partition.sequence.refusals import op
-from passes.partition.sequence.types import Types, types_of
+from passes.partition.sequence.types import types_of
 from passes.program.ops.aten import shape_of
 from passes.program.ops.groups import MOVED
 from passes.program.program import Program

@@ -16,8 +16,8 @@ from torch import fx
 from passes.partition.options.base import Option
 from passes.partition.options.forms import Form
 from passes.partition.sequence.exchanges import converted, resized
+from passes.partition.sequence.facts import Types
 from passes.partition.sequence.forms import form_over_cp
-from passes.partition.sequence.types import Types
 from passes.partition.sequence.versions import Made, as_version, versions_of
 from passes.partition.writer import Scene, convert, rewrite
 from passes.program.ops.aten import aten

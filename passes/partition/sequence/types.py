@@ -12,7 +12,6 @@ with those of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -21,6 +20,7 @@ from torch import fx
 from passes.moe.sorting import Sorted
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
+from passes.partition.sequence.facts import Types
 from passes.partition.sequence.flow import begins, sequence_flow
 from passes.partition.sequence.refusals import no_typing, not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
@@ -33,28 +33,6 @@ from passes.program.walks import operands, walk
 from passes.types.types import I, P, Placement, R
 
 SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equally many bytes
-
-
-@dataclass
-class Types:
-    """``natives``: the type of each value with a sharded input, V or P. ``options``: how each of these, and of the
-    replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences. ``chunks``: equal
-    ones in which a sequence is cut: 2 for each rank of cp. ``recut``: values that every rank computes of all tokens, to
-    take its own. ``whole``: those as large as a sequence that cannot be cut, with the dim of its tokens.
-    ``cuts_again``: whether there may be such values.
-    """
-
-    cp: int
-    chunks: int
-    natives: dict[fx.Node, Placement] = field(default_factory=dict)
-    options: dict[fx.Node, Option] = field(default_factory=dict)
-    lengths: set[int] = field(default_factory=set)
-    recut: set[fx.Node] = field(default_factory=set)
-    whole: dict[fx.Node, int] = field(default_factory=dict)
-    cuts_again: bool = True
-
-    def of(self, node: fx.Node) -> Placement:
-        return self.natives.get(node, R)
 
 
 def decide_types(program: Program, cp: int, known: Sorted) -> Types:

@@ -15,8 +15,9 @@ from torch import fx
 
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
+from passes.partition.sequence.facts import Types
 from passes.partition.sequence.rules import options_over_cp
-from passes.partition.sequence.types import Types, gathered_from
+from passes.partition.sequence.types import gathered_from
 from passes.program.ops.aten import is_random
 from passes.program.ops.groups import Ops
 from passes.program.ops.over_data import over_data

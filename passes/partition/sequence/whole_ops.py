@@ -10,33 +10,24 @@ Weights of such an op have partial gradients as all others: a rank's come from t
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from passes.partition.options.base import Site
+from passes.partition.sequence.facts import Types
 from passes.partition.sequence.refusals import not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import is_random, shape_of
 from passes.rules.flops import has_flops
 from passes.types.types import Placement, V
 
-if TYPE_CHECKING:
-    from passes.partition.sequence.types import Types
-
-
-def places_of_sequences(node: fx.Node, types: Types) -> dict[fx.Node, int]:
-    """Operands as large as a sequence, each with the dim where it has its tokens, or had them."""
-    places = {n: types.of(n).dim for n in node.all_input_nodes if types.of(n).is_sharded}
-    return places | {n: types.whole[n] for n in node.all_input_nodes if n in types.whole}
-
 
 def settle_whole(node: fx.Node, types: Types) -> None:
     """A result that every rank computes of all tokens: small, cut again, or whole. Raises PlanError for products of
     what cannot be cut, and for results of several tensors.
     """
-    places = places_of_sequences(node, types)
+    places = _places_of_sequences(node, types)
     largest = max(places, key=lambda n: prod(shape_of(n)), default=None)
     if largest is None or 2 * prod(shape_of(node)) <= prod(shape_of(largest)):
         return  # a pooled sequence
@@ -52,6 +43,12 @@ def settle_whole(node: fx.Node, types: Types) -> None:
         raise not_divisible(node, shape_of(largest)[places[largest]], types.cp)
     else:
         types.whole[node] = place
+
+
+def _places_of_sequences(node: fx.Node, types: Types) -> dict[fx.Node, int]:
+    """Operands as large as a sequence, each with the dim where it has its tokens, or had them."""
+    places = {n: types.of(n).dim for n in node.all_input_nodes if types.of(n).is_sharded}
+    return places | {n: types.whole[n] for n in node.all_input_nodes if n in types.whole}
 
 
 def _place(node: fx.Node, read: fx.Node, place: int) -> int:

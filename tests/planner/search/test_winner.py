@@ -91,4 +91,5 @@ def test_a_loss_that_fills_a_stage_has_one_in_the_search_as_in_the_plan():
     of_stages = made.to_run()[0].stages.blocks_of_stage
     assert found.point.layout.sizes == tuple(map(len, of_stages))
     assert found.point.layout.sizes[-1] == 0
+    assert made.cost is not None
     assert found.seconds == pytest.approx(made.cost.step_seconds, rel=1e-6)
