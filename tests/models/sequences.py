@@ -118,7 +118,6 @@ LOSSES: dict[str, Loss] = {
 }
 # what reads the whole sequence, makes as much of it, and is not computed by every rank: op → the part of the model
 REFUSED: dict[str, tuple[Loss, Callable[[Tensor], Tensor]]] = {
-    "aten.sort": (_rows, lambda x: x.sort(1).values),
     "aten.linear": (_rows, lambda x: F.linear(x.mT, x.new_ones(LENGTH, LENGTH).tril()).mT),
 }
 

@@ -18,23 +18,24 @@ from passes.partition.options.base import Site
 from passes.partition.sequence.facts import Types
 from passes.partition.sequence.refusals import not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
-from passes.program.ops.aten import is_random, shape_of
+from passes.program.ops.aten import shape_of
 from passes.rules.flops import has_flops
 from passes.types.types import Placement, V
 
 
 def settle_whole(node: fx.Node, types: Types) -> None:
     """A result that every rank computes of all tokens: small, cut again, or whole. Raises PlanError for products of
-    what cannot be cut, and for results of several tensors.
+    what cannot be cut.
     """
     places = _places_of_sequences(node, types)
     largest = max(places, key=lambda n: prod(shape_of(n)), default=None)
     if largest is None or 2 * prod(shape_of(node)) <= prod(shape_of(largest)):
         return  # a pooled sequence
-    if not types.cuts_again or is_random(node) or not isinstance(node.meta["val"], torch.Tensor):
+    if not types.cuts_again:
         raise reads_whole(node, largest)
     place = _place(node, largest, places[largest])
-    cut = _cut_again(node, largest, place, types)
+    is_one = isinstance(node.meta["val"], torch.Tensor)
+    cut = _cut_again(node, largest, place, types) if is_one else None
     if cut is not None:
         types.natives[node] = cut
         types.recut.add(node)

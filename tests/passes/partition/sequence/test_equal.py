@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -84,6 +84,37 @@ def test_a_loss_that_reads_its_sequence_is_equal(name: str, microbatches: int) -
     inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
     entry = families.Entry(sequences.reader(name), inputs, ("labels",))  # pyright: ignore[reportArgumentType]
     assert worst_of(entry, 4, microbatches=microbatches) < 1e-10
+
+
+def _best_half(x: Tensor) -> Tensor:
+    """A router's best tokens are changed, and added to where they stood."""
+    weight, places = x.sum(-1).topk(x.shape[1] // 2, 1)
+    places = places[..., None].expand(-1, -1, x.shape[-1])
+    return x.scatter_add(1, places, x.gather(1, places).tanh() * weight.sigmoid()[..., None])
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x + super().forward(x)[0]
+
+
+OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted": lambda x: x.sort(1).values,
+    "largest so far": lambda x: x.cummax(1).values,
+    "in three parts": lambda x: torch.cat(x.chunk(3, 1)[::-1], 1),
+    "token by token": lambda x: torch.stack(x.unbind(1)[::-1], 1),
+    "the best half": _best_half,
+    "a recurrence": Recurrent(16, 16, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("how", OF_ALL_TOKENS)
+def test_an_op_of_all_tokens_with_several_results_is_equal(how: str) -> None:
+    shape, integers = (sequences.LENGTH,), (torch.int64, sequences.VOCABULARY)
+    inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
+    model = sequences.Reader(sequences.LOSSES["shifted"], OF_ALL_TOKENS[how]).double()
+    entry = families.Entry(model, inputs, ("labels",))  # pyright: ignore[reportArgumentType]
+    assert worst_of(entry, 2, 4) < 1e-10
 
 
 class Frozen(nn.Module):
