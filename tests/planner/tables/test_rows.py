@@ -90,7 +90,7 @@ def test_ops_without_a_rule_are_named_with_line_and_share():
     rows = ops_without_rule(made.decisions.program)  # type: ignore[attr-defined]
     assert rows
     assert all(r.where.file.endswith("plannable.py") and 0 < r.work_fraction < 1 for r in rows)
-    told = [d for d in made.diagnostics if "has no rule" in d.what]
+    told = [d for d in made.diagnostics if "has no rule and" in d.what]
     assert len(told) == len(rows)
     assert all(d.level == "warning" and "of the estimated work" in d.what for d in told)
 
