@@ -1,5 +1,5 @@
 # Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
-# Three tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in ten, `make all` in two hours.
+# Three tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in nine, `make all` in an hour and a half.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 BIN := .venv/bin
