@@ -76,7 +76,7 @@ def assign_stages(
         _check_enough_blocks(num_blocks, pp, vpp, where)
     before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
-        layout = layout_of_sizes(sizes or balanced_sizes(block_costs(program, blocks), pp, vpp))
+        layout = layout_of_sizes(sizes or balanced_sizes(_costs(program, anchor, after, num_blocks), pp, vpp))
     else:
         layout = layout_of(split, pp, vpp, num_blocks, fold)
     stage = _stage_of_calls(anchor, layout, before, after)
@@ -108,10 +108,14 @@ def block_costs(program: Program, blocks: Blocks) -> BlockCosts:
     """The costs that ``balanced_sizes`` balances."""
     num_blocks, block_of = len(blocks.instances), blocks.block_of()
     anchor = needed_anchors(program, block_of, recomputed_nodes(program))
+    _, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
+    return _costs(program, anchor, after, num_blocks)
+
+
+def _costs(program: Program, anchor: dict[fx.Node, int], after: set[fx.Node], num_blocks: int) -> BlockCosts:
     of_blocks = [0] * num_blocks
     for node, block in anchor.items() if num_blocks else ():
         of_blocks[block] += _work(node)
-    _, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     ends_with_loss = program.node(program.loss) in after
     return BlockCosts(tuple(of_blocks), sum(map(_work, after)) if ends_with_loss else 0)
 

@@ -22,7 +22,8 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     """Rewrite ``program`` in place; returns the facts of the sharding. Inputs stay full: ranks take their tokens of
     them.
 
-    Raises PlanError if no input has a sequence, if one does not divide by 2·cp, and for ops that read all of it.
+    Raises PlanError if no input has a sequence, if one does not divide by 2·cp, and for products that mix its
+    tokens.
     """
     if cp == 1:
         return Context()

@@ -29,7 +29,7 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
         elif node.op == "call_function" and not (node.meta.get("grad") and begins(node)) and not is_random(node):
             given = {n: flow[n] for n in node.all_input_nodes if flow.get(n)}
             if given:
-                flow[node] = _carried(node, given)
+                flow[node] = carried(node, given)
     return flow
 
 
@@ -49,7 +49,8 @@ def _of_input(node: fx.Node) -> set[Placement]:
     return {V(1, shape[1])} if len(shape) == dims and shape[1] > 1 else set()
 
 
-def _carried(node: fx.Node, given: dict[fx.Node, set[Placement]]) -> set[Placement]:
+def carried(node: fx.Node, given: dict[fx.Node, set[Placement]]) -> set[Placement]:
+    """Cuts of the result that follow from cuts of its operands: by a rule, or at the same dim."""
     if next(tensors_of(node), None) is None:
         return set()
     site = Site(node, 1, {n.name: cuts for n, cuts in given.items()})

@@ -37,7 +37,7 @@ SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equa
 
 def decide_types(program: Program, cp: int, known: Sorted) -> Types:
     """``known``: the calls that sort rows by expert. Raises PlanError for a sequence that does not divide by 2·cp, and
-    for ops that read all of it."""
+    for products that mix its tokens."""
     return types_of(program, Types(cp, 2 * cp), known, [program.node(program.loss)])
 
 

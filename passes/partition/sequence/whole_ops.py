@@ -14,10 +14,9 @@ from math import prod
 import torch
 from torch import fx
 
-from passes.partition.options.base import Site
 from passes.partition.sequence.facts import Types
+from passes.partition.sequence.flow import carried
 from passes.partition.sequence.refusals import not_divisible, reads_whole
-from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import shape_of
 from passes.rules.flops import has_flops
 from passes.types.types import Placement, V
@@ -56,10 +55,8 @@ def _place(node: fx.Node, read: fx.Node, place: int) -> int:
     """The dim of the result's tokens, of an operand with its tokens in ``place``: where a rule carries that dim, or the
     same one.
     """
-    cut = V(place, shape_of(read)[place])
-    site = Site(node, 1, {read.name: {cut}})
-    carried = (o.out.dim for o in options_over_cp(site) if o.out.is_sharded and o.args[site.inputs.index(read)] == cut)
-    return min(next(carried, place), len(shape_of(node)) - 1)
+    cuts = carried(node, {read: {V(place, shape_of(read)[place])}})
+    return min((cut.dim for cut in cuts), default=min(place, len(shape_of(node)) - 1))
 
 
 def _cut_again(node: fx.Node, read: fx.Node, place: int, types: Types) -> Placement | None:

@@ -52,6 +52,12 @@ def worst_of(entry: families.Entry, *cp: int, microbatches: int = 2) -> float:
     return max(max(compared(copied(program), terms, entry.model, batch, size).values()) for size in cp)
 
 
+def reading(model: nn.Module) -> families.Entry:
+    """A model of tests.models.sequences with its inputs."""
+    given = ((sequences.LENGTH,), torch.int64, sequences.VOCABULARY)
+    return families.Entry(model, {"input_ids": given, "labels": given}, ("labels",))
+
+
 def lengthened(entry: families.Entry, length: int) -> families.Entry:
     entry.inputs = {n: ((length, *s[1:]) if s else s, *rest) for n, (s, *rest) in entry.inputs.items()}  # pyright: ignore
     return entry
@@ -80,10 +86,7 @@ def test_a_pooled_sequence_of_a_family_is_equal() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", sequences.LOSSES)
 def test_a_loss_that_reads_its_sequence_is_equal(name: str, microbatches: int) -> None:
-    shape, integers = (sequences.LENGTH,), (torch.int64, sequences.VOCABULARY)
-    inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
-    entry = families.Entry(sequences.reader(name), inputs, ("labels",))  # pyright: ignore[reportArgumentType]
-    assert worst_of(entry, 4, microbatches=microbatches) < 1e-10
+    assert worst_of(reading(sequences.reader(name)), 4, microbatches=microbatches) < 1e-10
 
 
 def _best_half(x: Tensor) -> Tensor:
@@ -110,11 +113,8 @@ OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("how", OF_ALL_TOKENS)
 def test_an_op_of_all_tokens_with_several_results_is_equal(how: str) -> None:
-    shape, integers = (sequences.LENGTH,), (torch.int64, sequences.VOCABULARY)
-    inputs = {"input_ids": (shape, *integers), "labels": (shape, *integers)}
     model = sequences.Reader(sequences.LOSSES["shifted"], OF_ALL_TOKENS[how]).double()
-    entry = families.Entry(model, inputs, ("labels",))  # pyright: ignore[reportArgumentType]
-    assert worst_of(entry, 2, 4) < 1e-10
+    assert worst_of(reading(model), 2, 4) < 1e-10
 
 
 class Frozen(nn.Module):
