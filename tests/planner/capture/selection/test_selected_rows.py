@@ -12,9 +12,10 @@ from torch import Tensor, fx
 
 from passes.errors import PlanError, Where
 from passes.program.program import Program
-from tests.models import selected_rows
+from tests.models import mixed_rows, selected_rows
 from tests.models.experts import Layer, Net, Way, batch
-from tests.models.selected_rows import ASKING, MIXING, WAYS, Selecting
+from tests.models.mixed_rows import ASKING, MIXING
+from tests.models.selected_rows import WAYS, Selecting
 from tests.tools.captured import capture
 
 
@@ -32,7 +33,7 @@ def in_a_forward(way: Way) -> Selecting:
     """A layer whose own forward is the loop: PyTorch notes the lines of forwards alone."""
     layer = Selecting(way)
     code: CodeType = way.__code__  # pyright: ignore[reportFunctionMemberAccess]
-    layer.way = FunctionType(code.replace(co_name="forward"), vars(selected_rows))
+    layer.way = FunctionType(code.replace(co_name="forward"), way.__globals__)
     return layer
 
 
@@ -135,8 +136,8 @@ def test_what_mixes_selected_rows_is_refused_at_its_line(way: Way) -> None:
         capture(Net(in_a_forward(way)), batch())
     error = caught.value
     assert isinstance(error.where, Where)
-    lines = Path(selected_rows.__file__).read_text().splitlines()
+    lines = Path(mixed_rows.__file__).read_text().splitlines()
     begin = lines.index(f"def {way.__name__}(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:")
     marked = next(number for number, line in enumerate(lines, 1) if number > begin and "# here" in line)
-    assert (error.where.file, error.where.line) == (selected_rows.__file__, marked)
+    assert (error.where.file, error.where.line) == (mixed_rows.__file__, marked)
     assert error.fix
