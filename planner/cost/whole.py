@@ -2,20 +2,24 @@
 
 weights     the most that its moves make whole at once (planner.exchanges.weights)
 gradients   a bucket fills from the first backward that gives it a gradient to the last; then its sums are under way
-            until those of the next bucket begin. If gradients wait for a W of the schedule, all of a rank
+            until those of the next bucket begin. If gradients wait for a W of the schedule, a bucket is held from the
+            first B or W that gives it a gradient to the end of the next W of its chunk
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.own_linears import knows_places
+from planner.cost.cut.ops import puts_aside
 from planner.exchanges.weights import gathered_weights
+from planner.pipeline.actions import Order
 from planner.pipeline.schedule import SchedulePlan
 from planner.saved.lowered import Lowered
 from planner.sharding.buffers import Buffer
 from planner.sharding.parameters import parameters_of_rank
+from planner.sharding.residency import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,14 @@ class Filling:
     place: int
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The buckets of a chunk with a W: those that its B gives gradients, and all, each with its bytes."""
+
+    early: Mapping[Unit, int]
+    every: Mapping[Unit, int]
+
+
 def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
     """Of each pp rank."""
     shards, decisions, found = lowered.shards, lowered.decisions, []
@@ -37,13 +49,26 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
         return [0] * len(schedule.actions)
     for rank, gathered in enumerate(gathered_weights(lowered, schedule)):
         buffers = [buffer for buffer in shards.buffers_of_rank(rank) if buffer.scatters]
+        chunks = decisions.mesh.stages_of(rank)
         if schedule.has_weights:
-            most = sum(b.layout.num_elements * b.gradient_dtype.itemsize for b in buffers)
+            most = most_until_weights(schedule.actions[rank], [_apart(lowered, buffers, stage) for stage in chunks])
         else:
-            chunks = decisions.mesh.stages_of(rank)
             most = max(most_gradients(fillings_of(lowered, buffers, rank, stage)) for stage in chunks)
         found.append(gathered.most_bytes + most)
     return found
+
+
+def most_until_weights(order: Order, chunks: Sequence[Apart]) -> int:
+    """The most bytes at once in the ``order`` of a rank. A W ends with the sums of all buckets of its chunk."""
+    held, most = dict[Unit, int](), 0
+    for kind, _, chunk in order:
+        if kind == "F":
+            continue
+        held |= chunks[chunk].early if kind == "B" else chunks[chunk].every
+        most = max(most, sum(held.values()))
+        if kind == "W":
+            held = {unit: size for unit, size in held.items() if unit not in chunks[chunk].every}
+    return most
 
 
 def most_gradients(buckets: Sequence[Filling]) -> int:
@@ -77,6 +102,18 @@ def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage
                 size = len(bucket.world) * buffer.gradient_dtype.itemsize
                 found.append(Filling(size, min(at), max(at), min(place[name] for name in names)))
     return found
+
+
+def _apart(lowered: Lowered, buffers: Sequence[Buffer], stage: int) -> Apart:
+    given, calls, trace = _given(lowered, stage), lowered.trace(stage).calls, lowered.trace(stage)
+    early, every = dict[Unit, int](), dict[Unit, int]()
+    for number, buffer in enumerate(buffers):
+        for bucket in buffer.layout.buckets:
+            at = [place for slot in bucket.slots for place in given.get(slot.name, ())]
+            size = {(number, bucket.index): len(bucket.world) * buffer.gradient_dtype.itemsize}
+            every |= size if at else {}
+            early |= size if not all(puts_aside(trace, calls[place]) for place in at) else {}
+    return Apart(early, every)
 
 
 def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:

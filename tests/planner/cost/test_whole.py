@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cost.whole import Filling, most_gradients
+from planner.cost.whole import Apart, Filling, most_gradients, most_until_weights
+from planner.pipeline.actions import Action, Order
 from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
 
@@ -61,3 +62,24 @@ def _registered(model: str, precision: str) -> int:
 )
 def test_full_gradients_are_those_that_fill_and_the_sum_on_its_way(buckets: list[Filling], most: int):
     assert most_gradients(buckets) == most
+
+
+NORM, MATRIX, OTHER = (0, 0), (0, 1), (1, 0)
+CHUNKS = [Apart({NORM: 1}, {NORM: 1, MATRIX: 10}), Apart({}, {OTHER: 100})]
+
+
+@pytest.mark.parametrize(
+    ("order", "most"),
+    [
+        ("F0.0 B0.0 W0.0", 11),
+        ("F0.0 F1.0 B0.0 B1.0 W0.0 W1.0", 11),  # the first W sums what both backwards gave
+        ("F0.0 F0.1 B0.1 B0.0 W0.1 W0.0", 101),  # a norm of one chunk waits while the other sums
+        ("F0.0 F0.1 B0.1 W0.1 B0.0 W0.0", 100),
+    ],
+)
+def test_gradients_that_wait_are_held_until_the_next_weights_of_their_chunk(order: str, most: int):
+    assert most_until_weights(_order(order), CHUNKS) == most
+
+
+def _order(text: str) -> Order:
+    return tuple(Action(word[0], *map(int, word[1:].split("."))) for word in text.split())
