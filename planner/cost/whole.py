@@ -3,13 +3,14 @@
 weights     the most that its moves make whole at once (planner.exchanges.weights)
 gradients   a bucket fills from the first backward that gives it a gradient to the last; then its sums are under way
             until those of the next bucket begin. If gradients wait for a W of the schedule, a bucket is held from the
-            first B or W that gives it a gradient to the end of the next W of its chunk
+            first B or W that gives it a gradient to its sum at the end of the next W of its chunk
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from passes.own_linears import knows_places
 from planner.cost.cut.ops import puts_aside
@@ -36,10 +37,13 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The buckets of a chunk with a W: those that its B gives gradients, and all, each with its bytes."""
+    """The buckets of a chunk with a W: those that its B gives gradients, those that its W gives some, and the bytes of
+    all, in the order of their sums.
+    """
 
-    early: Mapping[Unit, int]
-    every: Mapping[Unit, int]
+    early: frozenset[Unit]
+    late: frozenset[Unit]
+    sizes: Mapping[Unit, int]
 
 
 def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
@@ -51,7 +55,8 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
         buffers = [buffer for buffer in shards.buffers_of_rank(rank) if buffer.scatters]
         chunks = decisions.mesh.stages_of(rank)
         if schedule.has_weights:
-            most = most_until_weights(schedule.actions[rank], [_apart(lowered, buffers, stage) for stage in chunks])
+            apart = [_apart(lowered, buffers, rank, stage) for stage in chunks]
+            most = most_until_weights(schedule.actions[rank], apart)
         else:
             most = max(most_gradients(fillings_of(lowered, buffers, rank, stage)) for stage in chunks)
         found.append(gathered.most_bytes + most)
@@ -59,15 +64,22 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
 
 
 def most_until_weights(order: Order, chunks: Sequence[Apart]) -> int:
-    """The most bytes at once in the ``order`` of a rank. A W ends with the sums of all buckets of its chunk."""
-    held, most = dict[Unit, int](), 0
-    for kind, _, chunk in order:
-        if kind == "F":
-            continue
-        held |= chunks[chunk].early if kind == "B" else chunks[chunk].every
-        most = max(most, sum(held.values()))
+    """The most bytes at once in the ``order`` of a rank. A W ends with the sums of all buckets of its chunk, one after
+    the other: one that nothing has opened since the W before opens only then, with zeros.
+    """
+    sizes = {unit: size for chunk in chunks for unit, size in chunk.sizes.items()}
+    held, most = set[Unit](), 0
+    for kind, _, number in order:
+        chunk = chunks[number]
+        if kind == "B":
+            held |= chunk.early
         if kind == "W":
-            held = {unit: size for unit, size in held.items() if unit not in chunks[chunk].every}
+            held |= chunk.late
+            for before, unit in pairwise((None, *chunk.sizes)):
+                held.add(unit)
+                most = max(most, sum(sizes[each] for each in held))
+                held -= {before}
+            held -= chunk.sizes.keys()
     return most
 
 
@@ -91,29 +103,38 @@ def most_gradients(buckets: Sequence[Filling]) -> int:
 
 def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
     """The buckets that the backward of ``stage`` fills."""
-    given = _given(lowered, stage)
+    found = _buckets(lowered, buffers, pp_rank, stage)
+    return [Filling(bucket.size, min(bucket.calls), max(bucket.calls), bucket.place) for bucket in found]
+
+
+def _apart(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> Apart:
+    trace, found = lowered.trace(stage), _buckets(lowered, buffers, pp_rank, stage)
+    waits = {bucket.unit: {puts_aside(trace, trace.calls[at]) for at in bucket.calls} for bucket in found}
+    early, late = (frozenset(unit for unit, are in waits.items() if wait in are) for wait in (False, True))
+    return Apart(early, late, {b.unit: b.size for b in sorted(found, key=lambda bucket: -bucket.place)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """As a stage fills it: ``calls`` have a backward, or a W, that gives it a gradient."""
+
+    unit: Unit
+    size: int
+    place: int
+    calls: Sequence[int]
+
+
+def _buckets(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[_Bucket]:
+    given, found = _given(lowered, stage), []
     place = {p.fqn: number for number, p in enumerate(parameters_of_rank(lowered.decisions, pp_rank))}
-    found = []
-    for buffer in buffers:
-        for bucket in buffer.layout.buckets:
-            names = [slot.name for slot in bucket.slots]
-            at = [number for name in names for number in given.get(name, ())]
-            if at:
-                size = len(bucket.world) * buffer.gradient_dtype.itemsize
-                found.append(Filling(size, min(at), max(at), min(place[name] for name in names)))
-    return found
-
-
-def _apart(lowered: Lowered, buffers: Sequence[Buffer], stage: int) -> Apart:
-    given, calls, trace = _given(lowered, stage), lowered.trace(stage).calls, lowered.trace(stage)
-    early, every = dict[Unit, int](), dict[Unit, int]()
     for number, buffer in enumerate(buffers):
         for bucket in buffer.layout.buckets:
-            at = [place for slot in bucket.slots for place in given.get(slot.name, ())]
-            size = {(number, bucket.index): len(bucket.world) * buffer.gradient_dtype.itemsize}
-            every |= size if at else {}
-            early |= size if not all(puts_aside(trace, calls[place]) for place in at) else {}
-    return Apart(early, every)
+            names = [slot.name for slot in bucket.slots]
+            calls = [at for name in names for at in given.get(name, ())]
+            size, first = len(bucket.world) * buffer.gradient_dtype.itemsize, min(place[name] for name in names)
+            if calls:
+                found.append(_Bucket((number, bucket.index), size, first, calls))
+    return found
 
 
 def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:

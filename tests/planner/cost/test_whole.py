@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.cost.whole import Apart, Filling, most_gradients, most_until_weights
@@ -65,20 +67,30 @@ def test_full_gradients_are_those_that_fill_and_the_sum_on_its_way(buckets: list
 
 
 NORM, MATRIX, OTHER = (0, 0), (0, 1), (1, 0)
-CHUNKS = [Apart({NORM: 1}, {NORM: 1, MATRIX: 10}), Apart({}, {OTHER: 100})]
+ONE, TWO = frozenset({NORM}), frozenset({MATRIX})
+CHUNKS = [Apart(ONE, TWO, {MATRIX: 10, NORM: 1}), Apart(frozenset(), frozenset({OTHER}), {OTHER: 100})]
 
 
 @pytest.mark.parametrize(
     ("order", "most"),
     [
         ("F0.0 B0.0 W0.0", 11),
-        ("F0.0 F1.0 B0.0 B1.0 W0.0 W1.0", 11),  # the first W sums what both backwards gave
+        ("F0.0 F1.0 B0.0 B1.0 W0.0 W1.0", 11),  # the first W sums the norms of both backwards
         ("F0.0 F0.1 B0.1 B0.0 W0.1 W0.0", 101),  # a norm of one chunk waits while the other sums
         ("F0.0 F0.1 B0.1 W0.1 B0.0 W0.0", 100),
+        ("F0.0 F1.0 B0.0 B1.0 W0.0 F0.1 B0.1 W1.0 W0.1", 100),  # nothing of a chunk is held beyond its W
     ],
 )
 def test_gradients_that_wait_are_held_until_the_next_weights_of_their_chunk(order: str, most: int):
     assert most_until_weights(_order(order), CHUNKS) == most
+
+
+def test_a_bucket_that_a_weights_action_gives_nothing_opens_for_its_sum_alone():
+    several = Apart(frozenset({(1, 0), (1, 1)}), TWO, {(1, 0): 5, (1, 1): 5, MATRIX: 10})
+    assert most_until_weights(_order("F0.0 F1.0 B0.0 B1.0 W0.0"), [several]) == 20
+    assert most_until_weights(_order("B0.0 W0.0"), [replace(several, early=frozenset())]) == 20
+    apart = replace(several, sizes={(1, 0): 5, (1, 1): 5, (1, 2): 5, MATRIX: 10}, early=frozenset())
+    assert most_until_weights(_order("B0.0 W0.0"), [apart]) == 20
 
 
 def _order(text: str) -> Order:
