@@ -85,8 +85,7 @@ _UNTRIED = (
     meeting.ids_of,
     meeting.part,
     meeting.join,
-    meeting.dispatch,
-    meeting.give_back,
+    *meeting.MOVING,
 )  # the shapes of their results depend on the routing
 
 

@@ -2,6 +2,7 @@
 
     meet(counts, n)            exchange of the counts of routed rows, once a layer              (passes.ops.meeting)
     dispatch, give_back        all-to-all over ep, and over etp to all holders of a part
+    dispatch_tokens, combine   the same of tokens, each once to a rank                  (passes.ops.tokens)
     send_slots, return_slots   the same of parts of one size                             (passes.ops.slots)
     over_data                  an all-reduce over dp, and of the gradient               (passes.ops.collectives)
                                or, if a rank runs several microbatches, their sum       (passes.ops.global_sums)
@@ -33,6 +34,8 @@ BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.meet: meeting.meet,
     exchange.dispatch: meeting.dispatch,
     exchange.give_back: meeting.give_back,
+    exchange.dispatch_tokens: meeting.dispatch_tokens,
+    exchange.combine: meeting.combine,
     exchange.ends_of: meeting.ends_of,
     exchange.ids_of: meeting.ids_of,
     exchange.grouped_mm: meeting.grouped_mm,
@@ -57,6 +60,7 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in BECOMES:
             if node.target is exchange.meet:
+                node.args = (*node.args, *(None, 0, 1)[len(node.args) - 2 :])
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
             if node.target in (exchange.part, exchange.slots_of):
@@ -65,6 +69,8 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
                 node.args = (*node.args, *(None,)[len(node.args) - 3 :])
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
+            if node.target in exchange.OF_TOKENS:
+                node.args = (node.args[0], node.args[2])  # the way of tokens is known since counts were exchanged
             if node.target is exchange.own_slices:
                 node.args = (*node.args, axis_node(stage, context.axes["ep"]))
             if node.target is exchange.return_slots:

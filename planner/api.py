@@ -26,6 +26,7 @@ from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.program import Program
 from planner.capture.again.earlier import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
+from planner.cluster.links import nodes_of_experts
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
 from planner.cost.allocator.replay import rows_of_plan
@@ -250,7 +251,8 @@ def _decide(
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
         context = cut_sequence(program, mesh.cp, found)
         keep_own_keys(program, context, mesh.tp)
-    experts = open_experts(program, found, mesh, dense="" if spec.cuda_graphs.impl == "none" else "cuda_graphs")
+    nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
+    experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
     check_places(program)
     blocks, placements, sites = _placed(program, spec, mesh, held)
     sizes = () if held is None else held.sizes

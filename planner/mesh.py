@@ -19,6 +19,7 @@ from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenera
 MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
 SHARD, REPLICA = "shard", "replica"  # the ranks that share dense parameters, in two axes
+BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # of ranks with experts: the two steps of an exchange
 
 
 @dataclass(frozen=True, slots=True)

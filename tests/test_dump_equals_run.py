@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 from typing import Any, NamedTuple
 
 import pytest
 
 from passes.program.ops.aten import value_bytes
 from planner import Captured, Plan, plan
+from planner.mesh import BETWEEN_NODES, IN_A_NODE
 from planner.spec.spec import Spec
 from runtime.fuzz.forks import StoreHost, in_fork
 from tests.models.plannable import MODELS, build, spec_of
@@ -16,11 +18,10 @@ from tests.tools.captures import captured_again, plan_again
 from tests.tools.chosen_cases import chosen
 from tests.tools.counted_calls import STEPS, run_counted
 from tests.tools.laboratory import session_lab
+from tests.tools.paths import ROOT
 
-ROUTED = (
-    "all_to_all",
-    "etp",
-)  # a rank passes on what came to it: its bytes follow the routing
+# over etp a rank passes on what came to it, and tokens that go once to a rank are as many as the routing says
+ROUTED = ("all_to_all", "etp"), ("all_to_all", "ep")
 
 
 def rows_of_rank(made: Plan, rank: int) -> Counter[tuple[str, str, int]]:
@@ -93,6 +94,11 @@ CASES = {
     "dp4 ep2, zero 0, buckets": (
         "mixtral",
         {"mesh": {"dp": 4, "ep": 2}, "optimizer": {"zero": 0, "bucket_size": 5000}},
+    ),
+    "dp4 ep4: an expert on each rank": ("mixtral", {"mesh": {"dp": 4, "ep": 4}}),
+    "dp4 ep4 over two nodes": (
+        "mixtral",
+        {"mesh": {"dp": 4, "ep": 4}, "cluster": str(ROOT / "tests/models/two_nodes.yaml")},
     ),
     "dp2 ep2 etp2 of 4": ("mixtral", {"mesh": {"dp": 4, "ep": 2, "etp": 2}}),
     "tp2 dp2, etp 1": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "etp": 1}}),
@@ -222,20 +228,23 @@ def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(runs: dict[
     made = runs[case].made
     for rank, seen in enumerate(runs[case].ranks):
         planned = Counter({key: n * STEPS for key, n in rows_of_rank(made, rank).items()})
-        assert without_routed_bytes(seen["calls"]) == without_routed_bytes(planned)
+        routed = ROUTED[: 1 + any(row.sends.startswith("tokens") for row in made.experts)]
+        assert without_bytes(seen["calls"], routed) == without_bytes(planned, routed)
         for axis in ("tp", "cp", "ep", "etp"):
             counts, sizes = in_graphs(made, rank, axis)
             assert +seen["counts"].get(axis, Counter()) == counts
-            if axis in ("cp", "ep"):
+            if axis in ("cp", "ep") and ("all_to_all", axis) not in routed:
                 assert +seen["bytes"].get(axis, Counter()) == sizes
         assert_memory(made, rank, seen["memory"], runs[case].registered)
 
 
-def without_routed_bytes(calls: Counter[tuple[str, str, int]]) -> Counter[tuple[str, str, int]]:
+def without_bytes(
+    calls: Counter[tuple[str, str, int]], routed: tuple[tuple[str, str], ...]
+) -> Counter[tuple[str, str, int]]:
     """The same, but of what follows the routing only how often."""
     kept: Counter[tuple[str, str, int]] = Counter()
     for (kind, axis, size), n in calls.items():
-        kept[kind, axis, 0 if (kind, axis) == ROUTED else size] += n
+        kept[kind, axis.split()[0], 0 if (kind, axis.split()[0]) in routed else size] += n
     return kept
 
 
@@ -243,7 +252,7 @@ def in_graphs(made: Plan, rank: int, axis: str) -> tuple[Counter[tuple[str, str]
     """(kind, phase) → how often, and how many bytes, in ``STEPS`` steps of what graphs exchange over an axis."""
     counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row, times in mine(made, rank):
-        if row.axis == axis and row.phase != "step":
+        if row.axis.split()[0] == axis and row.phase != "step":
             counts[row.kind, row.phase] += times * STEPS
             sizes[row.kind, row.phase] += row.bytes * times * STEPS
     return counts, sizes
@@ -291,22 +300,61 @@ def tokens_of_loss(made: Plan) -> int:
     return made.spec["batch"]["micro"] * shape[0]
 
 
+SIZES = {"float32": 4, "bfloat16": 2}
+
+
 @pytest.mark.thorough
+@pytest.mark.parametrize("precision", SIZES)
+def test_an_expert_on_each_rank_gets_each_way_tokens_by_choices_by_hidden_by_itemsize(precision: str):
+    """Each of a token's experts is on another rank then, so that all its rows leave."""
+    made = plan_again(build("mixtral"), experts_spec({"dp": 4, "ep": 4}, precision))
+    config: Any = build("mixtral").config
+    size = tokens_of_loss(made) * config.num_experts_per_tok * config.hidden_size * SIZES[precision]
+    figures = config.num_local_experts * 8  # of all experts, how many rows each gets, in int64
+    assert of_a_layer(made, config) == {
+        ("ep", "forward", figures): 1, ("ep", "forward", size): 2, ("ep", "backward", size): 2
+    }  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", SIZES)
 @pytest.mark.parametrize(
-    ("mesh", "precision"),
-    [({"dp": 2, "ep": 2}, None), ({"dp": 2, "ep": 2}, "bfloat16"), ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16")],
+    ("mesh", "nodes"),
+    [({"dp": 2, "ep": 2}, 1), ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, 1), ({"dp": 4, "ep": 4}, 2)],
     ids=str,
 )
-def test_each_way_of_rows_to_experts_is_tokens_by_choices_by_hidden_by_itemsize(mesh, precision):
-    changes = {"mesh": mesh} | ({"precision": {"parameters": precision}} if precision else {})
-    made = plan_again(build("mixtral"), spec_of("mixtral", **changes))
+def test_tokens_leave_once_for_each_rank_or_node_of_their_experts(mesh: dict[str, int], nodes: int, precision: str):
+    """Two of four experts: of a pair of them a token needs one with 5/6, of one alone with 1/2. Each of its rows has a
+    weight that goes with it, or they return to be weighted.
+    """
+    given = {"cluster": str(ROOT / "tests/models/two_nodes.yaml")} if nodes > 1 else {}
+    made = plan_again(build("mixtral"), experts_spec(mesh, precision, **given))
     config: Any = build("mixtral").config
-    rows = tokens_of_loss(made) * config.num_experts_per_tok // mesh.get("tp", 1)  # tp ranks share them
-    size = rows * config.hidden_size * (2 if precision else 4)
-    found = Counter((r.phase, r.bytes, r.count, r.per) for r in made.collectives if r.axis == "ep")
-    told = config.num_local_experts * 8  # of all experts, how many rows each gets, in int64
-    assert found == {
-        ("forward", told, 1, "microbatch"): config.num_hidden_layers,
-        ("forward", size, 1, "microbatch"): 2 * config.num_hidden_layers,
-        ("backward", size, 1, "microbatch"): 2 * config.num_hidden_layers,
-    }
+    ep, tp, tokens, itemsize = mesh["ep"], mesh.get("tp", 1), tokens_of_loss(made), SIZES[precision]
+    once = ceil(tokens * 2 * 5 / 6 / tp)  # to each of two ranks, or nodes
+    expected = Counter({
+        ("ep", "forward", (4 + ep * (1 if nodes == 1 else 2 + 2)) * 8): 1,  # rows of each expert; numbers of tokens
+        ("ep", "forward", tokens * 2 // tp * 4): 1,  # which token each row reads
+    })  # fmt: skip
+    ways = 2 if precision == "float32" else 1  # weights are float32: rows of bfloat16 return one by one
+    of_each_row = itemsize if ways == 2 else config.hidden_size * itemsize
+    for phase in ("forward", "backward"):
+        expected["ep", phase, tokens * 2 // tp * of_each_row] += 1
+        axis, sent = ("ep", once) if nodes == 1 else (IN_A_NODE, tokens * 2)
+        expected[axis, phase, sent * config.hidden_size * itemsize] += ways
+        expected[BETWEEN_NODES, phase, once * config.hidden_size * itemsize] += ways * (nodes > 1)
+    expected[BETWEEN_NODES, "forward", once * 2] += nodes > 1  # which ranks of the node need each token
+    assert of_a_layer(made, config) == +expected
+
+
+def experts_spec(mesh: dict[str, int], precision: str, **given: Any) -> dict[str, Any]:
+    return spec_of("mixtral", mesh=mesh, precision={"parameters": precision}, **given)
+
+
+def of_a_layer(made: Plan, config: Any) -> Counter[tuple[str, str, int]]:
+    """(axis, phase, bytes) → how often a layer of experts exchanges that over ep in a microbatch."""
+    rows = [r for r in made.collectives if r.axis.split()[0] == "ep"]
+    assert {(r.kind, r.count, r.per) for r in rows} == {("all_to_all", 1, "microbatch")}
+    found = Counter((r.axis, r.phase, r.bytes) for r in rows)
+    assert not any(times % config.num_hidden_layers for times in found.values())
+    return Counter({key: times // config.num_hidden_layers for key, times in found.items()})

@@ -7,6 +7,8 @@
     grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
+    rows = dispatch_tokens(x, token, here)    [n, …]        rows that are copies of tokens: each goes once to a rank
+    y = combine(rows, token, here, t)         [t, …]        of each token the sum of its rows
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
     own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
@@ -16,9 +18,9 @@
     own = slots_of(slots, e, number)          [.., C, ..]            those of one expert
     y = return_slots(slots, e, c)             [.., E, .., C, ..]     each to where it came from
 
-From ``meet`` to ``give_back``, and from ``send_slots`` to ``return_slots``, is the experts' domain: values there are
-typed over etp, dims of experts are sharded over ep, and the number of rows depends on the routing; the number of slots
-does not.
+From ``meet`` to ``give_back`` or ``combine``, and from ``send_slots`` to ``return_slots``, is the experts' domain:
+values there are typed over etp, dims of experts are sharded over ep, and the number of rows depends on the routing; the
+number of slots does not.
 """
 
 from __future__ import annotations
@@ -41,14 +43,27 @@ def count_by_group(num_experts: int, groups: int, *chosen: Tensor) -> Tensor:
     return counts.scatter_add(1, flat, torch.ones_like(flat))
 
 
-def meet(counts: Tensor, num_rows: int) -> Tensor:
-    """Of the experts that are here; ``num_rows``: the sum of ``counts``, which is known without a look at it."""
+def meet(counts: Tensor, num_rows: int, token: Tensor | None = None, num_tokens: int = 0, nodes: int = 1) -> Tensor:
+    """Of the experts that are here; ``num_rows``: the sum of ``counts``, which is known without a look at it.
+
+    ``token`` [num_rows]: that of each row, if tokens go once to a rank, and before to each of ``nodes`` of ep.
+    """
     return counts
 
 
 def dispatch(rows: Tensor, here: Tensor) -> Tensor:
     """Rows by expert."""
     return rows
+
+
+def dispatch_tokens(tokens: Tensor, token: Tensor, here: Tensor) -> Tensor:
+    """Rows by expert, each a copy of its token."""
+    return tokens.index_select(0, token)
+
+
+def combine(rows: Tensor, token: Tensor, here: Tensor, num_tokens: int) -> Tensor:
+    """The sums of the results of the rows of each token."""
+    return rows.new_zeros(num_tokens, *rows.shape[1:]).index_add(0, token, rows)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Tensor) -> Tensor:
@@ -124,14 +139,15 @@ def ids_of(here: Tensor, num_rows: int) -> Tensor:
 
 # of the calls above, those that move values between ranks of experts
 MOVING = (dispatch, give_back)
+OF_TOKENS = (dispatch_tokens, combine)
 OF_SLOTS = (send_slots, return_slots)
-EXCHANGES = (meet, *MOVING, *OF_SLOTS)
+EXCHANGES = (meet, *MOVING, *OF_TOKENS, *OF_SLOTS)
 
 # those that give the same again for the same arguments, so that a backward may recompute them
 REPEATABLE = frozenset(
     (
-        dispatch,
-        give_back,
+        *MOVING,
+        *OF_TOKENS,
         grouped_mm,
         part,
         join,

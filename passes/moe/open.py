@@ -18,15 +18,18 @@ from passes.moe.opening_pairs import open_pairs
 from passes.moe.opening_slot_branches import open_slot_branches
 from passes.moe.opening_slots import open_slots
 from passes.moe.own_slices import take_own_slices
+from passes.moe.tokens_once import send_tokens_once
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.types.sizes import Sizes
 
 
-def open_experts(program: Program, experts: Experts, mesh: Sizes, *, dense: str = "") -> Experts:
+def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int = 1, dense: str = "") -> Experts:
     """Rewrite ``program`` at each layer of experts; returns the layers with their new calls. Raises PlanError for sizes
-    that do not fit the mesh, and for layers that are not understood. ``dense``: why no value may have as many rows as
-    the routing says, if experts have no axes of their own.
+    that do not fit the mesh, and for layers that are not understood.
+
+    ``nodes``: over how many nodes ep extends. ``dense``: why no value may have as many rows as the routing says, if
+    experts have no axes of their own.
     """
     if not mesh.has_expert_axes:
         return _chosen_rows_alone(program, experts, dense)
@@ -43,6 +46,10 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, dense: str 
         if layer.capacity and mesh.cp > 1:
             raise _slots_of_a_sequence(program, layer, mesh)
     opened = tuple(_opened(program, layer) for layer in experts.layers)
+    opened = tuple(
+        send_tokens_once(program, layer, nodes) if layer.num_experts > mesh.ep > 1 or nodes > 1 else layer
+        for layer in opened
+    )
     program.graph_changed()
     return Experts(opened)
 

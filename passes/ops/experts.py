@@ -53,19 +53,40 @@ class Splits:
         return cls([received[rank]] * len(came), received, _by_expert(every, sum(sizes)), every.sum(0), sizes)
 
 
-def splits_of_both(counts: Tensor, ep: AxisHandle, etp: AxisHandle) -> tuple[Splits, Splits | None]:
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What else ranks say of their rows, [ep, …]: this rank to each, and each to this rank; both on the host too."""
+
+    came: Tensor
+    sent_here: list[list[int]]
+    came_here: list[list[int]]
+
+    @property
+    def here(self) -> tuple[list[list[int]], list[list[int]]]:
+        return self.sent_here, self.came_here
+
+
+def splits_of_both(
+    counts: Tensor, ep: AxisHandle, etp: AxisHandle, figures: Tensor | None = None
+) -> tuple[Splits, Splits | None, Figures]:
     """Exchanges the row counts over ep, then over etp. The host waits once, for both.
 
-    ``counts`` [E]: of this rank's rows.
+    ``counts`` [E]: of this rank's rows. ``figures`` [ep, …] go with them.
     """
-    received = _received(counts, ep)
-    sent = counts.view(received.shape)
-    if etp.size == 1:
-        here = on_host(sent, received)
-        return Splits.over_ep(here[0], here[1], received), None
-    every = _every(received.sum(0), etp)
-    here = on_host(sent, received, every)
-    return Splits.over_ep(here[0], here[1], received), Splits.over_etp(here[2], every, etp.rank)
+    each = len(counts) // ep.size
+    sent = counts.view(ep.size, each) if figures is None else torch.cat([counts.view(ep.size, each), figures], 1)
+    came = _received(sent, ep)
+    received, beside = came[:, :each], came[:, each:]
+    every = [] if etp.size == 1 else [_every(received.sum(0), etp)]
+    of_sent, of_came, *of_parts = on_host(sent, came, *every)
+    (rows_sent, more_sent), (rows_came, more_came) = (_apart(table, each) for table in (of_sent, of_came))
+    splits = Splits.over_ep(rows_sent, rows_came, received)
+    parts = Splits.over_etp(of_parts[0], every[0], etp.rank) if every else None
+    return splits, parts, Figures(beside, more_sent, more_came)
+
+
+def _apart(table: list[list[int]], size: int) -> tuple[list[list[int]], list[list[int]]]:
+    return [row[:size] for row in table], [row[size:] for row in table]
 
 
 def on_host(*tables: Tensor) -> list[list[list[int]]]:
@@ -74,12 +95,12 @@ def on_host(*tables: Tensor) -> list[list[list[int]]]:
     return [[[next(flat) for _ in range(table.shape[1])] for _ in range(table.shape[0])] for table in tables]
 
 
-def _received(counts: Tensor, axis: AxisHandle) -> Tensor:
-    """[ep, E / ep]: the rows that come for this rank's experts, by their sender."""
-    received = counts.view(axis.size, -1).clone()
-    _count(axis, "all_to_all", "forward", counts)
+def _received(sent: Tensor, axis: AxisHandle) -> Tensor:
+    """[ep, …]: what ranks send to this one, by their sender."""
+    received = sent.clone()
+    _count(axis, "all_to_all", "forward", sent)
     if axis.size > 1:
-        dist.all_to_all_single(received, counts.view(axis.size, -1).contiguous(), group=axis.group)
+        dist.all_to_all_single(received, sent.contiguous(), group=axis.group)
     return received
 
 
@@ -163,14 +184,19 @@ def _sum_of_parts(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) ->
 
 
 def _send(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    _count(axis, "all_to_all", phase, rows)
-    return _all_to_all(rows, splits.sent, splits.received, axis)
+    return exchanged(rows, splits.sent, splits.received, axis, phase)
 
 
 def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    """Counts the received rows: as many as this rank had sent before."""
-    came = _all_to_all(rows, splits.received, splits.sent, axis)
-    _count(axis, "all_to_all", phase, came)
+    return exchanged(rows, splits.received, splits.sent, axis, phase, back=True)
+
+
+def exchanged(
+    rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str, *, back: bool = False
+) -> Tensor:
+    """An all-to-all. On the way ``back`` it counts what comes: as many rows as this rank had sent before."""
+    came = _all_to_all(rows, sent, received, axis)
+    _count(axis, "all_to_all", phase, came if back else rows)
     return came
 
 

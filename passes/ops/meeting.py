@@ -2,7 +2,8 @@
 
     all rows by expert → this tp rank's share → ep: to the ranks of their experts → etp: to all holders of a part
 
-and back. A share is the rows [r · n // tp, (r + 1) · n // tp): all tp ranks have the same rows, and each sends its own.
+and back; or, instead of rows that are copies of tokens, each token once to a rank, and sums back (passes.ops.tokens). A
+share is the rows [r · n // tp, (r + 1) · n // tp): all tp ranks have the same rows, and each sends its own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from passes.ops import experts
 from passes.ops.axis import AxisHandle
 from passes.ops.experts import Splits
 from passes.ops.load import ExpertLoad
+from passes.ops.tokens import Leaving, TokenWay, collect, spread, way_of
 
 
 @dataclass(frozen=True)
 class Meeting:
     """One routing of one layer. ``to_experts``, ``to_parts``: splits over ep and over etp; ``counts``: [E / ep] of the
-    rows that are here then. ``share``: half-open, of ``num_rows`` rows. ``pieces``: of rows that experts are reading,
-    those of each expert that has not."""
+    rows that are here then. ``share``: half-open, of ``num_rows`` rows. ``tokens``: their way, if each goes once to a
+    rank. ``pieces``: of rows that experts are reading, those of each expert that has not."""
 
     ep: AxisHandle
     etp: AxisHandle
@@ -32,6 +34,7 @@ class Meeting:
     to_experts: Splits
     to_parts: Splits | None
     counts: Tensor
+    tokens: TokenWay | None = None
     pieces: dict[Tensor, dict[int, Tensor]] = field(default_factory=dict)
 
     @property
@@ -41,16 +44,30 @@ class Meeting:
 
 
 def meet(
-    counts: Tensor, num_rows: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, load: ExpertLoad, layer: int
+    counts: Tensor,
+    num_rows: int,
+    token: Tensor | None,
+    num_tokens: int,
+    nodes: int,
+    tp: AxisHandle,
+    ep: AxisHandle,
+    etp: AxisHandle,
+    load: ExpertLoad,
+    layer: int,
 ) -> Meeting:
-    """``counts`` [E]: rows of each expert, the same on all tp ranks. The host waits here, and only here."""
+    """``counts`` [E]: rows of each expert, the same on all tp ranks. The host waits here, and only here.
+
+    ``token`` [num_rows]: of each row, by expert, if tokens go once to a rank; ep spans ``nodes``.
+    """
     load.note(layer, counts)
     ends = counts.cumsum(0)
     share = tp.rank * num_rows // tp.size, (tp.rank + 1) * num_rows // tp.size
     own = (ends.clamp(max=share[1]) - (ends - counts).clamp(min=share[0])).clamp(min=0)
-    to_experts, to_parts = experts.splits_of_both(own, ep, etp)
+    leaving = None if token is None else Leaving(token[slice(*share)], own, num_tokens, ep.size, nodes)
+    to_experts, to_parts, figures = experts.splits_of_both(own, ep, etp, None if leaving is None else leaving.figures())
     here = to_experts.counts if to_parts is None else to_parts.counts
-    return Meeting(ep, etp, num_rows, share, to_experts, to_parts, here)
+    way = None if leaving is None else way_of(leaving, to_experts, figures, ep)
+    return Meeting(ep, etp, num_rows, share, to_experts, to_parts, here, way)
 
 
 def dispatch(rows: Tensor, here: Meeting) -> Tensor:
@@ -69,6 +86,20 @@ def give_back(rows: Tensor, here: Meeting) -> Tensor:
         return own
     before, after = (own.new_zeros(n, *own.shape[1:]) for n in (start, here.num_rows - stop))
     return torch.cat([before, own, after])
+
+
+def dispatch_tokens(tokens: Tensor, here: Meeting) -> Tensor:
+    """All tokens [t, …], each once to a rank → the rows of this rank's experts, by expert."""
+    assert here.tokens is not None
+    came = spread(tokens, here.tokens, here.ep)
+    return came if here.to_parts is None else experts.spread_rows(came, here.to_parts, here.etp)
+
+
+def combine(rows: Tensor, here: Meeting) -> Tensor:
+    """The results of rows → [t, …]: of each token the sum of those that this tp rank sent."""
+    assert here.tokens is not None
+    whole = rows if here.to_parts is None else experts.gather_in(rows, here.to_parts, here.etp)
+    return collect(whole, here.tokens, here.ep)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
@@ -130,3 +161,7 @@ def ends_of(here: Meeting, dtype: torch.dtype) -> Tensor:
 def ids_of(here: Meeting, num_rows: int) -> Tensor:
     """The expert of each row, counted from this rank's first."""
     return experts.owners(here.counts, sum(here.sizes))
+
+
+SENDING = (dispatch, dispatch_tokens)
+MOVING = (*SENDING, give_back, combine)

@@ -28,7 +28,7 @@ from math import ceil, log, log2
 from operator import mul
 
 from planner.cluster.cluster import Cluster
-from planner.mesh import REPLICA, SHARD, Mesh
+from planner.mesh import BETWEEN_NODES, IN_A_NODE, REPLICA, SHARD, Mesh
 from planner.ranks import RankGenerator
 
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
@@ -109,11 +109,25 @@ def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
     devices = tuple(link.devices for link in cluster.links)
     if axis == "world":
         return _world(mesh.world_size, devices)
+    if axis in (BETWEEN_NODES, IN_A_NODE):
+        inside, *outside = group(mesh, "ep", cluster).sizes
+        return Group((1, *outside) if axis == BETWEEN_NODES else (inside, *(1 for _ in outside)))
     if axis in (SHARD, REPLICA):
         return group_of(mesh.parts_of(axis, mesh.dense.group_of(mesh.data_axis, 0))[0], devices)
     names = axis.split("-")
     token = "-".join(EXPERT_AXES.get(name, name) for name in names)
     return _group(mesh.expert if names[0] in EXPERT_AXES else mesh.dense, token, devices)
+
+
+def nodes_of_experts(mesh: Mesh, cluster: Cluster | None) -> int:
+    """Over how many nodes the ranks of ep extend, several in each: tokens go once to each node then. 1: they go to each
+    rank directly. It depends on ep and etp alone, and is 1 for orders of axes in which others lie inside of them.
+    """
+    ranks = mesh.expert.group_of("ep", 0)
+    if cluster is None or ranks != list(range(0, mesh.ep * mesh.etp, mesh.etp)):
+        return 1
+    inner = cluster.links[0].devices // mesh.etp
+    return mesh.ep // inner if 1 < inner < mesh.ep and mesh.ep % inner == 0 else 1
 
 
 @lru_cache(maxsize=1 << 10)

@@ -94,14 +94,15 @@ class Predictor:
         if name not in self._captured:
             self._captured[name] = capture_model(self.load(run.model), spec, inputs_of(spec, None))
         prepared = prepare(self._captured[name], spec)
-        return Cuts(prepared, spec, (recompute,), on_gpu=run.cluster.device.is_gpu)
+        return Cuts(prepared, spec, (recompute,), run.cluster)
 
 
 def _key(run: Run) -> str:
     """Of runs that share a capture."""
     values = {name: value for name, value in run.spec.to_dict().items() if name not in OF_LAYOUT}
     sharded = {k: v for k, v in values.pop("tensor_parallel", {}).items() if k != "sequence_parallel"}
-    shared = (run.model, values, sharded, run.spec.num_microbatches == 1, run.cluster.device.is_gpu)
+    machine = run.cluster.device.is_gpu, run.cluster.links[0].devices
+    shared = (run.model, values, sharded, run.spec.num_microbatches == 1, machine)
     return json.dumps(shared, sort_keys=True, default=str)
 
 

@@ -19,7 +19,7 @@ from passes.program.ops.own_backward import OwnBackward
 from planner.decisions import Decisions
 
 Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
-_ROUTED = {exchange.meet, exchange.dispatch, exchange.give_back}
+_ROUTED = {exchange.meet, *exchange.MOVING, *exchange.OF_TOKENS}
 
 
 def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:

@@ -123,8 +123,7 @@ def trace_of(decisions: Decisions, shards: Shards, stage: StageGraph) -> StageTr
 # How many rows there are follows the routing: none of these runs without values.
 OF_ROUTING = {
     meeting.meet,
-    meeting.dispatch,
-    meeting.give_back,
+    *meeting.MOVING,
     meeting.grouped_mm,
     meeting.part,
     meeting.ends_of,
@@ -247,8 +246,8 @@ class _Tracer:
         values = held if isinstance(held, (tuple, list)) else (held,) if isinstance(held, torch.Tensor) else ()
         likes = [Like.contiguous(self._shape(node, tuple(v.shape)), v.dtype, grad) for v in values]
         made = tuple(Made(like, None, like.bytes) for like in likes)
-        if grad and node.target in (meeting.dispatch, meeting.give_back):
-            rows = likes[0].shape[0] if node.target is meeting.dispatch else operands[0].like.shape[0]
+        if grad and node.target in meeting.MOVING:
+            rows = likes[0].shape[0] if node.target in meeting.SENDING else operands[0].like.shape[0]
             return Seen(made, is_tuple=False, hidden=(rows * torch.int64.itemsize,))
         keeps = tuple(n for n, v in enumerate(operands) if v.like.dtype.is_floating_point) if grad else ()
         return Seen(made, isinstance(held, (tuple, list)), keeps)

@@ -23,6 +23,8 @@ from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.captured import Prepared
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import nodes_of_experts
 from planner.cost.cut.units import CutWork
 from planner.cost.work import cut_work
 from planner.decisions import Decisions
@@ -58,9 +60,10 @@ class _Variant:
 class Cuts:
     """Owns the folded model, its variants and the work of each cut. The captured program does not change."""
 
-    def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], *, on_gpu: bool = False) -> None:
+    def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], cluster: Cluster | None = None) -> None:
         """``kinds``: the kinds of recompute to compare."""
-        self.prepared, self.spec, self.on_gpu = prepared, spec, on_gpu
+        self.prepared, self.spec, self.cluster = prepared, spec, cluster
+        self.on_gpu = cluster is not None and cluster.device.is_gpu
         program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
@@ -153,7 +156,8 @@ class Cuts:
         context = cut_sequence(program, cut.cp, found)
         keep_own_keys(program, context, cut.tp)
         dense = "" if self.spec.cuda_graphs.impl == "none" else "cuda_graphs"
-        experts = open_experts(program, found, mesh_of(cut), dense=dense)
+        nodes = nodes_of_experts(mesh_of(cut), self.cluster)
+        experts = open_experts(program, found, mesh_of(cut), nodes=nodes, dense=dense)
         if cut.cp > 1 or cut.has_expert_axes or experts != found:
             seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
             if folded.is_folded and _pattern(seen) != _pattern(blocks):

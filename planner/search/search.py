@@ -98,7 +98,7 @@ class _Search:
         self.refused: dict[Cut, PlanError] = {}
         with self._clock("blocks"):
             kinds = _kinds(spec)
-            self.cuts = Cuts(prepared, spec, kinds, on_gpu=cluster.device.is_gpu)
+            self.cuts = Cuts(prepared, spec, kinds, cluster)
             inner = cluster.links[0].devices
             self.space = Space(spec, devices, inner, self.cuts.facts)
 

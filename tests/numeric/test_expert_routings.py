@@ -173,7 +173,7 @@ def test_one_token_a_rank_with_stacks(folding: str) -> None:
 def test_rows_that_tp_does_not_divide(way: Experts, length: int, top_k: int) -> None:
     ran = check(maker(way, drawn(4), top_k), batch_of(ids(2, length)), FOLDINGS["tp2·dp2·ep2, etp 1"])
     sent = {program.axes["ep"].bytes["all_to_all", "backward"] for program in ran.programs}
-    assert len(sent) == 2, "one tp rank sends a row more than the other"
+    assert len(sent) > 1, "one tp rank sends a row more than the other"
 
 
 @pytest.mark.covering(1)

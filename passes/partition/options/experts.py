@@ -3,7 +3,8 @@
 dispatch    rows replicated over tp, each rank sends its share: R → replicated over etp: R
 give_back   each rank of etp has a part of every sum: P → each rank of tp has the rows that it sent: P
 
-send_slots and return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices likewise.
+dispatch_tokens and combine likewise, of tokens: each tp rank has the sums of the rows that it sent. send_slots and
+return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices likewise.
 """
 
 from __future__ import annotations
@@ -19,21 +20,11 @@ from passes.types.types import I, P, Placement, R
 def dispatch(site: Site) -> Iterator[Option]:
     """The gradient of a row is on the rank that sent it, and partial over those that got it."""
     rows, here = (_type(R, site, "tp"), _type(R, site, "etp")) if site.grad(site.node) else (I, I)
-    yield Option((rows, I), here, Form.ROWS)
+    yield Option((rows, *(I for _ in site.inputs[1:])), here, Form.ROWS)
 
 
 def give_back(site: Site) -> Iterator[Option]:
-    yield Option((_type(P, site, "etp"), I), _type(P, site, "tp"), Form.ROWS)
-
-
-def send_slots(site: Site) -> Iterator[Option]:
-    for option in dispatch(site):
-        yield Option(option.args[: len(site.inputs)], option.out, option.form)
-
-
-def return_slots(site: Site) -> Iterator[Option]:
-    for option in give_back(site):
-        yield Option(option.args[:1], option.out, option.form)
+    yield Option((_type(P, site, "etp"), *(I for _ in site.inputs[1:])), _type(P, site, "tp"), Form.ROWS)
 
 
 def share(site: Site) -> Iterator[Option]:
@@ -79,21 +70,10 @@ KNOWING = (
 )
 COVERS = (
     Covers(whole, targets=KNOWING, gives=frozenset()),
-    Covers(dispatch, targets=(exchange.dispatch,), gives={Form.ROWS}),
+    Covers(dispatch, targets=(exchange.dispatch, exchange.dispatch_tokens, exchange.send_slots), gives={Form.ROWS}),
     Covers(drop_rows, targets=(exchange.drop_rows,)),
     Covers(join, targets=(exchange.join,)),
     Covers(share, targets=(exchange.share, exchange.own_slices), gives=frozenset()),
-    Covers(give_back, targets=(exchange.give_back,), gives={Form.ROWS}),
-    Covers(send_slots, targets=(exchange.send_slots,), gives={Form.ROWS}),
-    Covers(return_slots, targets=(exchange.return_slots,), gives={Form.ROWS}),
+    Covers(give_back, targets=(exchange.give_back, exchange.combine, exchange.return_slots), gives={Form.ROWS}),
 )
-BORDERS = frozenset(
-    {
-        exchange.share,
-        exchange.own_slices,
-        exchange.dispatch,
-        exchange.give_back,
-        exchange.send_slots,
-        exchange.return_slots,
-    }
-)
+BORDERS = frozenset({exchange.share, exchange.own_slices, *exchange.MOVING, *exchange.OF_TOKENS, *exchange.OF_SLOTS})

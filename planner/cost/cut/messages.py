@@ -39,8 +39,8 @@ class MessagesOf:
         return [self._message(row, call, ()) for row in rows if row.phase == "forward"]
 
     def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
-        is_routed = row.axis in ("ep", "etp")
+        is_routed = row.axis.split()[0] in ("ep", "etp")
         size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or is_routed)
-        if is_routed and call.node.target in (meeting.dispatch, meeting.give_back):
+        if is_routed and call.node.target in meeting.MOVING:
             size = size.times(self.decisions.fullest)  # the others wait for the fullest rank
         return Message(row.kind, row.axis, size, beside)

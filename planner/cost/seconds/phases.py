@@ -16,7 +16,7 @@ from planner.cluster.links import group, seconds, wires
 from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import CutWork, Message, Phase, UnitWork
 from planner.cost.seconds.roofline import Roofline
-from planner.mesh import Mesh
+from planner.mesh import BETWEEN_NODES, IN_A_NODE, Mesh
 from planner.pipeline.zero_bubble import StageCosts
 
 
@@ -39,7 +39,7 @@ class Spent:
         return Spent(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Spent)))
 
 
-CAUSES = {"tp": "tp_comm", "cp": "cp_comm", "ep": "ep_comm", "etp": "ep_comm"}
+CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(("ep", "etp", BETWEEN_NODES, IN_A_NODE), "ep_comm")}
 
 
 class Pricing:

@@ -1,0 +1,117 @@
+"""How a model adds up the results of a token's rows, as seen in its graph.
+
+rows [n, h] by expert → (· w) → in the order of the pairs → [t, k, h] → (· w) → Σ over k         or w @ rows
+                      → (· w) → added at the tokens of the rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from passes.moe.routing import Routing
+from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """``end``: the value of tokens, to which ``base`` was added. ``inverse``: the place of each pair among the rows, or
+    ``token``: that of each row. Weights are factors, one of each row: ``by_row`` in the order of rows, ``by_pair`` in
+    the order of the pairs.
+    """
+
+    end: fx.Node
+    by_row: tuple[fx.Node, ...] = ()
+    by_pair: tuple[fx.Node, ...] = ()
+    inverse: fx.Node | None = None
+    token: fx.Node | None = None
+    base: fx.Node | None = None
+
+    def is_by(self, token: fx.Node, routing: Routing) -> bool:
+        """Whether exactly the rows of each token are added up, ``token`` being that of each row."""
+        if self.token is token:
+            return True
+        given = self.token or self.inverse
+        assert given is not None
+        tried = False
+        for values, _ in routing.tried([token, given]):
+            tried = True
+            if not values:
+                return False
+            found = values[given] if self.token else values[token][values[given]].view(-1, routing.top_k).t()
+            wanted = values[token] if self.token else found.new_tensor(range(found.shape[1])).expand_as(found)
+            if not found.equal(wanted):
+                return False
+        return tried
+
+
+def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
+    """The sum that alone reads ``rows``, through weights and orders; None if they are used otherwise."""
+    found, node = RowSum(rows), rows
+    while len(node.users) == 1 and found.end is rows:
+        (user,) = node.users
+        step = _step(found, node, user, routing)
+        if step is None:
+            return None
+        found, node = step, user
+    return found if found.end is not rows else None
+
+
+def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
+    packet, is_paired = packet_of(user.target), found.inverse is not None
+    weight = _weight(node, user, routing.num_rows)
+    if weight is not None:
+        by_row, by_pair = ((), (weight,)) if is_paired else ((weight,), ())
+        return replace(found, by_row=(*found.by_row, *by_row), by_pair=(*found.by_pair, *by_pair))
+    if user.target is aten.index.Tensor and not is_paired:
+        index = only_index(user)
+        return replace(found, inverse=index) if index is not None and user.args[0] is node else None
+    if packet is aten.index_add and not is_paired:
+        return _added(found, node, user)
+    if packet is aten.reshape and is_paired:
+        return found
+    if packet is aten.sum and is_paired and _is_over_choices(node, user, routing):
+        return replace(found, end=user)
+    if packet is aten.bmm and is_paired and user.args[1] is node and _is_of_choices(user, routing):
+        return replace(found, end=user, by_pair=(*found.by_pair, user.args[0]))  # pyright: ignore[reportArgumentType]
+    return None
+
+
+def _weight(node: fx.Node, user: fx.Node, num_rows: int) -> fx.Node | None:
+    """The factor of ``node``, one number for each row, that keeps its shape and dtype."""
+    if user.target is not aten.mul.Tensor or len(user.all_input_nodes) != 2:
+        return None
+    (weight,) = (n for n in user.all_input_nodes if n is not node)
+    shape, own = shape_of(node), shape_of(weight)
+    leads = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == num_rows]
+    same = shape_of(user) == shape and user.meta["val"].dtype == node.meta["val"].dtype
+    return weight if same and any(own == shape[:d] + (1,) * (len(shape) - d) for d in leads) else None
+
+
+def only_index(user: fx.Node) -> fx.Node | None:
+    """The index of a lookup along the first dim alone."""
+    indices: Any = user.args[1]
+    return indices[0] if len(indices) == 1 and len(shape_of(indices[0])) == 1 else None
+
+
+def _added(found: RowSum, node: fx.Node, user: fx.Node) -> RowSum | None:
+    given = named(user)
+    if given["source"] is not node or given["dim"] != 0 or given.get("alpha", 1) != 1:
+        return None
+    return replace(found, end=user, token=given["index"], base=given["self"])
+
+
+def _is_over_choices(node: fx.Node, user: fx.Node, routing: Routing) -> bool:
+    shape, dims = shape_of(node), reduced_dims(user)
+    if len(dims) != 1 or user.meta["val"].dtype != node.meta["val"].dtype:
+        return False
+    (dim,) = dims
+    return shape[dim] == routing.top_k and prod(shape[: dim + 1]) == routing.num_rows
+
+
+def _is_of_choices(user: fx.Node, routing: Routing) -> bool:
+    weights, values = (shape_of(n) for n in user.all_input_nodes)
+    return weights[1:] == (1, routing.top_k) and values[1] == routing.top_k and prod(weights) == routing.num_rows

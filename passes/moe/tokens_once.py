@@ -1,0 +1,107 @@
+"""Tokens go once to each rank of their experts, not once for each expert, and come back summed.
+
+    dispatch(x[token], here)                          →   dispatch_tokens(x, token, here)
+    w · give_back(rows, here), in the order of
+    the pairs, summed over a token's choices          →   combine(rows · dispatch(w, here), token, here, t)
+
+A layer that sums otherwise, or weights in another dtype than that of the rows, returns row by row; one with values that
+are no copies of tokens sends row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.moe import exchange
+from passes.moe.building import Builder, erase_unread
+from passes.moe.domain import Domain
+from passes.moe.layers import ExpertLayer
+from passes.moe.routing import Routing
+from passes.moe.row_sums import RowSum, only_index, sum_of
+from passes.program.ops.aten import aten, shape_of
+from passes.program.program import Program
+
+ROWS = Domain(rows=0)
+
+
+def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> ExpertLayer:
+    """Rewrite an opened ``layer`` if a token has several experts; ep spans ``nodes``. Returns it with the new calls."""
+    for here in program.graph.graph.find_nodes(op="call_function", target=exchange.meet):
+        if tuple(n.name for n in here.args[0].all_input_nodes) == layer.chosen and len(here.args) == 2:
+            return _Layer(program, layer, here, nodes).rewritten()
+    return layer
+
+
+class _Layer:
+    """Owns ``copies``: the dispatches of copies of tokens, with the tokens and the token of each row."""
+
+    def __init__(self, program: Program, layer: ExpertLayer, here: fx.Node, nodes: int) -> None:
+        self.graph, self.layer, self.here, self.nodes = program.graph.graph, layer, here, nodes
+        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        self.num_tokens = self.routing.num_rows // self.routing.top_k
+        self.copies = {node: found for node in here.users if (found := self._copy(node)) is not None}
+
+    def _copy(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        rows: Any = node.args[0] if node.target is exchange.dispatch else None
+        if rows is None or rows.target is not aten.index.Tensor or not shape_of(rows)[1:]:
+            return None
+        token = only_index(rows)
+        is_of_tokens = token is not None and shape_of(rows.args[0])[0] == self.num_tokens
+        return (rows.args[0], token) if is_of_tokens and token is not None else None
+
+    def rewritten(self) -> ExpertLayer:
+        tokens = {token for _, token in self.copies.values()}
+        first = min(self.here.users)
+        if self.routing.top_k == 1 or len(tokens) != 1 or not max(tokens) < first:
+            return self.layer
+        (token,) = tokens
+        build = Builder(self.graph, first, self.here)
+        given = (*self.here.args, token, self.num_tokens, self.nodes)
+        here = build.call(exchange.meet, *given, val=self.here.meta["val"], domain=self.here.meta["domain"])
+        self.here.replace_all_uses_with(here)
+        self.graph.erase_node(self.here)
+        for node, (value, _) in self.copies.items():
+            at, val = Builder(self.graph, node, node), node.meta["val"]
+            node.replace_all_uses_with(at.call(exchange.dispatch_tokens, value, token, here, val=val, domain=ROWS))
+            erase_unread(self.graph, [node])
+        backs = [node for node in here.users if node.target is exchange.give_back]
+        found = sum_of(backs[0], self.routing) if len(backs) == 1 else None
+        return (
+            self.layer
+            if found is None or not found.is_by(token, self.routing)
+            else self._summed(found, backs[0], token)
+        )
+
+    def _summed(self, found: RowSum, back: fx.Node, token: fx.Node) -> ExpertLayer:
+        """The results of experts, weighted there, summed by token."""
+        rows: Any
+        rows, here = back.args
+        end, size = found.end, self.num_tokens
+        build = Builder(self.graph, end, end)
+        for weight in self._weights(build, found):
+            sent = build.call(exchange.dispatch, weight, here, val=weight.meta["val"], domain=ROWS)
+            shape = [self.routing.num_rows, *(1 for _ in shape_of(rows)[1:])]
+            sent = build.call(aten.reshape.default, sent, shape, domain=ROWS)
+            rows = build.call(aten.mul.Tensor, rows, sent, domain=ROWS)
+        val = torch.empty(size, *shape_of(rows)[1:], dtype=rows.meta["val"].dtype, device="meta")
+        whole = build.call(exchange.combine, rows, token, here, size, val=val)
+        whole = build.call(aten.reshape.default, whole, list(shape_of(end)))
+        whole = whole if found.base is None else build.call(aten.add.Tensor, found.base, whole)
+        end.replace_all_uses_with(whole)
+        erase_unread(self.graph, [end])
+        return replace(self.layer, combined=whole.name) if end.name == self.layer.combined else self.layer
+
+    def _weights(self, build: Builder, found: RowSum) -> Iterator[fx.Node]:
+        """Each [n], in the order of the rows."""
+        for weight in found.by_row:
+            yield build.call(aten.reshape.default, weight, [self.routing.num_rows])
+        for weight in found.by_pair:
+            pairs = build.call(aten.reshape.default, weight, [self.routing.num_rows])
+            order = build.call(getitem, build.call(aten.sort.stable, found.inverse, stable=True), 1)
+            yield build.call(aten.index.Tensor, pairs, [order])

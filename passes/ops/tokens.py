@@ -1,0 +1,180 @@
+"""Tokens on their way to experts, each once to a rank, and the sums of their results on the way back.
+
+    spread     tokens → those that a rank sends, each once to a rank → all-to-all → the rows of this rank's experts
+    collect    rows → summed by the token that came → all-to-all → summed by the token that was sent
+
+If ep spans nodes, tokens go once to each node, to the rank with the same place in it, and from there to the ranks of
+the node: two all-to-alls, the first of which alone uses the links between nodes.
+
+Of the rows (token, choice) themselves only places travel, once a layer: which of the tokens each row reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.ops.axis import AxisHandle, widened
+from passes.ops.experts import Figures, Splits, exchanged, owners
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One all-to-all: ``chosen`` of the tokens that are here go to the ranks, ``sent`` to each; ``received`` come."""
+
+    sent: list[int]
+    received: list[int]
+    chosen: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWay:
+    """The way of ``num_tokens`` tokens. ``places``: of each row of this rank's experts, by expert, the place of its
+    token among those that came last."""
+
+    hops: tuple[Hop, ...]
+    places: Tensor
+    num_tokens: int
+
+
+def spread(tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
+    """[num_tokens, …] → the rows of this rank's experts, by expert."""
+    return _Spread.apply(tokens, way, axis)
+
+
+def collect(rows: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
+    """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks."""
+    return _Collect.apply(rows, way, axis)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
+        ctx.given = way, axis
+        return _spread(tokens, way, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _collect(grads[0], *ctx.given, "backward"), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
+        ctx.given = way, axis
+        return _collect(rows, way, axis, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _spread(grads[0], *ctx.given, "backward"), None, None
+
+
+def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
+    for hop in way.hops:
+        tokens = exchanged(tokens.index_select(0, hop.chosen), hop.sent, hop.received, axis, phase)
+    return tokens.index_select(0, way.places)
+
+
+def _collect(rows: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
+    came, places = rows, way.places
+    for hop in reversed(way.hops):
+        summed = _summed(came, places, sum(hop.received))
+        came, places = exchanged(summed, hop.received, hop.sent, axis, phase, back=True), hop.chosen
+    return _summed(came, places, way.num_tokens)
+
+
+def _summed(rows: Tensor, places: Tensor, size: int) -> Tensor:
+    """[size, …]: the sum of the rows of each place, rounded once. In one order on every device."""
+    wide = widened(rows)
+    total = wide.new_zeros(size, *rows.shape[1:])
+    return total.index_put_((places,), wide, accumulate=True).to(rows.dtype)
+
+
+# ---- which tokens go where
+
+
+class Leaving:
+    """The tokens of this rank's rows. ``token`` [n]: of each row, by expert; ``counts`` [E]: rows of each expert.
+
+    ``needed`` [ep, num_tokens]: whether a rank has experts of a token; ``num`` [ep]: of how many.
+    """
+
+    def __init__(self, token: Tensor, counts: Tensor, num_tokens: int, ep: int, nodes: int) -> None:
+        self.token, self.ep, self.nodes, self.num_tokens = token, ep, nodes, num_tokens
+        self.rank = owners(counts.view(ep, -1).sum(1), len(token))
+        self.key = self.rank * num_tokens + token
+        needed = torch.zeros(ep * num_tokens, dtype=torch.bool, device=token.device)
+        needed[self.key] = True
+        self.place, self.needed = needed.cumsum(0) - 1, needed.view(ep, num_tokens)
+        self.num = self.needed.sum(1)
+
+    @property
+    def inner(self) -> int:
+        """Ranks of ep in a node."""
+        return self.ep // self.nodes
+
+    @property
+    def by_node(self) -> Tensor:
+        """[nodes, num_tokens]: whether a node has experts of a token."""
+        return self.needed.view(self.nodes, self.inner, self.num_tokens).any(1)
+
+    def figures(self) -> Tensor:
+        """[ep, …]: what each rank has to know of them; the numbers for all ranks of its node if there are several."""
+        if self.nodes == 1:
+            return self.num[:, None]
+        to_node = self.by_node.sum(1)[:, None].repeat_interleave(self.inner, 0)
+        beside = self.num.view(self.nodes, 1, self.inner).expand(-1, self.inner, -1).reshape(self.ep, self.inner)
+        return torch.cat([self.num[:, None], to_node, beside], 1)
+
+    def places(self, splits: Splits, came: Tensor, axis: AxisHandle) -> Tensor:
+        """Of the rows of this rank's experts, the places of their tokens among those that come from all ranks.
+
+        ``came`` [ep]: how many tokens come from each.
+        """
+        first = self.num.cumsum(0) - self.num
+        own = (self.place[self.key] - first[self.rank]).to(torch.int32)
+        there = exchanged(own, splits.sent, splits.received, axis, "forward")
+        blocks = came.view(self.nodes, self.inner).t().reshape(-1)  # as the ranks of the node pass them on
+        starts = (blocks.cumsum(0) - blocks).view(self.inner, self.nodes).t().reshape(-1)
+        sender = owners(torch.tensor(splits.received, device=came.device), len(there))
+        return (there + starts[sender]).index_select(0, splits.order)
+
+
+def way_of(leaving: Leaving, splits: Splits, figures: Figures, axis: AxisHandle) -> TokenWay:
+    """``splits``: of the rows. ``figures``: those of ``leaving`` and of all ranks."""
+    places = leaving.places(splits, figures.came[:, 0], axis)
+    hops = _direct(leaving, figures) if leaving.nodes == 1 else _by_node(leaving, figures, axis)
+    return TokenWay(hops, places, leaving.num_tokens)
+
+
+def _direct(leaving: Leaving, figures: Figures) -> tuple[Hop, ...]:
+    sent, received = ([row[0] for row in rows] for rows in (figures.sent_here, figures.came_here))
+    return (Hop(sent, received, _true_places(leaving.needed, sum(sent))),)
+
+
+def _by_node(leaving: Leaving, figures: Figures, axis: AxisHandle) -> tuple[Hop, ...]:
+    inner, ranks = leaving.inner, range(leaving.ep)
+    node, place = divmod(axis.rank, inner)
+    beside = [rank % inner == place for rank in ranks]  # of each node the rank with the same place
+    sent, came = ([row[1] * is_beside for row, is_beside in zip(rows, beside, strict=True)] for rows in figures.here)
+    chosen = _true_places(leaving.by_node, sum(sent))
+    across = Hop(sent, came, chosen)
+    of_node = owners(torch.tensor(sent, device=chosen.device), len(chosen)) // inner
+    needed = leaving.needed.view(leaving.nodes, inner, -1)[of_node, :, chosen].to(torch.uint8)
+    needed = exchanged(needed, sent, came, axis, "forward")  # [tokens that came, inner]
+    rows = figures.came_here
+    passed = [sum(rows[s][2 + r % inner] for s in ranks if beside[s]) * (r // inner == node) for r in ranks]
+    comes = [sum(rows[s][0] for s in ranks if s % inner == r % inner) * (r // inner == node) for r in ranks]
+    return across, Hop(passed, comes, _true_places(needed.t() > 0, sum(passed)))
+
+
+def _true_places(marks: Tensor, total: int) -> Tensor:
+    """The column of each true element of a matrix, row by row; the host knows their number."""
+    flat = marks.reshape(-1)
+    found = torch.empty(total + 1, dtype=torch.int64, device=marks.device)  # the last for those that are not
+    at = torch.where(flat, flat.cumsum(0) - 1, total)
+    columns = torch.arange(flat.numel(), device=marks.device) % marks.shape[1]
+    return found.scatter_(0, at, columns)[:total]
