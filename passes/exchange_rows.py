@@ -60,9 +60,9 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in BECOMES:
             if node.target is exchange.meet:
-                node.args = (*node.args, *(None, 0, 1)[len(node.args) - 2 :])
+                node.args, of_tokens = node.args[:2], node.args[2:]
                 _hand_axes(stage, context, node)
-                node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
+                node.args = (*node.args, load_node(stage, context), _layer_of(context, node), *of_tokens)
             if node.target in (exchange.part, exchange.slots_of):
                 node.update_arg(2, _number_here(context, node))
             if node.target is exchange.send_slots:

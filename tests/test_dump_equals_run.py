@@ -98,7 +98,7 @@ CASES = {
     "dp4 ep4: an expert on each rank": ("mixtral", {"mesh": {"dp": 4, "ep": 4}}),
     "dp4 ep4 over two nodes": (
         "mixtral",
-        {"mesh": {"dp": 4, "ep": 4}, "cluster": str(ROOT / "tests/models/two_nodes.yaml")},
+        {"mesh": {"dp": 4, "ep": 4}, "cluster": str(ROOT / "tests/models/nodes_of_two.yaml")},
     ),
     "dp2 ep2 etp2 of 4": ("mixtral", {"mesh": {"dp": 4, "ep": 2, "etp": 2}}),
     "tp2 dp2, etp 1": ("mixtral", {"mesh": {"tp": 2, "dp": 2, "etp": 1}}),
@@ -327,7 +327,7 @@ def test_tokens_leave_once_for_each_rank_or_node_of_their_experts(mesh: dict[str
     """Two of four experts: of a pair of them a token needs one with 5/6, of one alone with 1/2. Each of its rows has a
     weight that goes with it, or they return to be weighted.
     """
-    given = {"cluster": str(ROOT / "tests/models/two_nodes.yaml")} if nodes > 1 else {}
+    given = {"cluster": str(ROOT / "tests/models/nodes_of_two.yaml")} if nodes > 1 else {}
     made = plan_again(build("mixtral"), experts_spec(mesh, precision, **given))
     config: Any = build("mixtral").config
     ep, tp, tokens, itemsize = mesh["ep"], mesh.get("tp", 1), tokens_of_loss(made), SIZES[precision]

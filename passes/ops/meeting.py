@@ -46,14 +46,14 @@ class Meeting:
 def meet(
     counts: Tensor,
     num_rows: int,
-    token: Tensor | None,
-    num_tokens: int,
-    nodes: int,
     tp: AxisHandle,
     ep: AxisHandle,
     etp: AxisHandle,
     load: ExpertLoad,
     layer: int,
+    token: Tensor | None = None,
+    num_tokens: int = 0,
+    nodes: int = 1,
 ) -> Meeting:
     """``counts`` [E]: rows of each expert, the same on all tp ranks. The host waits here, and only here.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from passes.own_linears import knows_places
 from planner.cost.cut.ops import puts_aside
@@ -75,11 +74,13 @@ def most_until_weights(order: Order, chunks: Sequence[Apart]) -> int:
             held |= chunk.early
         if kind == "W":
             held |= chunk.late
-            for before, unit in pairwise((None, *chunk.sizes)):
+            before = set[Unit]()
+            for unit in chunk.sizes:
                 held.add(unit)
                 most = max(most, sum(sizes[each] for each in held))
-                held -= {before}
-            held -= chunk.sizes.keys()
+                held -= before
+                before = {unit}
+            held -= before
     return most
 
 

@@ -160,6 +160,16 @@ def _given_by_none(rows: Tensor, here: Meeting) -> Tensor:
     return torch.cat([before, own, after])
 
 
+def _own_tokens_as_rows(tokens: Tensor, here: Meeting) -> Tensor:
+    """As many rows as should come, of this rank's tokens."""
+    return tokens[torch.arange(int(here.counts.sum()), device=tokens.device) % len(tokens)]
+
+
+def _summed_by_none(rows: Tensor, here: Meeting) -> Tensor:
+    assert here.tokens is not None
+    return _as_many(rows, here.tokens.num_tokens)
+
+
 def _own_slots(
     x: Tensor, experts: int, slots: int, counts: Any, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, *_: Any
 ) -> Tensor:
@@ -192,6 +202,8 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     gathered_linears: _ungathered,
     meeting.dispatch: _own_rows,
     meeting.give_back: _given_by_none,
+    meeting.dispatch_tokens: _own_tokens_as_rows,
+    meeting.combine: _summed_by_none,
     context.gather_sequence: _own_tokens,
     gathered_attention: _own_keys,
     slots.send_slots: _own_slots,

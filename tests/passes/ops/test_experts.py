@@ -59,7 +59,7 @@ def test_the_way_to_the_experts_and_back_is_that_of_the_oracle(name):
         chosen, probs = chosen_of(torch.tensor(case["routing_map"]), torch.tensor(case["probs"]))
         x = torch.arange(len(probs), dtype=torch.float32)[:, None] + 100 * rank
         order, counts = route(chosen, len(case["routing_map"][0]))
-        splits, shared = splits_of_both(counts, ep_axis, etp_axis)
+        splits, shared, _ = splits_of_both(counts, ep_axis, etp_axis)
         rows = permute(x, order, chosen.shape[1])
         came = there(rows, splits, shared, ep_axis, etp_axis)
         back = back_again(came, splits, shared, ep_axis, etp_axis)  # every etp rank gives the whole: etp times
@@ -117,7 +117,7 @@ def test_ranks_that_share_the_experts_compute_what_one_process_computes(seed, si
         up, down = first[experts, :, part].clone().requires_grad_(), second[experts, part].clone().requires_grad_()
         tokens, p = (v[mine].flatten(0, 1).clone().requires_grad_() for v in (x, probs))
         order, counts = route(chosen[mine].flatten(0, 1), num_experts)
-        splits, shared = splits_of_both(counts, ep_axis, etp_axis)
+        splits, shared, _ = splits_of_both(counts, ep_axis, etp_axis)
         came = there(permute(tokens, order, top_k), splits, shared, ep_axis, etp_axis)
         runs = came.split((shared or splits).counts.tolist())
         made = torch.cat([(rows @ up[e]).tanh() @ down[e] for e, rows in enumerate(runs)])

@@ -30,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-def axes(rank: int, ep: int, etp: int, tp: int) -> tuple[AxisHandle, ...]:
+def axes(rank: int, ep: int, etp: int, tp: int) -> tuple[AxisHandle, AxisHandle, AxisHandle]:
     """rank = ep_rank · etp + etp_rank; the ranks of tp, which have the same tokens, lie next to each other."""
     over_ep = [dist.new_group([e * etp + t for e in range(ep)]) for t in range(etp)]
     over_etp = [dist.new_group([e * etp + t for t in range(etp)]) for e in range(ep)]
@@ -45,7 +45,13 @@ def met(rank: int, chosen: Tensor, layout: tuple[int, int, int, int]) -> tuple[m
     load.note = lambda layer, counts: None
     order, counts = route(chosen, EXPERTS)
     token, handles = order // chosen.shape[1], axes(rank, ep, etp, tp)
-    return meeting.meet(counts, len(order), token, len(chosen), nodes, *handles, load, 0), handles[1], order
+    here = meeting.meet(counts, len(order), *handles, load, 0, token, len(chosen), nodes)
+    return here, handles[1], order
+
+
+def grad_of(value: Tensor) -> Tensor:
+    assert value.grad is not None
+    return value.grad
 
 
 @given(st.integers(0, 10_000), st.sampled_from(LAYOUTS), st.integers(1, 3))
@@ -71,16 +77,16 @@ def test_tokens_that_go_once_to_a_rank_compute_what_one_process_computes(seed, l
         out = meeting.combine(part.tanh() * w[:, None], here)
         out.backward(torch.ones_like(out) * (1 + torch.arange(3)))
         whole = torch.zeros(ep, EXPERTS // ep, 3, 3, dtype=torch.float64)
-        whole[axis.rank] = own.grad
-        return out.detach(), *(t.grad for t in (tokens, p)), whole.view(weights.shape)  # pyright: ignore
+        whole[axis.rank] = grad_of(own)
+        return out.detach(), grad_of(tokens), grad_of(p), whole.view(weights.shape)
 
     if etp > 1:  # each of etp has a part that a tanh does not add up: compare the ways alone
         weights = weights * 1e-9  # tanh(x) = x
     truth = on_threads(1, lambda rank: layer(rank, (1, 1, 1, 1), slice(None)))[0]
     found = on_threads(ep * etp, lambda rank: layer(rank, layout, slice(rank // tp, rank // tp + 1)))
-    *of_tokens, of_weights = zip(*found, strict=True)
-    by_input = [[sum(values[i : i + tp]) for i in range(0, len(values), tp)] for values in of_tokens]
-    for value, expected in zip([*map(torch.cat, by_input), sum(of_weights)], truth, strict=True):
+    *of_tokens, of_weights = (torch.stack(values) for values in zip(*found, strict=True))
+    by_input = [values.unflatten(0, (num_inputs, tp)).sum(1).flatten(0, 1) for values in of_tokens]
+    for value, expected in zip([*by_input, of_weights.sum(0)], truth, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
 
 

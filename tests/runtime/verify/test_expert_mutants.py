@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes.ops import collectives, experts
+from passes.ops import collectives, experts, tokens
 from passes.ops.axis import AxisHandle
 from passes.stage_module import RankProgram
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
@@ -24,17 +24,19 @@ DP = {"dp": 4, "ep": 2}  # over tp each rank sends rows that lie by expert besid
 Change = Callable[[pytest.MonkeyPatch], object]
 
 
-def make(way: Experts) -> Routed:
+def make(way: Experts, top_k: int = 2) -> Routed:
     torch.manual_seed(0)
-    return Routed(way, torch.randn(VOCABULARY, 4) * 2, 2).double()
+    return Routed(way, torch.randn(VOCABULARY, 4) * 2, top_k).double()
 
 
-def is_equal(way: Experts, mesh: dict[str, int], change: Callable[[RankProgram], None] = lambda _: None) -> bool:
-    """Loss and every gradient, against one process."""
+def is_equal(
+    way: Experts, mesh: dict[str, int], top_k: int = 2, change: Callable[[RankProgram], None] = lambda _: None
+) -> bool:
+    """Loss and every gradient, against one process. With one choice rows go one by one, with two tokens once."""
     rows = 2 * mesh["dp"]
     drawn = torch.randint(VOCABULARY, (2, rows, 5), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": drawn[0], "labels": drawn[1]}
-    ran, model = run_mesh(lambda: make(way), batch, mesh, change=change), make(way)
+    ran, model = run_mesh(lambda: make(way, top_k), batch, mesh, change=change), make(way, top_k)
     loss = model(**batch)
     loss.backward()
     truth = {name: p.grad for name, p in model.named_parameters()}
@@ -97,30 +99,68 @@ def _unsorted_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(experts, "dispatch", dispatch)
 
 
-MUTANTS: dict[str, tuple[dict[str, int], Change]] = {
-    "rows stay where they are": (TP, _stay("forward", "ep")),
-    "gradients are not sent back": (TP, _stay("backward", "ep")),
-    "over etp, rows stay where they are": (ETP, _stay("forward", "etp")),
-    "over etp, gradients are not sent back": (ETP, _stay("backward", "etp")),
-    "parts over etp are not added up": (ETP, _unsummed),
-    "rows are given back in a wrong order": (DP, _unsorted),
-    "rows reach experts in a wrong order": (DP, _unsorted_there),
+def _tokens_stay(phase: str) -> Change:
+    """Tokens (or their gradients) do not leave the rank."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        exchanged = tokens.exchanged
+
+        def kept(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, at: str, **how: bool) -> Tensor:
+            stays = at == phase and rows.dtype.is_floating_point
+            return _kept(rows, sent, received) if stays else exchanged(rows, sent, received, axis, at, **how)
+
+        patch.setattr(tokens, "exchanged", kept)
+
+    return change
+
+
+def _last_alone(patch: pytest.MonkeyPatch) -> None:
+    """A token gets the result of one of its rows, where the sum of all is due."""
+
+    def last(rows: Tensor, places: Tensor, size: int) -> Tensor:
+        return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows)
+
+    patch.setattr(tokens, "_summed", last)
+
+
+def _places_of_senders(patch: pytest.MonkeyPatch) -> None:
+    """Rows read the tokens of the first sender, where those of their own are due."""
+    places = tokens.Leaving.places
+
+    def of_first(self: tokens.Leaving, splits: experts.Splits, came: Tensor, axis: AxisHandle) -> Tensor:
+        return places(self, splits, torch.zeros_like(came), axis)
+
+    patch.setattr(tokens.Leaving, "places", of_first)
+
+
+MUTANTS: dict[str, tuple[dict[str, int], int, Change]] = {
+    "rows stay where they are": (TP, 1, _stay("forward", "ep")),
+    "gradients are not sent back": (TP, 1, _stay("backward", "ep")),
+    "over etp, rows stay where they are": (ETP, 1, _stay("forward", "etp")),
+    "over etp, gradients are not sent back": (ETP, 1, _stay("backward", "etp")),
+    "parts over etp are not added up": (ETP, 1, _unsummed),
+    "rows are given back in a wrong order": (DP, 1, _unsorted),
+    "rows reach experts in a wrong order": (DP, 1, _unsorted_there),
+    "tokens stay where they are": (DP, 2, _tokens_stay("forward")),
+    "gradients of tokens are not sent back": (DP, 2, _tokens_stay("backward")),
+    "one result of a token counts": (DP, 2, _last_alone),
+    "rows read tokens of another sender": (DP, 2, _places_of_senders),
 }
 
 
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
-@pytest.mark.parametrize("mesh", [TP, ETP], ids=str)
-def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str, int]) -> None:
-    assert is_equal(way, mesh)
+@pytest.mark.parametrize(("mesh", "top_k"), {(str(mesh), k): (mesh, k) for mesh, k, _ in MUTANTS.values()}.values())
+def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str, int], top_k: int) -> None:
+    assert is_equal(way, mesh, top_k)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
 def test_an_exchange_of_rows_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, way: Experts, name: str) -> None:
-    mesh, change = MUTANTS[name]
+    mesh, top_k, change = MUTANTS[name]
     change(monkeypatch)
-    assert not is_equal(way, mesh)
+    assert not is_equal(way, mesh, top_k)
 
 
 def _through(x: Tensor, axis: AxisHandle) -> Tensor:
@@ -150,6 +190,6 @@ def test_any_sum_over_tp_left_out_is_seen(way: Experts) -> None:
 
         return change
 
-    assert is_equal(way, TP, without(1000))
+    assert is_equal(way, TP, change=without(1000))
     assert min(found) == max(found) >= 3
-    assert [number for number in range(found[0]) if is_equal(way, TP, without(number))] == []
+    assert [number for number in range(found[0]) if is_equal(way, TP, change=without(number))] == []
