@@ -69,13 +69,13 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
                 node.args = (*node.args, *(None,)[len(node.args) - 3 :])
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, load_node(stage, context), _layer_of(context, node))
-            if node.target in exchange.OF_TOKENS:
-                node.args = (node.args[0], node.args[2])  # the way of tokens is known since counts were exchanged
             if node.target is exchange.own_slices:
                 node.args = (*node.args, axis_node(stage, context.axes["ep"]))
             if node.target is exchange.return_slots:
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, node.meta["val"].shape[node.args[2]])
+            if node.target in exchange.OF_TOKENS:
+                node.args = (node.args[0], node.all_input_nodes[-1])  # which token a row has is known by then
             node.target = BECOMES[node.target]
 
 

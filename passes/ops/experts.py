@@ -55,8 +55,10 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What else ranks say of their rows, [ep, …]: this rank to each, and each to this rank; both on the host too."""
+    """What ranks say of their rows beside the counts, [ep, …]: this rank to each, on the host, and each to this rank, on
+    both. ``rows`` [ep]: how many come from each."""
 
+    rows: Tensor
     came: Tensor
     sent_here: list[list[int]]
     came_here: list[list[int]]
@@ -82,7 +84,7 @@ def splits_of_both(
     (rows_sent, more_sent), (rows_came, more_came) = (_apart(table, each) for table in (of_sent, of_came))
     splits = Splits.over_ep(rows_sent, rows_came, received)
     parts = Splits.over_etp(of_parts[0], every[0], etp.rank) if every else None
-    return splits, parts, Figures(beside, more_sent, more_came)
+    return splits, parts, Figures(received.sum(1), beside, more_sent, more_came)
 
 
 def _apart(table: list[list[int]], size: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -58,7 +58,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _collect(grads[0], *ctx.given, "backward"), None, None
+        way, axis = ctx.given
+        return _collect(grads[0], way, axis, "backward"), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -69,7 +70,8 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _spread(grads[0], *ctx.given, "backward"), None, None
+        way, axis = ctx.given
+        return _spread(grads[0], way, axis, "backward"), None, None
 
 
 def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
@@ -107,7 +109,7 @@ class Leaving:
         self.rank = owners(counts.view(ep, -1).sum(1), len(token))
         self.key = self.rank * num_tokens + token
         needed = torch.zeros(ep * num_tokens, dtype=torch.bool, device=token.device)
-        needed[self.key] = True
+        needed.index_fill_(0, self.key, True)
         self.place, self.needed = needed.cumsum(0) - 1, needed.view(ep, num_tokens)
         self.num = self.needed.sum(1)
 
@@ -129,23 +131,20 @@ class Leaving:
         beside = self.num.view(self.nodes, 1, self.inner).expand(-1, self.inner, -1).reshape(self.ep, self.inner)
         return torch.cat([self.num[:, None], to_node, beside], 1)
 
-    def places(self, splits: Splits, came: Tensor, axis: AxisHandle) -> Tensor:
-        """Of the rows of this rank's experts, the places of their tokens among those that come from all ranks.
-
-        ``came`` [ep]: how many tokens come from each.
-        """
+    def places(self, splits: Splits, figures: Figures, axis: AxisHandle) -> Tensor:
+        """Of the rows of this rank's experts, the places of their tokens among those that come from all ranks."""
         first = self.num.cumsum(0) - self.num
         own = (self.place[self.key] - first[self.rank]).to(torch.int32)
         there = exchanged(own, splits.sent, splits.received, axis, "forward")
-        blocks = came.view(self.nodes, self.inner).t().reshape(-1)  # as the ranks of the node pass them on
+        passed_on = figures.came[:, 0].view(self.nodes, self.inner).t()  # by the ranks of the node, in their order
+        blocks = passed_on.reshape(-1)
         starts = (blocks.cumsum(0) - blocks).view(self.inner, self.nodes).t().reshape(-1)
-        sender = owners(torch.tensor(splits.received, device=came.device), len(there))
-        return (there + starts[sender]).index_select(0, splits.order)
+        return (there + starts[owners(figures.rows, len(there))]).index_select(0, splits.order)
 
 
 def way_of(leaving: Leaving, splits: Splits, figures: Figures, axis: AxisHandle) -> TokenWay:
     """``splits``: of the rows. ``figures``: those of ``leaving`` and of all ranks."""
-    places = leaving.places(splits, figures.came[:, 0], axis)
+    places = leaving.places(splits, figures, axis)
     hops = _direct(leaving, figures) if leaving.nodes == 1 else _by_node(leaving, figures, axis)
     return TokenWay(hops, places, leaving.num_tokens)
 
@@ -156,14 +155,15 @@ def _direct(leaving: Leaving, figures: Figures) -> tuple[Hop, ...]:
 
 
 def _by_node(leaving: Leaving, figures: Figures, axis: AxisHandle) -> tuple[Hop, ...]:
+    """Each token once to each node, then from there to the ranks of the node that have experts of it."""
     inner, ranks = leaving.inner, range(leaving.ep)
     node, place = divmod(axis.rank, inner)
     beside = [rank % inner == place for rank in ranks]  # of each node the rank with the same place
     sent, came = ([row[1] * is_beside for row, is_beside in zip(rows, beside, strict=True)] for rows in figures.here)
     chosen = _true_places(leaving.by_node, sum(sent))
     across = Hop(sent, came, chosen)
-    of_node = owners(torch.tensor(sent, device=chosen.device), len(chosen)) // inner
-    needed = leaving.needed.view(leaving.nodes, inner, -1)[of_node, :, chosen].to(torch.uint8)
+    to_node = owners(leaving.by_node.sum(1), len(chosen))
+    needed = leaving.needed.view(leaving.nodes, inner, -1)[to_node, :, chosen].to(torch.uint8)
     needed = exchanged(needed, sent, came, axis, "forward")  # [tokens that came, inner]
     rows = figures.came_here
     passed = [sum(rows[s][2 + r % inner] for s in ranks if beside[s]) * (r // inner == node) for r in ranks]

@@ -33,37 +33,39 @@ def axes(rank: int, ep: int, etp: int) -> tuple[AxisHandle, AxisHandle]:
     return handles
 
 
-def met(rank: int, ep: int, etp: int) -> tuple[Tensor, Meeting]:
-    """The rows of this rank's experts."""
+def met(rank: int, ep: int, etp: int, nodes: int = 0) -> tuple[Tensor, Meeting]:
+    """The rows of this rank's experts. ``nodes``: over which tokens go once; 0: rows go one by one."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, WIDTH, generator=generator, requires_grad=True)
     order, counts = route(torch.rand(TOKENS, EXPERTS, generator=generator).topk(2).indices, EXPERTS)
     rows = permute(x, order, 2)
     load = ExpertLoad((), (), 0)
     load.note = lambda layer, counts: None
-    here = meeting.meet(counts, len(rows), AxisHandle("tp", 1, 0), *axes(rank, ep, etp), load, 0)
-    return meeting.dispatch(rows, here), here
+    of_tokens = (order // 2, TOKENS, nodes) if nodes else ()
+    here = meeting.meet(counts, len(rows), AxisHandle("tp", 1, 0), *axes(rank, ep, etp), load, 0, *of_tokens)
+    return meeting.dispatch_tokens(x, here) if nodes else meeting.dispatch(rows, here), here
 
 
-def sights_of_a_layer(ep: int, etp: int) -> list[Sight]:
+def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
     """Of a rank that is a process: ranks that are threads exchange by reading values."""
     groups = open_groups(Mesh(dp=ep * etp), {}, [], timeout_seconds=60)
     stages: Any = SimpleNamespace(stages=[])
     with HostWatch(stages) as watch:
         watch.has_begun = True
-        rows, here = met(groups.rank, ep, etp)
+        rows, here = met(groups.rank, ep, etp, nodes)
         assert len(meeting.ids_of(here, 2 * TOKENS)) == len(rows)
         weights = torch.ones(EXPERTS // ep, WIDTH, WIDTH, requires_grad=True)
-        back = meeting.give_back(meeting.grouped_mm(rows, weights, here), here)
+        made = meeting.grouped_mm(rows, weights, here)
+        back = meeting.combine(made, here) if nodes else meeting.give_back(made, here)
         back.backward(torch.ones_like(back))
     groups.close()
     return watch.sights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
-def test_the_host_waits_once_a_layer(ep: int, etp: int):
-    for sights in launch(sights_of_a_layer, ep * etp, ep, etp, timeout_seconds=120):
+@pytest.mark.parametrize(("ep", "etp", "nodes"), [(2, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2)])
+def test_the_host_waits_once_a_layer(ep: int, etp: int, nodes: int):
+    for sights in launch(sights_of_a_layer, ep * etp, ep, etp, nodes, timeout_seconds=120):
         assert [sight.kind for sight in sights] == ["stop"], sights
 
 

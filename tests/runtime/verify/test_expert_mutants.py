@@ -6,6 +6,7 @@ Ranks are threads of this process, their gradients are added up as the plan says
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,8 +128,8 @@ def _places_of_senders(patch: pytest.MonkeyPatch) -> None:
     """Rows read the tokens of the first sender, where those of their own are due."""
     places = tokens.Leaving.places
 
-    def of_first(self: tokens.Leaving, splits: experts.Splits, came: Tensor, axis: AxisHandle) -> Tensor:
-        return places(self, splits, torch.zeros_like(came), axis)
+    def of_first(self: tokens.Leaving, splits: experts.Splits, figures: experts.Figures, axis: AxisHandle) -> Tensor:
+        return places(self, splits, replace(figures, came=torch.zeros_like(figures.came)), axis)
 
     patch.setattr(tokens.Leaving, "places", of_first)
 
