@@ -55,8 +55,8 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What ranks say of their rows beside the counts, [ep, …]: this rank to each, on the host, and each to this rank, on
-    both. ``rows`` [ep]: how many come from each."""
+    """What ranks say of their rows beside the counts, [ep, …]: this rank to each, on the host, and each to this rank,
+    on both. ``rows`` [ep]: how many come from each."""
 
     rows: Tensor
     came: Tensor
