@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops import experts, slots
+from passes.ops import experts, slots, tokens
 from passes.ops.axis import has_values
 from runtime.optimizer.flat import FlatOptimizer
 from tests.tools.planted.fault import Fault, Function, on_other_axis
@@ -75,11 +75,26 @@ def _none_rests(whole: Function) -> Function:
     return step
 
 
+def _tokens_stay(whole: Function) -> Function:
+    def move(rows: Tensor, sent: list[int], received: list[int], axis: Any, phase: str, **how: bool) -> Tensor:
+        if not rows.dtype.is_floating_point or axis.size == 1:
+            return whole(rows, sent, received, axis, phase, **how)
+        return _as_many(rows, sum(received))
+
+    return move
+
+
+def _one_of_the_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
+    return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows)
+
+
 FAULTS = {
     "rows of experts: all-to-all left out": Fault(experts, "_send", _rows_stay("forward"), seed=122),
-    "rows of experts: all-to-all back left out": Fault(experts, "_return", _rows_stay("forward"), seed=122),
+    "rows of experts: all-to-all back left out": Fault(experts, "_return", _rows_stay("forward"), seed=3),
     "rows of experts: all-to-all of gradients left out": Fault(experts, "_return", _rows_stay("backward"), seed=122),
     "rows of experts: in the wrong order": Fault(experts, "_send", _in_reverse, seed=122),
+    "tokens of experts: all-to-all left out": Fault(tokens, "exchanged", _tokens_stay, seed=122),
+    "tokens of experts: sum left out": Fault(tokens, "_summed", lambda whole: _one_of_the_rows, seed=122),
     "rows of experts: sum of parts over etp left out": Fault(experts, "_sum_of_parts", lambda whole: _one_part, seed=3),
     "rows of experts: sum of parts over etp doubled": Fault(
         experts, "_sum_of_parts", lambda whole: lambda *args: 2 * whole(*args), seed=3
