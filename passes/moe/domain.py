@@ -67,6 +67,9 @@ def share_of_slots(slots: int, mesh: Sizes) -> int:
 
 
 def share_of_rows(node: fx.Node, mesh: Sizes) -> float:
-    """The part of a value's rows that a rank has when every expert gets as many."""
+    """The rows that a rank has when every expert gets as many, as a part of those in the graph: of an expert those of
+    all ranks of ep."""
     domain = domain_of(node)
-    return mesh.etp / mesh.tp if domain is not None and domain.rows >= 0 else 1.0
+    if domain is None or domain.rows < 0:
+        return 1.0
+    return mesh.etp / mesh.tp * (mesh.ep if domain.number >= 0 else 1)

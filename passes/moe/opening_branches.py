@@ -10,6 +10,7 @@ Every ep rank runs the branches of its experts alone (``Domain.number``); their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -26,7 +27,7 @@ from passes.moe.refusals import refusal_of
 from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
 from passes.moe.zeros import stays_zero
-from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.aten import aten, shape_of, without_reshapes
 from passes.program.ops.products import PRODUCTS, is_made_of_weights
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
@@ -77,7 +78,8 @@ class _Opening:
         self.shared = {n: n if self.alone else build.call(exchange.share, n, domain=Domain()) for n in sorted(shared)}
         order, flat = self.routing.sorted(build)
         token = build.call(aten.floor_divide.default, order, self.top_k)
-        brought = [self._bring(build, list(column), here, order, token, flat) for column in zip(*entries, strict=True)]
+        columns = [_without_repeats(column) for column in zip(*entries, strict=True)]
+        brought = [self._bring(build, column, here, order, token, flat) for column in columns]
         names = self.dropped.names(build)
         names = names and self._bring(build, [names], here, order, token, flat)
         parts = []
@@ -228,3 +230,9 @@ class _Opening:
         end.replace_all_uses_with(whole)
         erase_unread(self.graph, [end])
         return whole
+
+
+def _without_repeats(column: Sequence[fx.Node]) -> list[fx.Node]:
+    """The inputs of the branches, each that is another in a shape of its own replaced by the first that is so too."""
+    firsts: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+    return [firsts.setdefault((without_reshapes(node), shape_of(node)), node) for node in column]

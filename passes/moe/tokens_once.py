@@ -11,7 +11,8 @@ are no copies of tokens sends row by row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -24,7 +25,7 @@ from passes.moe.domain import Domain
 from passes.moe.layers import ExpertLayer
 from passes.moe.routing import Routing
 from passes.moe.row_sums import RowSum, only_index, sum_of
-from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.aten import aten, shape_of, without_reshapes
 from passes.program.program import Program
 
 ROWS = Domain(rows=0)
@@ -38,8 +39,17 @@ def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> Expert
     return layer
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """Of a dispatch: row i is a copy of token ``index``[i] // ``times``."""
+
+    tokens: fx.Node
+    index: fx.Node
+    times: int = 1
+
+
 class _Layer:
-    """Owns ``copies``: the dispatches of copies of tokens, with the tokens and the token of each row."""
+    """Owns ``copies``: the dispatches of copies of tokens."""
 
     def __init__(self, program: Program, layer: ExpertLayer, here: fx.Node, nodes: int) -> None:
         self.graph, self.layer, self.here, self.nodes = program.graph.graph, layer, here, nodes
@@ -47,27 +57,31 @@ class _Layer:
         self.num_tokens = self.routing.num_rows // self.routing.top_k
         self.copies = {node: found for node in here.users if (found := self._copy(node)) is not None}
 
-    def _copy(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    def _copy(self, node: fx.Node) -> _Copy | None:
         rows: Any = node.args[0] if node.target is exchange.dispatch else None
         if rows is None or rows.target is not aten.index.Tensor or not shape_of(rows)[1:]:
             return None
-        token = only_index(rows)
-        is_of_tokens = token is not None and shape_of(rows.args[0])[0] == self.num_tokens
-        return (rows.args[0], token) if is_of_tokens and token is not None else None
+        index, source = only_index(rows), rows.args[0]
+        if index is None or shape_of(source)[0] == self.num_tokens:
+            return index and _Copy(source, index)
+        tokens = _repeated(source, self.num_tokens, self.routing.top_k)
+        return tokens and _Copy(tokens, index, self.routing.top_k)
 
     def rewritten(self) -> ExpertLayer:
-        tokens = {token for _, token in self.copies.values()}
+        places = {(copy.index, copy.times) for copy in self.copies.values()}
         first = min(self.here.users)
-        if self.routing.top_k == 1 or len(tokens) != 1 or not max(tokens) < first:
+        if self.routing.top_k == 1 or len(places) != 1 or not max(places)[0] < first:
             return self.layer
-        (token,) = tokens
+        ((token, times),) = places
         build = Builder(self.graph, first, self.here)
+        token = token if times == 1 else build.call(aten.floor_divide.default, token, times)
         given = (*self.here.args, token, self.num_tokens, self.nodes)
         here = build.call(exchange.meet, *given, val=self.here.meta["val"], domain=self.here.meta["domain"])
         self.here.replace_all_uses_with(here)
         self.graph.erase_node(self.here)
-        for node, (value, _) in self.copies.items():
+        for node, copy in self.copies.items():
             at, val = Builder(self.graph, node, node), node.meta["val"]
+            value = at.call(aten.reshape.default, copy.tokens, [self.num_tokens, *shape_of(node)[1:]])
             node.replace_all_uses_with(at.call(exchange.dispatch_tokens, value, token, here, val=val, domain=ROWS))
             erase_unread(self.graph, [node])
         backs = [node for node in here.users if node.target is exchange.give_back]
@@ -105,3 +119,16 @@ class _Layer:
             pairs = build.call(aten.reshape.default, weight, [self.routing.num_rows])
             order = build.call(getitem, build.call(aten.sort.stable, found.inverse, stable=True), 1)
             yield build.call(aten.index.Tensor, pairs, [order])
+
+
+def _repeated(value: fx.Node, num_tokens: int, times: int) -> fx.Node | None:
+    """The tokens that ``value`` [num_tokens · times, …] repeats, each as often."""
+    node = without_reshapes(value)
+    if node.target is not aten.expand.default:
+        return None
+    tokens: Any = node.args[0]
+    before, after = shape_of(tokens), shape_of(node)
+    dims = [d for d in range(len(after)) if before[d] != after[d]]
+    if len(dims) != 1 or after[dims[0]] != times or prod(after[: dims[0]]) != num_tokens:
+        return None
+    return tokens if prod(after[dims[0] + 1 :]) == prod(shape_of(value)[1:]) else None

@@ -59,6 +59,13 @@ def returns_nothing(target: Any) -> bool:
     return schema is not None and not schema.returns
 
 
+def without_reshapes(node: fx.Node) -> fx.Node:
+    """The value of which ``node`` is the same elements in another shape; itself if it is no reshape."""
+    while node.target is aten.reshape.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def reduced_dims(node: fx.Node) -> frozenset[int]:
     """The dims of its first operand that an op reduces or runs along; all if it names none."""
     ndim = next(tensors_of(node.all_input_nodes[0])).dim()

@@ -13,6 +13,7 @@ from planner.cost.planned import step_flops
 from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
 from runtime.report.pace import Planned
+from tests.models import experts, sorted_experts
 from tests.tools.paths import ROOT
 
 
@@ -57,3 +58,18 @@ def test_what_is_computed_again_does_not_count_and_a_cluster_names_the_peak():
     assert bare == again == named == priced.flops == planned.flops
     assert (planned.peak, priced.peak > 1e12) == (0.0, True)
     assert planned.bubble == priced.bubble == pytest.approx(1 / 5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "etp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("way", [experts.masks, experts.stacked, sorted_experts.by_places], ids=lambda w: w.__name__)
+def test_experts_on_several_ranks_multiply_as_many_rows_as_those_on_one(way, mesh):
+    """Every expert gets rows of all ranks of ep, written as branches or as one product."""
+    layer = sorted_experts.Sorting if way in sorted_experts.WAYS else experts.Layer
+    ids = {"shape": [experts.LENGTH], "dtype": "int64", "high": experts.VOCABULARY}
+    spec = {"batch": {"global": 8, "micro": 2}, "inputs": {"input_ids": ids, "labels": {"like": "input_ids"}}}
+    found, _ = flops_of(experts.Net(layer(way)), {**spec, "mesh": mesh})
+    of_one, _ = flops_of(
+        experts.Net(sorted_experts.Sorting(sorted_experts.by_places)), {**spec, "mesh": {"dp": mesh["dp"]}}
+    )
+    assert found == of_one
