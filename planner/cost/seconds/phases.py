@@ -22,7 +22,7 @@ from planner.pipeline.zero_bubble import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds by cause."""
+    """Seconds by cause; ``host``: of the host that launches the kernels meanwhile."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -30,6 +30,7 @@ class Spent:
     cp_comm: float = 0.0
     ep_comm: float = 0.0
     dp_comm: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -37,6 +38,11 @@ class Spent:
 
     def plus(self, other: Spent, times: int = 1) -> Spent:
         return Spent(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Spent)))
+
+    def with_host(self) -> Spent:
+        """The device waits for its host, if that takes longer over all kernels."""
+        waits = max(0.0, self.host - self.compute - self.recompute)
+        return replace(self, compute=self.compute + waits, host=0.0)
 
 
 CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(("ep", "etp", BETWEEN_NODES, IN_A_NODE), "ep_comm")}
@@ -61,9 +67,9 @@ class Pricing:
         return seconds(kind, num_bytes, group(self.mesh, axis, self.cluster), self.wires)
 
     def phase(self, phase: Phase, micro: int, *, again: bool = False, alone: bool = False) -> Spent:
-        computed = self.roofline.all(phase.ops, micro, phase.saved)
         spent = dict.fromkeys((f.name for f in fields(Spent)), 0.0)
-        spent["recompute" if again else "compute"] = computed
+        spent["recompute" if again else "compute"] = self.roofline.all(phase.ops, micro)
+        spent["host"] = self.roofline.host(phase.ops, phase.saved)
         for message, count in phase.messages:
             cause = "recompute" if again else CAUSES.get(message.axis, "dp_comm")
             spent[cause] += count * self.message(message, micro, alone=alone)
@@ -91,6 +97,10 @@ class UnitSeconds:
         weights = self.weights.plus(other.weights)
         return UnitSeconds(self.forward.plus(other.forward), self.backward.plus(other.backward), weights)
 
+    def with_host(self) -> UnitSeconds:
+        """Each pass as long as the host needs for it, or longer."""
+        return UnitSeconds(self.forward.with_host(), self.backward.with_host(), self.weights.with_host())
+
 
 def unit_seconds(unit: UnitWork, kind: str, pricing: Pricing, micro: int, *, waits: bool = False) -> UnitSeconds:
     """Forward; backward with its recomputation; weight gradients, if they are deferred."""
@@ -113,8 +123,8 @@ def _sides(
 class WorkSeconds:
     """Seconds of all units of a cut under one kind of recompute, and their sums over ranges.
 
-    ``until``: all seconds of the units before each, and of all; ``forward_until``: of their forwards alone. ``waits``:
-    whether gradients of weights are actions of their own.
+    ``until``: all seconds of the units before each, and of all, without waits for the host; ``forward_until``: of their
+    forwards alone. ``waits``: whether gradients of weights are actions of their own.
     """
 
     def __init__(self, work: CutWork, kind: str, pricing: Pricing, *, waits: bool = False) -> None:
@@ -138,7 +148,7 @@ class WorkSeconds:
         for shared, spent in self.shared:
             if shared.is_in(first, end):
                 total = total.plus(spent)
-        return total
+        return total.with_host()
 
 
 def flops_of_stages(work: CutWork, kind: str, ranges: Sequence[tuple[int, int]]) -> StageCosts:

@@ -11,7 +11,8 @@ A GPU computes a product in tiles, one at a time on each of its processors (plan
 tile at an edge is half empty on average, which costs t more rows and columns. In both, k must fill the pipeline of a
 tile once, which costs t more steps; t is the device's half_tile. Attention heads and shards over many ranks lose this
 way. A kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of
-a unit take at least as long as its host needs to launch them; it launches a captured CUDA graph as one kernel.
+a pass of a stage take at least as long as its host needs to launch them; it launches a captured CUDA graph as one
+kernel.
 """
 
 from __future__ import annotations
@@ -80,15 +81,16 @@ class Roofline:
         step = HEADS[head > FINE_HEADS]
         return ceil(head / step) * step / head
 
-    def all(self, ops: Iterable[tuple[Op, int]], micro: int, saved: int = 0) -> float:
-        """Of kernels one after the other, if the host can launch them as fast. ``saved``: launches that it need not
-        make, because a CUDA graph launches several kernels at once.
+    def all(self, ops: Iterable[tuple[Op, int]], micro: int) -> float:
+        """Of kernels one after the other, if the host launches them as fast."""
+        return sum(self.seconds(op, micro) * count for op, count in ops)
+
+    def host(self, ops: Iterable[tuple[Op, int]], saved: int = 0) -> float:
+        """Of the host that launches them. ``saved``: launches that it need not make, because a CUDA graph launches
+        several kernels at once.
         """
-        total, kernels = 0.0, 0
-        for op, count in ops:
-            total += self.seconds(op, micro) * count
-            kernels += count
-        return max(total, self.slower * (self.device.host or 0.0) * max(0, kernels - saved))
+        kernels = sum(count for _, count in ops)
+        return self.slower * (self.device.host or 0.0) * max(0, kernels - saved)
 
     def moving(self, num_bytes: float) -> float:
         """Of a kernel that only moves bytes."""

@@ -69,7 +69,8 @@ def _matrices(buffer: HeldBuffer, pricing: Pricing) -> float:
         a, b = sorted(shape)
         products = ((1, a, a, b), (1, a, a, a), (1, a, b, a))
         ops = [(Op("bfloat16", Size(_bytes(sides)), sides), 1) for sides in products]
-        seconds += count * NEWTON_SCHULZ_STEPS * pricing.roofline.all(ops, 1)
+        each = max(pricing.roofline.all(ops, 1), pricing.roofline.host(ops))
+        seconds += count * NEWTON_SCHULZ_STEPS * each
         elements += count * a * b
     if not buffer.shared_by:
         return seconds

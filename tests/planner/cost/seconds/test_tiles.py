@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cluster.cluster import Device
 from planner.cost.cut.kernels import Op, Size
+from planner.cost.seconds.phases import Spent
 from planner.cost.seconds.roofline import Roofline
 from planner.cost.seconds.tiles import ADDING, tiled_flops
 from tests.tools.examples import examples
@@ -52,12 +54,12 @@ def device(**keys: object) -> Device:
 
 
 def test_kernels_wait_for_a_slow_host() -> None:
-    small = Op("float32", Size(1e3))
-    fast, slow = Roofline(device()), Roofline(device(host=1e-5))
-    assert slow.all([(small, 100)], 1) == 100 * 1e-5
-    assert fast.all([(small, 100)], 1) < 1e-6
-    large = Op("float32", Size(), (1, 4096, 4096, 4096))
-    assert slow.all([(large, 2)], 1) == fast.all([(large, 2)], 1)  # they take longer than the host
+    small, roofline = Op("float32", Size(1e3)), Roofline(device(host=1e-5))
+    assert roofline.host([(small, 100)]) == pytest.approx(100 * 1e-5)
+    assert roofline.host([(small, 100)], saved=90) == pytest.approx(10 * 1e-5)
+    assert roofline.all([(small, 100)], 1) < 1e-6
+    assert Spent(compute=2.0, recompute=1.0, host=5.0).with_host() == Spent(compute=4.0, recompute=1.0)
+    assert Spent(compute=2.0, tp_comm=9.0, host=1.0).with_host() == Spent(compute=2.0, tp_comm=9.0)
 
 
 def test_attention_of_a_gpu_fills_its_heads() -> None:
