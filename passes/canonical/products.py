@@ -1,6 +1,6 @@
 """Canonical forms of products and of losses.
 
-einsum with "..." or without "->"    → explicit letters
+einsum with "..." or without "->"    → explicit letters, two operands at a time
 mv, dot, addmv, outer, bilinear      → matmul, einsum
 convolution with bias                → the product, then an add
 glu, prelu, cosine_similarity        → their parts
@@ -53,7 +53,26 @@ def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
         if not all(kept):
             words[i] = "".join(c for c, k in zip(word, kept, strict=True) if k)
             operands[i] = viewed(emit, x, [n for n, k in zip(shape_of(x), kept, strict=True) if k])
+    path = list(named(node, args, kwargs)["path"] or ())
+    while len(words) > 2:
+        pair, path = path[:2], path[2:]
+        words, operands = _paired(emit, words, operands, result, pair)
     return emit(aten.einsum.default, (",".join(words) + "->" + result, operands), {}, node.meta["val"])
+
+
+def _paired(
+    emit: Emit, words: list[str], operands: list[Any], result: str, pair: list[int]
+) -> tuple[list[str], list[Any]]:
+    """Two operands multiplied, and summed over letters of no other: ``pair``, if opt_einsum has found an order, with
+    the product behind the others then, as it counts; else the first two.
+    """
+    chosen = pair or [0, 1]
+    rest = [i for i in range(len(words)) if i not in chosen]
+    (a, b), others = (words[i] for i in chosen), [words[i] for i in rest]
+    made = "".join(c for c in dict.fromkeys(a + b) if c in result + "".join(others))
+    product = applied(emit, aten.einsum.default, f"{a},{b}->{made}", [operands[i] for i in chosen])
+    left = [operands[i] for i in rest]
+    return ([*others, made], [*left, product]) if pair else ([made, *others], [product, *left])
 
 
 def _matmul(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -63,6 +63,12 @@ def broadcast(layer: Stacks, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor
     return (gates_of(layer, probs, chosen).unsqueeze(-2) @ made).squeeze(-2)
 
 
+def in_one_product(layer: Stacks, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """The second matrices, the gates and the sum over experts are one einsum of three operands."""
+    inner = gated(torch.einsum("bsd,edh->ebsh", x, layer.up))
+    return torch.einsum("ebsh,ehd,bse->bsd", inner, layer.down, gates_of(layer, probs, chosen))
+
+
 def biased(layer: Stacks, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
     inner = torch.einsum("bsd,edh->ebsh", x, layer.up) + layer.up_bias[:, None, None]
     made = torch.einsum("ebsh,ehd->ebsd", gated(inner), layer.down) + layer.down_bias[:, None, None]
@@ -101,7 +107,16 @@ def first_alone(layer: Stacks, x: Tensor, probs: Tensor, chosen: Tensor) -> Tens
     return torch.einsum("bsed,bse->bsd", torch.einsum("bseh,ehd->bsed", inner, layer.down), gates)
 
 
-WAYS: tuple[StackedWay, ...] = (scaled_before, broadcast, biased, masked, picked_of_all, of_pairs, first_alone)
+WAYS: tuple[StackedWay, ...] = (
+    scaled_before,
+    broadcast,
+    in_one_product,
+    biased,
+    masked,
+    picked_of_all,
+    of_pairs,
+    first_alone,
+)
 
 
 # ---- experts that give something to tokens that did not choose them, or that mix tokens

@@ -46,6 +46,32 @@ v2 = aten.einsum(asw,w->asw, [x, v1])
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            None,
+            """\
+v0 = aten.einsum(asw,w->asw, [x, scale])
+v1 = aten.einsum(asw,vw->asv, [v0, up.weight])
+""",
+        ),
+        (
+            [1, 2, 0, 1],
+            """\
+v0 = aten.einsum(w,vw->wv, [scale, up.weight])
+v1 = aten.einsum(asw,wv->asv, [x, v0])
+""",
+        ),
+    ],
+)
+def test_an_einsum_of_three_is_two_of_two_in_the_order_of_its_path(path: list[int] | None, text: str):
+    def three(m: OneBody, x: Tensor) -> Tensor:
+        return torch.ops.aten.einsum("asw,w,vw->asv", [x, m.scale, m.up.weight], path=path)
+
+    assert canonical(three) == text
+
+
 def test_products_of_vectors_are_matmul_and_an_outer_product_is_an_einsum():
     def vectors(m: OneBody, x: Tensor) -> Tensor:
         return x + torch.outer(m.scale, m.up.bias).mv(m.scale) * m.scale.dot(m.up.bias)

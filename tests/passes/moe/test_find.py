@@ -192,7 +192,7 @@ layer_norm -> linear -> getitem_1, getitem -> sum_1
         words("slots"),
         """\
 1 x 4 experts, 2 a token, slots of each expert, 3
-layer_norm -> linear -> getitem_1, einsum_1 -> einsum_5
+layer_norm -> linear -> getitem_1, einsum_2 -> einsum_6
 1 [4, 8, 12] experts 0 hidden 1 width 2 column
 1 [4, 12, 8] experts 0 hidden 2 width 1 row
 """,
