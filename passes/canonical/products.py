@@ -53,7 +53,7 @@ def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
         if not all(kept):
             words[i] = "".join(c for c, k in zip(word, kept, strict=True) if k)
             operands[i] = viewed(emit, x, [n for n, k in zip(shape_of(x), kept, strict=True) if k])
-    path = list(named(node, args, kwargs)["path"] or ())
+    path: list[int] = list(named(node, args, kwargs)["path"] or ())
     while len(words) > 2:
         pair, path = path[:2], path[2:]
         words, operands = _paired(emit, words, operands, result, pair)
