@@ -20,6 +20,7 @@ MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
 SHARD, REPLICA = "shard", "replica"  # the ranks that share dense parameters, in two axes
 BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # of ranks with experts: the two steps of an exchange
+BY_ROUTING = ("ep", "etp", BETWEEN_NODES, IN_A_NODE)  # over which rows of experts travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
     if axis.size == 1:
         return rows
-    came = _Way.apply(rows, splits, axis, _send, _return)
+    came = Way.apply(rows, splits, axis, _send, _return)
     return came.index_select(0, splits.order)
 
 
@@ -128,17 +128,17 @@ def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The results of the rows that this rank sent, in the order of sending."""
     if axis.size == 1:
         return rows
-    return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
+    return Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 
 def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all etp ranks, by expert."""
-    return _Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
+    return Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
 
 
 def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """P → V: this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
-    return _Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
+    return Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
 
 
 def _by_expert(counts: Tensor, num_rows: int) -> Tensor:
@@ -159,11 +159,11 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Way(torch.autograd.Function):
+class Way(torch.autograd.Function):
     """Rows go one way forward, and their gradients the other way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Splits, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, splits: Any, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
         ctx.given = splits, axis, back
         return there(rows, splits, axis, "forward")
 

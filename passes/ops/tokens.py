@@ -12,13 +12,13 @@ Of the rows (token, choice) themselves only places travel, once a layer: which o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle, widened
-from passes.ops.experts import Figures, Splits, exchanged, owners
+from passes.ops.experts import Figures, Splits, Way, exchanged, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +42,12 @@ class TokenWay:
 
 def spread(tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
     """[num_tokens, …] → the rows of this rank's experts, by expert."""
-    return _Spread.apply(tokens, way, axis)
+    return Way.apply(tokens, way, axis, _spread, _collect)
 
 
 def collect(rows: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
     """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks."""
-    return _Collect.apply(rows, way, axis)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
-        ctx.given = way, axis
-        return _spread(tokens, way, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        way, axis = ctx.given
-        return _collect(grads[0], way, axis, "backward"), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
-        ctx.given = way, axis
-        return _collect(rows, way, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        way, axis = ctx.given
-        return _spread(grads[0], way, axis, "backward"), None, None
+    return Way.apply(rows, way, axis, _collect, _spread)
 
 
 def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
@@ -105,7 +81,7 @@ class Leaving:
     """
 
     def __init__(self, token: Tensor, counts: Tensor, num_tokens: int, ep: int, nodes: int) -> None:
-        self.token, self.ep, self.nodes, self.num_tokens = token, ep, nodes, num_tokens
+        self.ep, self.nodes, self.num_tokens = ep, nodes, num_tokens
         self.rank = owners(counts.view(ep, -1).sum(1), len(token))
         self.key = self.rank * num_tokens + token
         needed = torch.zeros(ep * num_tokens, dtype=torch.bool, device=token.device)
@@ -118,7 +94,7 @@ class Leaving:
         """Ranks of ep in a node."""
         return self.ep // self.nodes
 
-    @property
+    @cached_property
     def by_node(self) -> Tensor:
         """[nodes, num_tokens]: whether a node has experts of a token."""
         return self.needed.view(self.nodes, self.inner, self.num_tokens).any(1)
@@ -150,7 +126,7 @@ def way_of(leaving: Leaving, splits: Splits, figures: Figures, axis: AxisHandle)
 
 
 def _direct(leaving: Leaving, figures: Figures) -> tuple[Hop, ...]:
-    sent, received = ([row[0] for row in rows] for rows in (figures.sent_here, figures.came_here))
+    sent, received = ([row[0] for row in rows] for rows in figures.here)
     return (Hop(sent, received, _true_places(leaving.needed, sum(sent))),)
 
 

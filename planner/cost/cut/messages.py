@@ -14,6 +14,7 @@ from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import Message
 from planner.decisions import Decisions
 from planner.exchanges.collectives import rows_of_call
+from planner.mesh import BY_ROUTING
 from planner.saved.trace import Call
 
 
@@ -39,7 +40,7 @@ class MessagesOf:
         return [self._message(row, call, ()) for row in rows if row.phase == "forward"]
 
     def _message(self, row: CollectivePlan, call: Call, beside: tuple[Op, ...]) -> Message:
-        is_routed = row.axis.split()[0] in ("ep", "etp")
+        is_routed = row.axis in BY_ROUTING
         size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or is_routed)
         if is_routed and call.node.target in meeting.MOVING:
             size = size.times(self.decisions.fullest)  # the others wait for the fullest rank

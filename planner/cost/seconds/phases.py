@@ -16,7 +16,7 @@ from planner.cluster.links import group, seconds, wires
 from planner.cost.cut.kernels import Op, Size
 from planner.cost.cut.units import CutWork, Message, Phase, UnitWork
 from planner.cost.seconds.roofline import Roofline
-from planner.mesh import BETWEEN_NODES, IN_A_NODE, Mesh
+from planner.mesh import BY_ROUTING, Mesh
 from planner.pipeline.zero_bubble import StageCosts
 
 
@@ -45,7 +45,7 @@ class Spent:
         return replace(self, compute=self.compute + waits, host=0.0)
 
 
-CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(("ep", "etp", BETWEEN_NODES, IN_A_NODE), "ep_comm")}
+CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(BY_ROUTING, "ep_comm")}
 
 
 class Pricing:

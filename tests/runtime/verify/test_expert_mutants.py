@@ -86,7 +86,7 @@ def _unsorted(patch: pytest.MonkeyPatch) -> None:
     """give_back sends rows by expert, where those of each sender are to lie together."""
 
     def give_back(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
-        return experts._Way.apply(rows, splits, axis, experts._return, experts._send)
+        return experts.Way.apply(rows, splits, axis, experts._return, experts._send)
 
     patch.setattr(experts, "give_back", give_back)
 
@@ -95,7 +95,7 @@ def _unsorted_there(patch: pytest.MonkeyPatch) -> None:
     """dispatch leaves rows by sender, where the experts expect their own together."""
 
     def dispatch(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
-        return experts._Way.apply(rows, splits, axis, experts._send, experts._return)
+        return experts.Way.apply(rows, splits, axis, experts._send, experts._return)
 
     patch.setattr(experts, "dispatch", dispatch)
 
