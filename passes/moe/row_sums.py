@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
@@ -31,21 +32,23 @@ class RowSum:
     base: fx.Node | None = None
 
     def is_by(self, token: fx.Node, routing: Routing) -> bool:
-        """Whether exactly the rows of each token are added up, ``token`` being that of each row."""
+        """Whether exactly the rows of each token are added up, each once, ``token`` being that of each row."""
         if self.token is token:
             return True
         given = self.token or self.inverse
         assert given is not None
-        tried = False
-        for values, _ in routing.tried([token, given]):
-            tried = True
-            if not values:
-                return False
-            found = values[given] if self.token else values[token][values[given]].view(-1, routing.top_k).t()
-            wanted = values[token] if self.token else found.new_tensor(range(found.shape[1])).expand_as(found)
-            if not found.equal(wanted):
-                return False
-        return tried
+        tried = [
+            bool(values) and self._adds(values[given], values[token], routing)
+            for values, _ in routing.tried([token, given])
+        ]
+        return bool(tried) and all(tried)
+
+    def _adds(self, given: Tensor, token: Tensor, routing: Routing) -> bool:
+        if self.token is not None:
+            return given.equal(token)
+        places = torch.arange(routing.num_rows, device=given.device)
+        is_each_once = given.sort().values.equal(places.to(given.dtype))
+        return is_each_once and token[given].equal((places // routing.top_k).to(token.dtype))
 
 
 def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
@@ -70,7 +73,7 @@ def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowS
         index = only_index(user)
         return replace(found, inverse=index) if index is not None and user.args[0] is node else None
     if packet is aten.index_add and not is_paired:
-        return _added(found, node, user)
+        return _added(found, node, user, routing)
     if packet is aten.reshape and is_paired:
         return found
     if packet is aten.sum and is_paired and _is_over_choices(node, user, routing):
@@ -97,9 +100,9 @@ def only_index(user: fx.Node) -> fx.Node | None:
     return indices[0] if len(indices) == 1 and len(shape_of(indices[0])) == 1 else None
 
 
-def _added(found: RowSum, node: fx.Node, user: fx.Node) -> RowSum | None:
-    given = named(user)
-    if given["source"] is not node or given["dim"] != 0 or given.get("alpha", 1) != 1:
+def _added(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
+    given, num_tokens = named(user), routing.num_rows // routing.top_k
+    if given["source"] is not node or given["dim"] != 0 or given["alpha"] != 1 or shape_of(user)[0] != num_tokens:
         return None
     return replace(found, end=user, token=given["index"], base=given["self"])
 

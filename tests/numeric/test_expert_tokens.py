@@ -28,6 +28,7 @@ SENDS = {  # spelling: what travels if ranks have several experts
     sorted_experts.by_places: ONCE_TO_A_RANK,
     sorted_experts.added: ONCE_TO_A_RANK,
     sorted_experts.of_named_tokens: ONCE_TO_A_RANK,
+    sorted_experts.first_twice: f"{ONCE_TO_A_RANK}; rows back",  # what is summed are not the rows of a token
     sorted_experts.repeated: ROWS,  # each copy is weighted before
 }
 
@@ -49,7 +50,7 @@ def test_every_spelling_over_nodes(way, mesh, num_experts):
     make = lambda: built(layer_of(way, num_experts))  # noqa: E731
     check(make, batch_of(8), mesh, 1e-10, 1e-10, cluster=NODES_OF_TWO)
     several = SENDS[way] if num_experts > 4 else ROWS
-    by_node = SENDS[way] if SENDS[way] == ROWS else ONCE_TO_A_NODE
+    by_node = SENDS[way].replace(ONCE_TO_A_RANK, ONCE_TO_A_NODE)
     found = sends_of(make(), batch_of(8), mesh, cluster=NODES_OF_TWO)
     assert found == {by_node if mesh is OVER_NODES else several}
 
