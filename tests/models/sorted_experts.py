@@ -73,6 +73,12 @@ def repeated(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor
     return made[torch.argsort(order)].view(len(x), layer.top_k, -1).sum(1)
 
 
+WAYS: tuple[Way, ...] = (by_places, added, of_named_tokens, repeated)
+
+
+# ---- rows of which a rank cannot compute its own alone
+
+
 def first_twice(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
     """The result of the first choice stands for those of the others too."""
     order = chosen.reshape(-1).argsort(stable=True)
@@ -80,12 +86,6 @@ def first_twice(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Ten
     made = layer.computed(x[order // layer.top_k], ends, chosen.reshape(-1)[order])
     firsts = order.argsort().view(chosen.shape)[:, :1].expand(chosen.shape).reshape(-1)
     return (made[firsts].view(*chosen.shape, -1) * probs.unsqueeze(-1)).sum(1)
-
-
-WAYS: tuple[Way, ...] = (by_places, added, of_named_tokens, repeated, first_twice)
-
-
-# ---- rows of which a rank cannot compute its own alone
 
 
 def limited(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ SENDS = {  # spelling: what travels if ranks have several experts
 
 
 def layer_of(way, num_experts: int, top_k: int = 2):
-    layer = sorted_experts.Sorting if way in sorted_experts.WAYS else experts.Layer
+    is_sorting = way in (*sorted_experts.WAYS, sorted_experts.first_twice)
+    layer = sorted_experts.Sorting if is_sorting else experts.Layer
     return partial(layer, way, num_experts=num_experts, top_k=top_k)
 
 
