@@ -19,6 +19,7 @@ from passes.moe.layers import Experts
 from passes.moe.open import open_experts
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.facts import Context
+from passes.partition.sequence.inner_sequences import longest_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.copied import copied
 from passes.program.program import Program
@@ -76,12 +77,11 @@ class Cuts:
     @property
     def facts(self) -> Facts:
         """The facts of the model that bound the search space."""
-        values = [self.prepared.program.node(name).meta["val"] for name in self.prepared.program.inputs]
         layers = find_experts(self.folded.program).layers
         return Facts(
             len(self.blocks.instances),
             tuple(layer.num_experts for layer in layers),
-            max((int(value.shape[1]) for value in values if value.dim() > 1), default=0),
+            longest_sequence(self.prepared.program),
         )
 
     def works(self, cut: Cut) -> dict[str, CutWork]:

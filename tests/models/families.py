@@ -69,6 +69,7 @@ def build(name: str) -> Entry:
         held_weights,
         own,
         own_functions,
+        patches,
         preferences,
         signals,
         uneven,
@@ -84,6 +85,7 @@ def build(name: str) -> Entry:
         | untrained.MODELS
         | uneven.MODELS
         | preferences.MODELS
+        | patches.MODELS
         | {"fragile": fragile.fragile}
         | adapted.ADAPTED
     )

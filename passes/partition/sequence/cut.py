@@ -10,7 +10,7 @@ from passes.partition.sequence.counted_rows import count_rows
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.partition import partition
-from passes.partition.sequence.refusals import no_sequence, op
+from passes.partition.sequence.refusals import op
 from passes.partition.sequence.repeated_rows import repeat_rows
 from passes.partition.sequence.types import decide_types
 from passes.program.ops.aten import aten, is_pointwise, shape_of
@@ -22,8 +22,7 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     """Rewrite ``program`` in place; returns the facts of the sharding. Inputs stay full: ranks take their tokens of
     them.
 
-    Raises PlanError if no input has a sequence, if one does not divide by 2·cp, and for products that mix its
-    tokens.
+    Raises PlanError if there is no sequence, if one does not divide by 2·cp, and for products that mix its tokens.
     """
     if cp == 1:
         return Context()
@@ -32,8 +31,9 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     lengthen(program.graph.graph, cp)
     _loss_is(program)
     types = decide_types(program, cp, sort_plainly(program, experts))
-    if not types.natives:
-        raise no_sequence(cp)
+    for node in types.begun:
+        what = f"cp shards a sequence from {op(node)} on; every rank of cp computes what leads to it in full"
+        program.rewrites.append((what, where_of(node)))
     for node in program.graph.graph.nodes:
         if node in types.recut:
             program.rewrites.append((f"every rank of cp computes {op(node)} for all tokens", where_of(node)))

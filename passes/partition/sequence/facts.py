@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from passes.errors import PlanError
 from passes.partition.options.base import Option
 from passes.types.types import Placement, R
 
@@ -24,7 +25,8 @@ class Types:
     replicated values made of them, reads its operands. ``lengths``: sizes of the sharded sequences. ``chunks``: equal
     ones in which a sequence is cut: 2 for each rank of cp. ``recut``: values that every rank computes of all tokens, to
     take its own. ``whole``: those as large as a sequence that cannot be cut, with the dim of its tokens.
-    ``cuts_again``: whether there may be such values.
+    ``cuts_again``: whether there may be such values. ``begun``: products at which a sequence begins that no input has.
+    ``not_begun``: the error of the first op that reads all of an input's sequence.
     """
 
     cp: int
@@ -35,6 +37,8 @@ class Types:
     recut: set[fx.Node] = field(default_factory=set)
     whole: dict[fx.Node, int] = field(default_factory=dict)
     cuts_again: bool = True
+    begun: list[fx.Node] = field(default_factory=list)
+    not_begun: PlanError | None = None
 
     def of(self, node: fx.Node) -> Placement:
         return self.natives.get(node, R)

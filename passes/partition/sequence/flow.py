@@ -25,7 +25,7 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
     flow: dict[fx.Node, set[Placement]] = {}
     for node in program.graph.graph.nodes:
         if node.name in program.inputs:
-            flow[node] = _of_input(node)
+            flow[node] = of_input(node)
         elif node.op == "call_function" and not (node.meta.get("grad") and begins(node)) and not is_random(node):
             given = {n: flow[n] for n in node.all_input_nodes if flow.get(n)}
             if given:
@@ -42,7 +42,7 @@ def begins(node: fx.Node) -> bool:
     return node.target in PRODUCTS and any(map(holds_weight, node.all_input_nodes))
 
 
-def _of_input(node: fx.Node) -> set[Placement]:
+def of_input(node: fx.Node) -> set[Placement]:
     """The dim behind the batch: of ids [b, t], and of floats [b, t, features]."""
     shape, dtype = shape_of(node), node.meta["val"].dtype
     dims = 3 if dtype.is_floating_point or dtype.is_complex else 2

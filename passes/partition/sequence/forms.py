@@ -34,7 +34,7 @@ def form_over_cp(scene: Scene) -> Rewrite | None:
     if packet_of(node.target) in (aten.tril, aten.triu):
         return _triangle if option.out.dim >= len(shape_of(node)) - 2 else None
     if node.target is aten.scaled_dot_product_attention.default and named(node)["is_causal"]:
-        return _causal
+        return _causal if option.out.dim == len(shape_of(node)) - 2 else None
     return None
 
 

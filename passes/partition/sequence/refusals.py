@@ -46,9 +46,10 @@ def no_typing(node: fx.Node) -> PlanError:
 
 def no_sequence(cp: int) -> PlanError:
     return PlanError(
-        f"cp = {cp}: no input has a sequence to shard",
+        f"cp = {cp}: the model has no sequence to shard",
         where="mesh.cp",
-        fix=f"{WITHOUT}; a sequence is the dim after the batch, of ids [b, s] or of floats [b, s, features]",
+        fix=f"{WITHOUT}; a sequence is the dim after the batch, of ids [b, s] or of floats [b, s, features], "
+        "or the rows of the first product with a weight, as patches of an image are",
     )
 
 

@@ -1,6 +1,6 @@
 """The types that an op admits over cp: those of the rule table, and some that only sequence sharding needs.
 
-    attention       queries and result sharded, keys and values full
+    attention       queries and result sharded, keys and values full; or all of them in what lies before, as windows
     loss of rows    rows sharded: partial sums
     full            of fewer
     tril, triu      rows or columns sharded
@@ -58,20 +58,21 @@ def _cuts_weights(site: Site, option: Option) -> bool:
 
 
 def attention(site: Site) -> Iterator[Option]:
-    q, k, v = site.node.args[:3]
+    q, k, v = (n for n in site.node.args[:3] if isinstance(n, fx.Node))
     dim = len(site.shape()) - 2
-    assert isinstance(q, fx.Node)
-    assert isinstance(k, fx.Node)
     if q in (k, v) or len(site.shape(q)) != len(site.shape()):
         return
     is_causal = named(site.node)["is_causal"]
     if is_causal and site.shape(q)[dim] != site.shape(k)[dim]:
         return
-    for cut in sorted({c for n in (None, q) for c in site.candidates(n) if c.dim == dim}):
-        if is_causal and len(cut.segments) > 1:
+    for cut in sorted({c for n in (None, q) for c in site.candidates(n) if c.dim <= dim}):
+        if is_causal and cut.dim == dim and len(cut.segments) > 1:
             continue  # several sequences behind each other; the later ones attend to the earlier ones
         masks = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs if n not in (q, k, v)}
-        yield site.option(cut, masks | {q: cut}, Form.PARTS, attends=True)
+        if cut.dim == dim:
+            yield site.option(cut, masks | {q: cut}, Form.PARTS, attends=True)
+        elif all(site.shape(n)[: cut.dim + 1] == site.shape()[: cut.dim + 1] for n in (k, v)):
+            yield site.option(cut, masks | {q: cut, k: cut, v: cut}, Form.PARTS)
 
 
 def triangle(site: Site) -> Iterator[Option]:

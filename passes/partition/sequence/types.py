@@ -3,10 +3,10 @@
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
 From the first to the last: tokens are sharded where float work begins, at the trained embedding of ids or the first
-product with a weight; from there on each op takes the typing that moves least. Values without a sharded input
-(positions, masks, tables made of weights) stay replicated, and are sharded later, along the dim that a reader wants
-(passes.partition.sequence.versions). Weights are R, so gradients of all replicated values are partial, and are summed
-with those of the weights.
+product with a weight (of patches: passes.partition.sequence.inner_sequences); from there on each op takes the typing
+that moves least. Values without a sharded input (positions, masks, tables made of weights) stay replicated, and are
+sharded later, along the dim that a reader wants (passes.partition.sequence.versions). Weights are R, so gradients of
+all replicated values are partial, and are summed with those of the weights.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from math import prod
 import torch
 from torch import fx
 
+from passes.errors import PlanError
 from passes.moe.sorting import Sorted
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
 from passes.partition.sequence.facts import Types
 from passes.partition.sequence.flow import begins, sequence_flow
-from passes.partition.sequence.refusals import no_typing, not_divisible, reads_whole
+from passes.partition.sequence.inner_sequences import InnerSequences
+from passes.partition.sequence.refusals import no_sequence, no_typing, not_divisible, reads_whole
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import SortedRows
 from passes.partition.sequence.whole_ops import settle_whole
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
+from passes.program.ops.products import PRODUCTS, holds_weight
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.types.types import I, P, Placement, R
@@ -36,13 +39,33 @@ SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equa
 
 
 def decide_types(program: Program, cp: int, known: Sorted) -> Types:
-    """``known``: the calls that sort rows by expert. Raises PlanError for a sequence that does not divide by 2·cp, and
-    for products that mix its tokens."""
-    return types_of(program, Types(cp, 2 * cp), known, [program.node(program.loss)])
+    """``known``: the calls that sort rows by expert. Raises PlanError for a sequence that does not divide by 2·cp, for
+    products that mix its tokens, and if there is none.
+
+    Sequences that no input has are cut too, unless the program cannot be typed with them.
+    """
+    inner, results = InnerSequences(program, 2 * cp), [program.node(program.loss)]
+    try:
+        types = types_of(program, Types(cp, 2 * cp), known, results, inner)
+    except PlanError:
+        if not inner.begun:
+            raise
+        types = types_of(program, Types(cp, 2 * cp), known, results)
+        if not types.natives:
+            raise
+    if not types.natives:
+        inner.check_found(cp)
+        raise types.not_begun or no_sequence(cp)
+    return types
 
 
-def types_of(program: Program, types: Types, known: Sorted, results: Iterable[fx.Node]) -> Types:
-    """Fill ``types`` with those of all values that ``results`` are made of. Raises PlanError as ``decide_types``."""
+def types_of(
+    program: Program, types: Types, known: Sorted, results: Iterable[fx.Node], inner: InnerSequences | None = None
+) -> Types:
+    """Fill ``types`` with those of all values that ``results`` are made of. Raises PlanError as ``decide_types``.
+
+    ``inner``: finds the sequences that no input has.
+    """
     rows = SortedRows(known, types.chunks, types.natives)
     flow = sequence_flow(program)
     needed = set(walk(results, operands))
@@ -51,13 +74,17 @@ def types_of(program: Program, types: Types, known: Sorted, results: Iterable[fx
             continue
         if any(n in types.natives or n in types.options for n in node.all_input_nodes):
             _settle(node, types, rows.option(node) or _chosen(node, types))
-        elif begins(node) and any(flow.get(n) for n in node.all_input_nodes):
-            _begin(node, types, {n: flow.get(n, set()) for n in node.all_input_nodes})
+        elif begins(node) and (cuts := {n: flow[n] for n in node.all_input_nodes if flow.get(n)}):
+            _begin(node, types, cuts)
+        elif inner is not None and begins(node) and (cuts := inner.cuts(node)):
+            types.begun.append(node)
+            _begin(node, types, cuts)
     return types
 
 
-def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> None:
-    """Without an option, an op is refused if it has a gradient; if not, every rank computes it."""
+def _begin(node: fx.Node, types: Types, given: dict[fx.Node, set[Placement]]) -> None:
+    """Without an option every rank computes all of an op. A product with a gradient, which mixes tokens, is refused."""
+    cuts = {n: given.get(n, set()) for n in node.all_input_nodes}
     site = Site(node, types.chunks, {n.name: c for n, c in cuts.items()})
     for option in options_over_cp(site):
         pairs = list(zip(site.inputs, option.args, strict=True))
@@ -67,7 +94,10 @@ def _begin(node: fx.Node, types: Types, cuts: dict[fx.Node, set[Placement]]) -> 
             _settle(node, types, option)
             return
     if node.meta.get("grad"):
-        raise reads_whole(node, next(n for n, c in cuts.items() if c))
+        error = reads_whole(node, next(iter(given)))
+        if node.target in PRODUCTS:
+            raise error
+        types.not_begun = types.not_begun or error
 
 
 def _check_divides(node: fx.Node, option: Option, types: Types) -> None:
@@ -85,6 +115,14 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
     else:
         _check_sums(node, types)
         settle_whole(node, types)
+        if types.begun:
+            _check_tokens(node, types)
+
+
+def _check_tokens(node: fx.Node, types: Types) -> None:
+    """Check that a product of a weight takes the rows that a sequence was taken from: others are no tokens."""
+    if node in types.recut and node.target in PRODUCTS and any(map(holds_weight, node.all_input_nodes)):
+        raise reads_whole(node, node.all_input_nodes[0])
 
 
 def _check_sums(node: fx.Node, types: Types) -> None:

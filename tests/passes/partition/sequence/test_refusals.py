@@ -44,13 +44,25 @@ def test_a_sequence_that_does_not_divide_names_the_nearest(length: int, cp: int,
     assert "tokens" in str(error.where)
 
 
+class OfFeatures(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return torch.nn.functional.cross_entropy(super().forward(x), labels)
+
+
+def test_a_model_without_a_sequence_is_refused() -> None:
+    inputs = {"x": {"shape": [16], "dtype": "float32"}, "labels": {"shape": [], "dtype": "int64", "high": 5}}
+    model = OfFeatures(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 5))
+    error = error_of(model, inputs=inputs)
+    assert error.what == "cp = 2: the model has no sequence to shard"
+    assert str(error.where) == "mesh.cp"
+
+
 @pytest.mark.thorough
-def test_a_model_without_a_sequence_among_its_inputs_is_refused() -> None:
+def test_patches_and_a_class_token_that_do_not_divide_are_named() -> None:
     entry = build("vit")
     inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
     error = error_of(entry.model, inputs=inputs)
-    assert error.what == "cp = 2: no input has a sequence to shard"
-    assert str(error.where) == "mesh.cp"
+    assert error.what == "cp = 2: a sequence of 5 tokens is not divisible by 2·cp = 4"
 
 
 def test_ep_beside_cp_needs_experts_too() -> None:

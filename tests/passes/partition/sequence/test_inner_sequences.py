@@ -1,0 +1,106 @@
+"""Sequences that no input has, cut over cp: patches of images and videos, frames of sound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from passes.moe.find import find_experts
+from passes.partition.sequence.cut import cut_sequence
+from passes.partition.sequence.inner_sequences import longest_sequence
+from passes.program.ops.aten import aten, shape_of
+from passes.program.program import Program
+from tests.models.families import Entry, build
+from tests.models.patches import IMAGES, MODELS, WIDTH, Classifier, of_convolution
+from tests.passes.partition.sequence.test_equal import program_of
+from tests.tools.sequence_ranks import compared
+
+BEGINS = "cp shards a sequence from aten.linear on; every rank of cp computes what leads to it in full"
+
+
+def captured(entry: Entry) -> tuple[Program, Any, dict[str, Tensor]]:
+    batch = entry.batch(2, 5)
+    return *program_of(entry.model, batch, 2), batch
+
+
+def cut(program: Program, cp: int = 2) -> Program:
+    cut_sequence(program, cp, find_experts(program))
+    return program
+
+
+def rows(program: Program) -> list[int]:
+    """Of each product of a weight with tokens [b, n, d] how many tokens a rank computes, of all sequences."""
+    products = program.graph.graph.find_nodes(op="call_function", target=aten.linear.default)
+    return [shape_of(n)[0] * shape_of(n)[1] for n in products if len(shape_of(n)) == 3]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_one_process(name: str, cp: int) -> None:
+    entry = build(name)
+    program, terms, batch = captured(entry)
+    assert max(compared(program, terms, entry.model, batch, cp).values()) < 1e-10
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if " before " not in n and " behind " not in n])
+def test_each_rank_computes_its_own_patches(name: str) -> None:
+    program, *_ = captured(build(name))
+    before = rows(program)
+    assert rows(cut(program)) == [n // 2 for n in before]
+
+
+def test_frames_are_cut_where_attention_stays_within_a_frame() -> None:
+    program, *_ = captured(build("space and time"))
+    attention = aten.scaled_dot_product_attention.default
+    space, time = (shape_of(n) for n in cut(program).graph.graph.find_nodes(op="call_function", target=attention)[:2])
+    assert (space[0], space[-2]) == (2 * 8 // 2, 16)
+    assert (time[0], time[-2]) == (2 * 16, 8 // 2)
+
+
+def test_the_plan_says_where_the_sequence_begins() -> None:
+    program, *_ = captured(build("diffusion"))
+    assert [(what, where.module) for what, where in cut(program).rewrites] == [(BEGINS, "blocks.0.qkv")]
+
+
+LONGEST = {"patches of pixels": 16, "space and time": 8, "sound": 8, "images of 20 tokens before text": 8}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_search_knows_how_long_it_is(name: str) -> None:
+    assert longest_sequence(captured(build(name))[0]) == LONGEST[name]
+
+
+def test_patches_that_do_not_divide_are_whole_beside_a_text_that_does() -> None:
+    program, *_ = captured(build("images of 17 tokens before text"))
+    assert set(rows(cut(program))) == {2 * 16, 2 * 17, 2 * 24 // 2, 2 * 8}
+
+
+def with_a_class_token(images: Tensor, stem: nn.Module) -> Tensor:
+    x = of_convolution(images, stem)
+    return torch.cat([x.mean(1, keepdim=True), x], 1)
+
+
+def mixed(images: Tensor, stem: nn.Module, mix: nn.Module) -> Tensor:
+    """Every patch of every other, as in an MLP-Mixer."""
+    x = of_convolution(images, stem)
+    return x + mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_product_that_mixes_patches_is_refused() -> None:
+    model = Classifier(nn.Conv2d(3, WIDTH, 2, 2), nn.Linear(16, 16), patches=mixed, pool=lambda x: x.mean(1))
+    program, *_ = captured(Entry(model.double(), dict(IMAGES)))
+    with pytest.raises(PlanError, match=r"aten\.linear reads the whole sequence") as caught:
+        cut(program)
+    assert "blocks.0.qkv" in str(caught.value.where)
+
+
+def test_a_number_of_patches_that_does_not_divide_is_named() -> None:
+    model = Classifier(nn.Conv2d(3, WIDTH, 2, 2), patches=with_a_class_token, pool=lambda x: x[:, 0]).double()
+    program, *_ = captured(Entry(model, dict(IMAGES)))
+    with pytest.raises(PlanError, match="a sequence of 17 tokens is not divisible") as caught:
+        cut(program)
+    assert "blocks.0.qkv" in str(caught.value.where)
