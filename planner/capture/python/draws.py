@@ -4,6 +4,7 @@
     0.1 * random.random()        PlanError with the user's line
     np.random.normal(size=4)     PlanError
     time.time()                  a doubt: does the forward's result depend on it? (planner.capture.python.state)
+    f"axis {uuid.uuid4().int}"   the same doubt; a number that is computed from it, or compared: PlanError
 
 The functions are replaced in their modules, and in the user's modules that imported them by name, for one forward.
 """
@@ -35,14 +36,15 @@ from planner.capture.python.seeds import TorchSeeds
 FIX = "use torch.rand(()) or F.dropout, which draw new numbers in each step; or draw outside the forward"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+TIME = "the time"
 UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
 
 
 class PythonDraws:
-    """Watches one forward. ``clocks``: lines of the user that read a clock."""
+    """Watches one forward. ``doubts``: what lines of the user read that is another in each call, and these lines."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.clocks: list[Where] = []
+        self.doubts: list[tuple[str, Where]] = []
         self._sites = CallSites(model)
         self._modules = own_modules(model)
         self.seeds = TorchSeeds(self._sites)
@@ -76,8 +78,10 @@ class PythonDraws:
             for name, function in vars(module).items():
                 if getattr(function, "__self__", None) is owner and not name.startswith(("_", "get", "set", "seed")):
                     yield function, self._draw(name, function)
-        for function in (os.urandom, uuid.uuid1, uuid.uuid4, secrets.token_bytes, secrets.token_hex, secrets.randbits):
+        for function in (os.urandom, secrets.token_bytes, secrets.token_hex, secrets.randbits):
             yield function, self._draw(function.__name__, function)
+        for function in (uuid.uuid1, uuid.uuid4):
+            yield function, self._identifier(function)
         for name in CLOCKS:
             yield getattr(time, name), self._clock(getattr(time, name))
         yield from self.seeds.replacements()
@@ -106,10 +110,21 @@ class PythonDraws:
         @functools.wraps(original)
         def clock() -> Any:
             if called_by_user() and not _is_of_python(sys._getframe(1)):
-                self.clocks.append(self._sites.here())
+                self.doubts.append((TIME, self._sites.here()))
             return original()
 
         return clock
+
+    def _identifier(self, original: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
+        @functools.wraps(original)
+        def identifier(*args: Any, **kwargs: Any) -> uuid.UUID:
+            value = original(*args, **kwargs)
+            if called_by_user() and not _is_of_python(sys._getframe(1)):
+                self.doubts.append((f"an identifier ({original.__name__})", self._sites.here()))
+                object.__setattr__(value, "int", Identifier(value.int, lambda: self._refuse(original.__name__)))
+            return value
+
+        return identifier
 
 
 class Draw(float):
@@ -146,6 +161,26 @@ class Draw(float):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
     __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _used
     __int__ = __trunc__ = __float__ = __bool__ = _used
+
+
+class Identifier(int):
+    """The number of a UUID: it may be told apart from others, and written in a name, but not computed with."""
+
+    refuse: Callable[[], None]
+
+    def __new__(cls, value: int, refuse: Callable[[], None]) -> Identifier:
+        made = super().__new__(cls, value)
+        made.refuse = refuse
+        return made
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _used
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _used
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __divmod__ = _used
+    to_bytes = bit_length = bit_count = _used
 
 
 def _is_of_python(frame: FrameType) -> bool:

@@ -214,7 +214,7 @@ class ForwardWatch:
     @property
     def doubts(self) -> bool:
         """Whether a next forward may compute something else than this one."""
-        return bool(self._doubtful or self._draws.clocks or (self._changes and self.unlike is not None))
+        return bool(self._doubtful or self._draws.doubts or (self._changes and self.unlike is not None))
 
     @property
     def _doubtful(self) -> list[Change]:
@@ -246,15 +246,14 @@ class ForwardWatch:
 
     def settle(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
         """Raise PlanError unless ``again`` exports the same graph."""
-        clocks = list(dict.fromkeys(self._draws.clocks))
+        read = list(dict.fromkeys(self._draws.doubts))
         try:
             differing = first_difference(exported, again(), self._fixed_values())
         except PlanError as error:
-            raise self._depends(error.where if isinstance(error.where, Where) else Where(), clocks) from error
+            raise self._depends(error.where if isinstance(error.where, Where) else Where(), read) from error
         if differing is not None:
-            raise self._depends(where_of(differing), clocks)
-        asked = "the forward reads the time at {}: its result did not depend on it"
-        self.notes += [asked.format(where) for where in clocks]
+            raise self._depends(where_of(differing), read)
+        self.notes += [f"the forward reads {what} at {where}: its result did not depend on it" for what, where in read]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors that the forward left and that are made of constant values, while the tracer knows them."""
@@ -278,13 +277,12 @@ class ForwardWatch:
         """Buffers and frozen parameters by name: their values, which the exchange has put aside."""
         return {name: self._exchange.values(tensor) for name, tensor in self._fixed.items()}
 
-    def _depends(self, where: Where, clocks: list[Where]) -> PlanError:
-        changed = self._doubtful or (self._changes if not self._draws.clocks else [])
+    def _depends(self, where: Where, read: list[tuple[str, Where]]) -> PlanError:
+        changed = self._doubtful or (self._changes if not read else [])
         if not changed:
+            what, line = read[0]
             return PlanError(
-                "the forward computes with the time of day: a plan would freeze that of the capture",
-                where=clocks[0],
-                fix=STATE_FIX,
+                f"the forward computes with {what}: a plan would freeze that of the capture", where=line, fix=STATE_FIX
             )
         names = ", ".join(dict.fromkeys(change.what for change in changed[:3]))
         line = next((w for w in (change.where for change in changed) if w.line), where)

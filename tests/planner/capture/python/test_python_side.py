@@ -240,12 +240,16 @@ def unique(m: Any, x: Tensor) -> Tensor:
     return x * 2 if uuid.uuid4().int % 1000 == 7 else x
 
 
+def computed_of_a_name(m: Any, x: Tensor) -> Tensor:
+    return x * (int(uuid.uuid4().hex[:8], 16) + 1)
+
+
 def calendar(m: Any, x: Tensor) -> Tensor:
     return x * datetime.datetime.now().microsecond
 
 
 REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
-           iterator, cycle, list_iterator, random_object, bytes_counted, array_counted, slot, default_argument,
+           computed_of_a_name, iterator, cycle, list_iterator, random_object, bytes_counted, array_counted, slot, default_argument,
            function_attribute, context_variable, number_in_a_dict, annealed, annealed_in_a_dict, counter,
            counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
            recurrent, python_random, imported_random, shuffled, numpy_random, own_generator, clock, average_read,
@@ -287,6 +291,11 @@ def timed(m: Any, x: Tensor) -> Tensor:
     return x
 
 
+def named(m: Any, x: Tensor) -> Tensor:
+    names = {f"axis {uuid.uuid4().int}", str(uuid.uuid4())}
+    return x * len(names)
+
+
 def running_statistics(m: Any, x: Tensor) -> Tensor:
     return m.norm(x.flatten(0, 1)).view(x.shape)
 
@@ -301,7 +310,7 @@ def branch_on_constants(m: Any, x: Tensor) -> Tensor:
     return x * 2 if bool((mask == torch.full((5, 5), float("-inf")).triu(1)).all()) else x
 
 
-KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, running_statistics, mask_in_a_buffer,
+KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, named, running_statistics, mask_in_a_buffer,
         branch_on_constants]  # fmt: skip
 
 
@@ -360,6 +369,12 @@ def test_a_cache_that_holds_what_would_be_computed_is_no_dependence(middle: Call
 def test_a_cache_that_holds_something_else_is_refused() -> None:
     with pytest.raises(PlanError, match="Python state of earlier calls"):
         plan(with_table(cached_wrongly), SPEC)
+
+
+def test_an_identifier_that_names_something_is_told_with_its_line() -> None:
+    told = [row.what for row in plan(Model(named), SPEC).diagnostics if "reads an identifier (uuid4)" in row.what]
+    assert len(told) == 1
+    assert "test_python_side.py" in told[0]
 
 
 def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
