@@ -250,8 +250,8 @@ def calendar(m: Any, x: Tensor) -> Tensor:
 
 REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
            computed_of_a_name, iterator, cycle, list_iterator, random_object, bytes_counted, array_counted, slot,
-           default_argument, function_attribute, context_variable, number_in_a_dict, annealed, annealed_in_a_dict, counter,
-           counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
+           default_argument, function_attribute, context_variable, number_in_a_dict, annealed, annealed_in_a_dict,
+           counter, counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
            recurrent, python_random, imported_random, shuffled, numpy_random, own_generator, clock, average_read,
            plain_counter]  # fmt: skip
 
