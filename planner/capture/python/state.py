@@ -208,6 +208,7 @@ class _Walk:
         for path, module in self._model.named_modules():
             content = vars(module)
             yield Holder(path, "", module, lambda c=content: _without_machinery(c), lambda v, c=content: _refill(c, v))
+            yield Holder(path, "", module, *_buffer_access(module))
             for name, value in list(_without_machinery(content).items()):
                 yield from self._inside(path, name, module, value)
         kinds = dict.fromkeys(base for m in self._model.modules() for base in type(m).__mro__)
@@ -265,6 +266,19 @@ class _Bits(str):
         return made
 
     state: Any
+
+
+def _buffer_access(module: nn.Module) -> Access:
+    """Buffers without a value so far, and those that are registered later; export watches the others."""
+    buffers = module._buffers
+    held = {name for name, buffer in buffers.items() if buffer is not None}
+
+    def write(values: dict[Any, Any]) -> None:
+        for name in [name for name in buffers if name not in held and name not in values]:
+            del buffers[name]
+        buffers.update(values)
+
+    return lambda: {name: buffer for name, buffer in buffers.items() if name not in held}, write
 
 
 def _cell_access(cells: dict[str, CellType]) -> Access:

@@ -248,7 +248,7 @@ class ForwardWatch:
         """Raise PlanError unless ``again`` exports the same graph."""
         read = list(dict.fromkeys(self._draws.doubts))
         try:
-            differing = first_difference(exported, again(), self._fixed_values())
+            differing = first_difference(exported, again(), self._fixed_values() | self._filled_buffers())
         except PlanError as error:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), read) from error
         if differing is not None:
@@ -277,6 +277,11 @@ class ForwardWatch:
         """Buffers and frozen parameters by name: their values, which the exchange has put aside."""
         return {name: self._exchange.values(tensor) for name, tensor in self._fixed.items()}
 
+    def _filled_buffers(self) -> dict[str, Tensor]:
+        """Buffers without a value before the forward, by name: the values that it gave them, if these are known."""
+        values = {change.what: self._constant.get(id(change.after), (None, None))[1] for change in self._changes}
+        return {name: value for name, value in values.items() if value is not None}
+
     def _depends(self, where: Where, read: list[tuple[str, Where]]) -> PlanError:
         changed = self._doubtful or (self._changes if not read else [])
         if not changed:
@@ -285,7 +290,8 @@ class ForwardWatch:
                 f"the forward computes with {what}: a plan would freeze that of the capture", where=line, fix=STATE_FIX
             )
         names = ", ".join(dict.fromkeys(change.what for change in changed[:3]))
-        line = next((w for w in (change.where for change in changed) if w.line), where)
+        lines = *(change.where for change in changed), where, self.unlike or where
+        line = next((w for w in lines if w.line), where)
         return PlanError(
             f"the forward depends on Python state of earlier calls ({names}): a plan would freeze it",
             where=line,

@@ -41,6 +41,7 @@ class Model(nn.Module):
         self.state = dataclasses.make_dataclass("State", ["seen"])(0)
         self.generator, self.draws = np.random.default_rng(0), random.Random(0)
         self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("empty", None)
         self.plain = torch.ones(())
         self.middle = middle
 
@@ -249,11 +250,11 @@ def calendar(m: Any, x: Tensor) -> Tensor:
 
 
 REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
-           computed_of_a_name, iterator, cycle, list_iterator, random_object, bytes_counted, array_counted, slot,
-           default_argument, function_attribute, context_variable, number_in_a_dict, annealed, annealed_in_a_dict,
-           counter, counter_in_a_tensor, late_counter, nested_counter, global_counter, log_length, first_call,
-           recurrent, python_random, imported_random, shuffled, numpy_random, own_generator, clock, average_read,
-           plain_counter]  # fmt: skip
+           computed_of_a_name, iterator, cycle, list_iterator, random_object,
+           bytes_counted, array_counted, slot, default_argument, function_attribute, context_variable,
+           number_in_a_dict, annealed, annealed_in_a_dict, counter, counter_in_a_tensor, late_counter,
+           nested_counter, global_counter, log_length, first_call, recurrent, python_random, imported_random,
+           shuffled, numpy_random, own_generator, clock, average_read, plain_counter]  # fmt: skip
 
 
 @pytest.mark.sampled(6)
@@ -296,6 +297,23 @@ def named(m: Any, x: Tensor) -> Tensor:
     return x * len(names)
 
 
+def bias_of(m: Any, length: int) -> Tensor:
+    """Kept in a buffer that has no value before; a later call reads a part of it."""
+    if getattr(m, "bias", None) is not None and len(m.bias) >= length:
+        return m.bias[-length:]
+    m.register_buffer("bias", torch.arange(length)[:, None] * m.average, persistent=False)
+    return m.bias
+
+
+def cached_in_a_new_buffer(m: Any, x: Tensor) -> Tensor:
+    return x * bias_of(m, x.shape[1])
+
+
+def cached_in_an_empty_buffer(m: Any, x: Tensor) -> Tensor:
+    m.empty = m.empty[: x.shape[1]] if m.empty is not None else torch.ones(x.shape[1], 8).cumsum(0)
+    return x * m.empty
+
+
 def running_statistics(m: Any, x: Tensor) -> Tensor:
     return m.norm(x.flatten(0, 1)).view(x.shape)
 
@@ -310,8 +328,8 @@ def branch_on_constants(m: Any, x: Tensor) -> Tensor:
     return x * 2 if bool((mask == torch.full((5, 5), float("-inf")).triu(1)).all()) else x
 
 
-KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, named, running_statistics, mask_in_a_buffer,
-        branch_on_constants]  # fmt: skip
+KEPT = [counted_only, kept_for_later, cached_mask, certain_draw, timed, named, cached_in_a_new_buffer,
+        cached_in_an_empty_buffer, running_statistics, mask_in_a_buffer, branch_on_constants]  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -383,6 +401,28 @@ def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
         return x
 
     assert not [row for row in plan(Model(logged), SPEC).diagnostics if "reads the time" in row.what]
+
+
+class Scaled(nn.Module):
+    """By the mean of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.mean()
+        return x * self.scale
+
+
+def test_a_buffer_that_the_first_batch_fills_is_refused() -> None:
+    model = Model(lambda m, x: m.scaled(x))
+    model.scaled = Scaled()
+    with pytest.raises(PlanError, match=r"depends on Python state of earlier calls \(scaled.scale\)") as caught:
+        plan(model, SPEC)
+    assert "self.scale" in str(caught.value.where)
+    assert model.scaled.scale is None
 
 
 def test_a_buffer_that_a_forward_registers_is_gone_again() -> None:
