@@ -99,6 +99,20 @@ class Spoken(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Captioned(Diffusion):
+    """Patches attend to a text of other length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.q, self.kv = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, noisy: Tensor, text: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore
+        x, given = of_convolution(noisy, self.stem) + self.places, self.text(text)
+        for block in self.blocks:
+            x = block(x + F.scaled_dot_product_attention(self.q(x), *self.kv(given).chunk(2, -1)), None)
+        return F.mse_loss(self.end(x).sum((1, 2)), labels.mean((1, 2, 3)))
+
+
 class Seen(nn.Module):
     """Patches before the tokens of a text, in one sequence; ``marks`` go with the patches, and are left out then."""
 
@@ -144,6 +158,9 @@ MODELS: dict[str, Callable[[], Entry]] = {
     ),
     "space and time": _of_clips,
     "diffusion": _diffusion,
+    "an image and 7 tokens": lambda: Entry(
+        Captioned().double(), {"noisy": NOISE, "text": ((7, 6), torch.float64, None), "labels": NOISE}
+    ),
     "sound": lambda: Entry(Spoken().double(), {"sound": ((6, 16), torch.float64, None)} | TEXT),
     "images of 20 tokens before text": lambda: Entry(Seen(4).double(), {"images": IMAGES["images"]} | TEXT),
     "images of 17 tokens before text": lambda: Entry(Seen(1).double(), {"images": IMAGES["images"]} | TEXT),

@@ -107,6 +107,9 @@ LOSSES: dict[str, Loss] = {
     "shifted, distance": _distance,
     "first token": lambda logits, labels: F.cross_entropy(logits[:, 0], _valid(labels[:, 0])),
     "last token": lambda logits, labels: F.cross_entropy(logits[:, -1], _valid(labels[:, 0])),
+    "rows of some tokens": lambda logits, labels: F.cross_entropy(
+        logits[:, :12].unflatten(1, (4, 3)).square().mean((1, 2)), _valid(labels[:, 0])
+    ),
     "mean of tokens": lambda logits, labels: F.cross_entropy(logits.mean(1), _valid(labels[:, 0])),
     "largest of tokens": lambda logits, labels: F.cross_entropy(logits.amax(1), _valid(labels[:, 0])),
     "mean of some": _pooled,

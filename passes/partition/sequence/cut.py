@@ -31,6 +31,9 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     lengthen(program.graph.graph, cp)
     _loss_is(program)
     types = decide_types(program, cp, sort_plainly(program, experts))
+    for node, size in types.undivided:
+        what = f"a sequence of {size} tokens is not divisible by 2·cp = {2 * cp}: every rank of cp computes it in full"
+        program.rewrites.append((what, where_of(node)))
     for node in types.begun:
         what = f"cp shards a sequence from {op(node)} on; every rank of cp computes what leads to it in full"
         program.rewrites.append((what, where_of(node)))

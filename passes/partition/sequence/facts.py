@@ -26,7 +26,8 @@ class Types:
     ones in which a sequence is cut: 2 for each rank of cp. ``recut``: values that every rank computes of all tokens, to
     take its own. ``whole``: those as large as a sequence that cannot be cut, with the dim of its tokens.
     ``cuts_again``: whether there may be such values. ``begun``: products at which a sequence begins that no input has.
-    ``not_begun``: the error of the first op that reads all of an input's sequence.
+    ``undivided``: ops at which a sequence begins that has no equal chunks, and its size. ``not_begun``: the error of
+    the first op that reads all of an input's sequence.
     """
 
     cp: int
@@ -38,6 +39,7 @@ class Types:
     whole: dict[fx.Node, int] = field(default_factory=dict)
     cuts_again: bool = True
     begun: list[fx.Node] = field(default_factory=list)
+    undivided: list[tuple[fx.Node, int]] = field(default_factory=list)
     not_begun: PlanError | None = None
 
     def of(self, node: fx.Node) -> Placement:

@@ -53,7 +53,7 @@ def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
         if not any(n in cuts for n in node.all_input_nodes):
             continue
         option = _row_by_row(node, cuts) if node.op == "call_function" else None
-        if option is None:
+        if option is None or not set(option.out.sizes) <= {shape_of(start)[dim]}:
             return None
         steps[node] = option
         if option.out.is_sharded:

@@ -44,19 +44,28 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
 
     Sequences that no input has are cut too, unless the program cannot be typed with them.
     """
-    inner, results = InnerSequences(program, 2 * cp), [program.node(program.loss)]
-    try:
-        types = types_of(program, Types(cp, 2 * cp), known, results, inner)
-    except PlanError:
+    inner, results, error = InnerSequences(program, 2 * cp), [program.node(program.loss)], None
+    for finder in (inner, None):
+        types = Types(cp, 2 * cp)
+        try:
+            types_of(program, types, known, results, finder)
+            _check_found(types, inner)
+            return types
+        except PlanError as found:
+            error = error or (not_divisible(*types.undivided[0], cp) if types.undivided else found)
         if not inner.begun:
-            raise
-        types = types_of(program, Types(cp, 2 * cp), known, results)
-        if not types.natives:
-            raise
+            break
+    raise error
+
+
+def _check_found(types: Types, inner: InnerSequences) -> None:
+    """Check that there is a sequence, and that those that do not divide are short beside one that does."""
+    for node, size in types.undivided:
+        if 2 * size > max(types.lengths, default=0):
+            raise not_divisible(node, size, types.cp)
     if not types.natives:
-        inner.check_found(cp)
-        raise types.not_begun or no_sequence(cp)
-    return types
+        inner.check_found(types.cp)
+        raise types.not_begun or no_sequence(types.cp)
 
 
 def types_of(
@@ -89,21 +98,25 @@ def _begin(node: fx.Node, types: Types, given: dict[fx.Node, set[Placement]]) ->
     for option in options_over_cp(site):
         pairs = list(zip(site.inputs, option.args, strict=True))
         if option.out.is_sharded and all(not t.is_sharded or t in cuts[n] for n, t in pairs):
-            _check_divides(node, option, types)
-            types.lengths |= {size for _, t in pairs if t.is_sharded for size in t.sizes}
-            _settle(node, types, option)
+            sizes = {size for _, t in pairs if t.is_sharded for size in t.sizes}
+            if all(size % types.chunks == 0 for size in sizes):
+                types.lengths |= sizes
+                _settle(node, types, option)
+            else:
+                _leave(node, types, next(size for size in sizes if size % types.chunks))
             return
     if node.meta.get("grad"):
         error = reads_whole(node, next(iter(given)))
-        if node.target in PRODUCTS:
+        if node.target in PRODUCTS or not types.cuts_again:
             raise error
         types.not_begun = types.not_begun or error
 
 
-def _check_divides(node: fx.Node, option: Option, types: Types) -> None:
-    for size in {s for t in option.args if t.is_sharded for s in t.sizes}:
-        if size % types.chunks:
-            raise not_divisible(node, size, types.cp)
+def _leave(node: fx.Node, types: Types, size: int) -> None:
+    """A sequence without equal chunks is computed in full on every rank."""
+    if not types.cuts_again:
+        raise not_divisible(node, size, types.cp)
+    types.undivided.append((node, size))
 
 
 def _settle(node: fx.Node, types: Types, option: Option) -> None:
