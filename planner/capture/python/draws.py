@@ -164,7 +164,7 @@ class Draw(float):
 
 
 class Identifier(int):
-    """The number of a UUID: it may be told apart from others, and written in a name, but not computed with."""
+    """The number of a UUID: it may name a thing, but nothing is computed of it."""
 
     refuse: Callable[[], None]
 
