@@ -27,6 +27,7 @@ from passes.ops import meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import g_f
 from passes.ops.global_sums import global_sum
+from passes.program.ops.aten import aten
 from passes.program.ops.over_data import over_data
 
 ALONE = AxisHandle("alone", 1, 0)  # every rank has all experts, and all rows
@@ -58,6 +59,9 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
             site = f"{stage.index} {node.meta['origin']}"
             node.target, node.args = global_sum, (node.args[0], _handle(stage, "sums", context.sums), site)
     for node in list(stage.graph.nodes):
+        if _is_part_of_stack(node):
+            number = _number_here(context, node)
+            node.args = (*node.args[:2], number, number + 1)
         if node.op == "call_function" and node.target in BECOMES:
             if node.target is exchange.meet:
                 node.args, of_tokens = node.args[:2], node.args[2:]
@@ -77,6 +81,15 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
             if node.target in exchange.OF_TOKENS:
                 node.args = (node.args[0], node.all_input_nodes[-1])  # which token a row has is known by then
             node.target = BECOMES[node.target]
+
+
+def _is_part_of_stack(node: fx.Node) -> bool:
+    """Whether a call takes the part of one expert from a stack of those of this rank."""
+    domain = domain_of(node)
+    if node.target is not aten.slice.Tensor or domain is None or domain.number < 0:
+        return False
+    stack = domain_of(node.all_input_nodes[0])
+    return stack is not None and stack.experts == node.args[1]
 
 
 def _number_here(context: LowerContext, node: fx.Node) -> int:

@@ -7,7 +7,7 @@ Branches are those of one layer if they are equal except for their own weights, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from passes.moe.layers import ExpertWeight
 from passes.moe.picks import pick_of, picks
 from passes.moe.products import ends, product_of, sides
 from passes.moe.space import Space
-from passes.moe.weights import is_weight
+from passes.moe.weights import is_weight, pick_of_weight
 from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
@@ -27,8 +27,9 @@ from passes.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """``first``: the inputs of the first products, ``last``: the summands, in the order of the experts. ``capacity``:
-    the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read the same rows.
+    """``first``: what the inputs of the first products are made of; ``last``: the summands, in the experts' order.
+    ``capacity``: the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read
+    the same rows.
     """
 
     first: list[fx.Node]
@@ -43,7 +44,7 @@ def branches_of(space: Space) -> Branches | str | None:
     values = _values_of_one(space)
     tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
     own = _own(space, tips)
-    tips = {n: e for n, e in tips.items() if any(_is_matrix(w) for w in own[n])}
+    tips = {n: e for n, e in tips.items() if any(_is_own_weight(w, own[n]) and len(shape_of(w)) > 1 for w in own[n])}
     if len(set(tips.values())) < 2:
         return None
     each = len(tips) // space.size  # one, or one for each choice of a token
@@ -57,15 +58,30 @@ def branches_of(space: Space) -> Branches | str | None:
             return f"the branches of its {space.size} numbers differ from each other"
     if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
         return f"the branches of one of its {space.size} numbers have different weights"
-    return _branches(space, last, orders, each)
+    columns = [column for column in zip(*orders[::each], strict=True) if _is_own_weight(column[0], orders[0])]
+    if not all(_are_parts(column, space.size) for column in columns if not is_weight(column[0])):
+        return f"the branches of its {space.size} numbers do not read parts of a stack in its order"
+    return _branches(space, last, orders, columns)
 
 
-def _weights(order: list[fx.Node]) -> set[fx.Node]:
-    return {n for n in order if is_weight(n)}
+def _weights(order: list[fx.Node]) -> set[tuple[str, int]]:
+    """Of a branch: names, and for part of a stack its number."""
+    parts = [pick for n in order if (pick := pick_of_weight(n)) is not None]
+    return {(n.name, -1) for n in order if is_weight(n)} | {(pick.whole.name, pick.number) for pick in parts}
 
 
-def _is_matrix(node: fx.Node) -> bool:
-    return is_weight(node) and len(shape_of(node)) > 1
+def _is_own_weight(node: fx.Node, own: Collection[fx.Node]) -> bool:
+    """Whether it is a weight of one branch alone, or that branch's part of a stack."""
+    pick = pick_of_weight(node)
+    return is_weight(node) or (pick is not None and pick.whole not in own)
+
+
+def _are_parts(column: Sequence[fx.Node], size: int) -> bool:
+    """Whether weights are the parts of one stack, in order."""
+    found = [pick_of_weight(node) for node in column]
+    numbers = [pick.number for pick in found if pick is not None]
+    places = {(pick.whole, pick.dim, shape_of(pick.whole)[pick.dim]) for pick in found if pick is not None}
+    return numbers == list(range(size)) and len(places) == 1 and next(iter(places))[2] == size
 
 
 # ---- values of one expert alone
@@ -138,7 +154,7 @@ def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int
         return position.get(node, node.name)
 
     def line(node: fx.Node) -> tuple[Any, ...]:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or _is_own_weight(node, position):
             return ("weight", shape_of(node), str(node.meta["val"].dtype))
         pick = None if number is None else pick_of(node)
         if pick is not None and pick.number == number and pick.whole not in position:
@@ -159,19 +175,46 @@ class _Token(str):
         return super().__new__(cls, f"<{of}>")
 
 
-def _branches(space: Space, last: list[fx.Node], orders: list[list[fx.Node]], each: int) -> Branches:
-    """``each``: how many branches a number has, all with its weights."""
+def _branches(
+    space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
+) -> Branches:
+    """``columns``: each weight of the branches, in the order of the numbers."""
     whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
     edges = [ends(products, space.above) for products in whole]
-    columns = [nodes for nodes in zip(*orders[::each], strict=True) if is_weight(nodes[0])]
+    held = list(dict.fromkeys(_held(column) for column in columns))
     order_of = {p.weight: i for i, p in enumerate(whole[0])}
-    columns.sort(key=lambda nodes: order_of.get(nodes[0], len(order_of)))
+    held.sort(key=lambda nodes: order_of.get(nodes[0][0], len(order_of)))
     side_of = {p.weight: sides(p, *edges[0]) for p in whole[0]}
     weights = [
-        ExpertWeight(_names(nodes), shape_of(nodes[0]), -1, *side_of.get(nodes[0], (-1, -1, ""))) for nodes in columns
+        ExpertWeight(_names(nodes), shape_of(nodes[0]), dim, *side_of.get(nodes[0], (-1, -1, "")))
+        for nodes, dim in held
     ]
-    first = [p.x for ends_of_one, _ in edges for p in ends_of_one]
+    given = [
+        _from_outside(p.x, own) for (ones, _), own in zip(edges, map(_made_of_own, orders), strict=True) for p in ones
+    ]
+    first = [node for nodes in given for node in nodes]
     return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
+
+
+def _made_of_own(order: list[fx.Node]) -> set[fx.Node]:
+    """The weights of a branch, and its values that are made of them."""
+    own, found = set(order), set[fx.Node]()
+    for node in order:
+        if _is_own_weight(node, own) or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _from_outside(x: fx.Node, own: Set[fx.Node]) -> list[fx.Node]:
+    """What a value made of a branch's weights reads beside them: tokens, before the norm of an expert."""
+    found = walk([x], operands, stop=lambda n: n not in own or is_weight(n))
+    return [n for n in found if n not in own]
+
+
+def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:
+    """The weights that a column is, or the stack that it is the parts of, and its dim of experts."""
+    pick = None if is_weight(column[0]) else pick_of_weight(column[0])
+    return (column, -1) if pick is None else ((pick.whole,), pick.dim)
 
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:

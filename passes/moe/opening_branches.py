@@ -21,8 +21,8 @@ from passes.moe.building import Builder, erase_unread
 from passes.moe.chosen_values import Chosen, hides_nothing
 from passes.moe.domain import Domain
 from passes.moe.dropped_rows import DroppedRows
-from passes.moe.inside import made_of
 from passes.moe.layers import Dispatch, ExpertLayer
+from passes.moe.one_expert import weights_of_each
 from passes.moe.refusals import refusal_of
 from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
@@ -59,8 +59,7 @@ class _Opening:
         self.tips = [every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
         self.end = end_of(every, self.routing, self._refusal)
         self.tokens = self._tokens(every[0])
-        held = [[program.node(w.nodes[e]) for w in layer.weights] for e in range(layer.num_experts)]
-        self.weights = [made_of(nodes) for nodes in held]
+        self.weights = weights_of_each(program, layer, self._refusal, alone=alone)
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}

@@ -17,8 +17,8 @@ from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.building import Builder, erase_unread
 from passes.moe.domain import Domain
-from passes.moe.inside import made_of
 from passes.moe.layers import ExpertLayer
+from passes.moe.one_expert import weights_of_each
 from passes.moe.picks import Pick, pick_of
 from passes.moe.refusals import check_draws
 from passes.moe.sending_slots import Sending
@@ -45,8 +45,7 @@ class _Opening:
         self.refusal = self.sending.refusal
         self.tips = [program.node(name) for name in layer.tips]
         self.join = self._joined()
-        held = [[program.node(w.nodes[e]) for w in layer.weights] for e in range(layer.num_experts)]
-        self.weights = [made_of(nodes) for nodes in held]
+        self.weights = weights_of_each(program, layer, self.refusal, alone=False)
         self.parts: list[Pick] = []
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
 

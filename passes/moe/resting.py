@@ -19,7 +19,7 @@ def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:
     """The layers with choices that a step counts, with their places among its figures."""
     found: list[Asked] = []
     for layer in experts.layers:
-        if any(_skipped(program, name) for weight in layer.weights for name in weight.nodes):
+        if any(_skipped(program, name) for weight in layer.weights if weight.dim < 0 for name in weight.nodes):
             start = sum(asked.size for asked in found)
             found.append(Asked(layer.chosen, layer.num_experts, start))
     return tuple(found)
@@ -31,7 +31,7 @@ def resting(program: Program, experts: Experts) -> Mapping[str, tuple[int, ...]]
     found: dict[str, tuple[int, ...]] = {}
     for layer in experts.layers:
         for weight in layer.weights:
-            for number, name in enumerate(weight.nodes):
+            for number, name in enumerate(weight.nodes if weight.dim < 0 else ()):
                 if _skipped(program, name):
                     fqn = program.parameters[name]
                     found[fqn] = (*found.get(fqn, ()), starts[layer.chosen] + number)

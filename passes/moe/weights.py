@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import getitem
 
 from torch import Tensor, fx
 
+from passes.moe.picks import Pick, pick_of
 from passes.moe.ties import lookup, ties
-from passes.program.ops.aten import aten, packet_of, shape_of
+from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LAID_OUT
 
 
 def is_weight(node: fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta.get("parameter"))
+
+
+def pick_of_weight(node: fx.Node) -> Pick | None:
+    """One expert's matrix of a stack, or its values of a table; None for other values."""
+    found = pick_of(node) if node.op == "call_function" else None
+    return found if found is not None and is_weight(found.whole) else None
 
 
 def origin_of(node: fx.Node, dim: int, of_weights: Collection[str] = ()) -> tuple[fx.Node, int] | None:
@@ -21,6 +29,8 @@ def origin_of(node: fx.Node, dim: int, of_weights: Collection[str] = ()) -> tupl
     ``of_weights``: names of values made of weights alone. Such a value is a changed weight if it has all its dims.
     """
     while not is_weight(node):
+        if node.target is getitem and (pick := pick_of_weight(node)) is not None:
+            return (pick.whole, dim) if pick.keeps and dim != pick.dim else None
         source = _source_of(node, of_weights)
         up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is source]
         if source is None or len(up) != 1:
@@ -37,7 +47,11 @@ def _source_of(node: fx.Node, of_weights: Collection[str]) -> fx.Node | None:
         found = floats if len(floats) == 1 else []
     else:
         found = [n for n in floats if _has_all_dims(node, n)] if node.name in of_weights else []
-    return next((n for n in found if is_weight(n) or _source_of(n, of_weights) is not None), None)
+    return next((n for n in found if _is_of_weight(n) or _source_of(n, of_weights) is not None), None)
+
+
+def _is_of_weight(node: fx.Node) -> bool:
+    return is_weight(node) or pick_of_weight(node) is not None
 
 
 def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
@@ -47,5 +61,8 @@ def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
     packet = packet_of(node.target)
-    return node.op == "call_function" and (packet in LAID_OUT or packet is aten.select or lookup(node) is not None)
+    is_one = packet is aten.select or (packet is aten.slice and shape_of(node)[int(named(node)["dim"])] == 1)
+    return is_one or node.target in LAID_OUT or lookup(node) is not None

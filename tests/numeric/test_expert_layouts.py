@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from tests.models import experts, hugging_face, selected_rows, stacked_experts
+from tests.models import experts, hugging_face, selected_rows, sliced_experts, stacked_experts
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import counted, run_mesh, spec_of
@@ -31,7 +31,7 @@ FOLDINGS: dict[str, dict[str, int]] = {
     "dp2·etp2": {"dp": 2, "etp": 2},
 }
 LOOPS = (experts.masks, experts.columns)
-OPENED = (*LOOPS, experts.picked, *selected_rows.WAYS)
+OPENED = (*LOOPS, experts.picked, *selected_rows.WAYS, *sliced_experts.WAYS)
 
 
 def built(layer: Callable[[], nn.Module]) -> nn.Module:
@@ -46,6 +46,8 @@ def built(layer: Callable[[], nn.Module]) -> nn.Module:
 def layer_of(way: Callable[..., Tensor]) -> nn.Module:
     if way in (*selected_rows.WAYS, selected_rows.overwritten):
         return selected_rows.Selecting(way)
+    if way in sliced_experts.WAYS:
+        return sliced_experts.Sliced(way)
     is_stacked = way in stacked_experts.WAYS or way in stacked_experts.REFUSED
     return stacked_experts.Stacks(way) if is_stacked else experts.Layer(way)
 
