@@ -7,7 +7,7 @@ else is no layer of experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from torch import fx
@@ -45,24 +45,26 @@ def find_experts(program: Program) -> Experts:
 def _found(program: Program) -> Experts:
     layers: list[ExpertLayer] = []
     doubts: list[Doubt] = []
-    for space in spaces(program.graph.graph):
-        found = _layer(space)
+    known = set[str]()
+    for space in sorted(spaces(program.graph.graph), key=lambda s: s.root, reverse=True):
+        found = _layer(space, known)
         if isinstance(found, ExpertLayer):
             layers.append(found)
+            known |= set(found.products)
         elif found:
             doubts.append(Doubt(found, where_of(space.choices[0])))
-    known = {name for layer in layers for name in layer.products}
-    for space in takings(program.graph.graph):
-        found = _of_takers(space)
-        if found is not None and known.isdisjoint(found.products):
+    for space in reversed(takings(program.graph.graph)):
+        found = _of_takers(space, known)
+        if found is not None:
             layers.append(found)
             known |= set(found.products)
-    return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(doubts))
+    return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(reversed(doubts)))
 
 
-def _layer(space: Space) -> ExpertLayer | str:
-    """The layer, or the reason why a candidate is none; "" without a candidate."""
-    products = products_of(space)
+def _layer(space: Space, later: Set[str]) -> ExpertLayer | str:
+    """The layer, or the reason why a candidate is none; "" without a candidate. ``later``: products of layers after it,
+    which may be the same one applied again."""
+    products = _products(space, later)
     if products:
         return _of_stacks(space, products)
     return _of_branches(space)
@@ -88,9 +90,13 @@ def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> Ex
     return replace(found, beside=tuple(read_with_stacks(space, stacks_in(space))))
 
 
-def _of_takers(space: Space) -> ExpertLayer | None:
+def _products(space: Space, later: Set[str]) -> list[Product]:
+    return [p for p in products_of(space) if p.node not in space.above and p.node.name not in later]
+
+
+def _of_takers(space: Space, later: Set[str]) -> ExpertLayer | None:
     """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
-    products = products_of(space)
+    products = _products(space, later)
     if not products or not all(is_taken(p.x, space) for p in ends(products, space.above)[0]):
         return None
     found = _of_stacks(space, products, takes=True)
@@ -130,7 +136,9 @@ def _made(
     before = carrying(space, tokens, products)
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
     orders = [n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids]
-    router = [n for n in space.places if is_weight(n) and n in space.scored and sum(d > 1 for d in shape_of(n)) > 1]
+    stacks = stacks_in(space)
+    scoring = [n for n in space.places if is_weight(n) and n in space.scored and n not in stacks]
+    router = [n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1]
     return ExpertLayer(
         space.size,
         top_k,

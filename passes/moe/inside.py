@@ -4,12 +4,28 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 
 from torch import Tensor, fx
 
+from passes.moe.layers import ExpertLayer
 from passes.moe.refusals import Refusal
+from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
+
+
+def apart_from(program: Program, layer: ExpertLayer, layers: Iterable[ExpertLayer]) -> frozenset[fx.Node]:
+    """The calls of other layers with weights of ``layer``: of a layer that a model applies several times."""
+    held = {name for weight in layer.weights for name in weight.nodes}
+    others = [o for o in layers if o.tokens != layer.tokens and held & {n for w in o.weights for n in w.nodes}]
+    return frozenset(node for other in others for node in _calls_of(program, other))
+
+
+def _calls_of(program: Program, layer: ExpertLayer) -> set[fx.Node]:
+    """All calls from the tokens of a layer, and from its router, to its combined value."""
+    first, last = [program.node(layer.tokens), program.node(layer.logits)], program.node(layer.combined)
+    below = set(walk(first, readers, into=lambda n: n <= last))
+    return below & set(walk([last], operands, into=lambda n: n > min(first))) - {first[0]}
 
 
 def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
@@ -24,9 +40,10 @@ def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
     return known
 
 
-def inside_of(of_stacks: set[fx.Node]) -> set[fx.Node]:
-    """Calls that read stacks, and calls between them; then calls that read only such values."""
-    seeds = {u for n in of_stacks for u in n.users if u not in of_stacks}
+def inside_of(of_stacks: set[fx.Node], apart: Set[fx.Node]) -> set[fx.Node]:
+    """Calls that read stacks, and calls between them; then calls that read only such values. Without those of other
+    layers (``apart``)."""
+    seeds = {u for n in of_stacks for u in n.users if u not in of_stacks and u not in apart}
     first, last = min(seeds), max(seeds)  # nodes of one graph are in its order: no walk beyond
     between = set(walk(seeds, readers, into=lambda n: n <= last))
     between &= set(walk(seeds, operands, into=lambda n: n >= first))

@@ -42,7 +42,7 @@ def _parts_of(program: Program, weight: ExpertWeight, refusal: Refusal, alone: b
 
 
 def _as_slice(graph: fx.Graph, pick: Pick) -> fx.Node:
-    """The call that takes the part, with a dim of size 1; readers of the part see it as it was."""
+    """The call that takes the part, with a dim of size 1; its readers get the same value."""
     if pick.node.target is aten.slice.Tensor:
         return pick.node
     build = Builder(graph, pick.node, pick.node)

@@ -7,10 +7,14 @@ rows that chose it. A loop that is not understood does not change.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
+
+from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
+from passes.moe.inside import apart_from
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
 from passes.moe.opening import open_stacks
 from passes.moe.opening_branches import open_branches
@@ -45,10 +49,12 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
         _check_sizes(program, layer, mesh)
         if layer.capacity and mesh.cp > 1:
             raise _slots_of_a_sequence(program, layer, mesh)
-    opened = tuple(_opened(program, layer) for layer in experts.layers)
+    layers = list(experts.layers)
+    for place, layer in enumerate(layers):
+        layers[place] = _opened(program, layer, apart_from(program, layer, layers))
     opened = tuple(
         send_tokens_once(program, layer, nodes) if layer.num_experts > mesh.ep > 1 or nodes > 1 else layer
-        for layer in opened
+        for layer in layers
     )
     program.graph_changed()
     return Experts(opened)
@@ -56,9 +62,12 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
 
 def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Experts:
     """Loops over experts compute the rows that chose each, on every rank."""
-    layers = tuple(_opened_here(program, layer, dense) if _is_loop(layer) else layer for layer in experts.layers)
+    layers = list(experts.layers)
+    for place, layer in enumerate(layers):
+        if _is_loop(layer):
+            layers[place] = _opened_here(program, layer, apart_from(program, layer, layers), dense)
     program.graph_changed()
-    return Experts(layers, experts.doubts)
+    return Experts(tuple(layers), experts.doubts)
 
 
 def _is_loop(layer: ExpertLayer) -> bool:
@@ -66,14 +75,14 @@ def _is_loop(layer: ExpertLayer) -> bool:
     return layer.dispatch is Dispatch.EVERY_TOKEN and bool(layer.tips) and layer.top_k < layer.num_experts
 
 
-def _opened_here(program: Program, layer: ExpertLayer, dense: str) -> ExpertLayer:
+def _opened_here(program: Program, layer: ExpertLayer, apart: Set[fx.Node], dense: str) -> ExpertLayer:
     if dense:
         return replace(layer, dense=Doubt(dense))
     nodes = program.graph.graph.nodes
     before = set(nodes)
     marked = {node for node in nodes if "domain" in node.meta}
     try:
-        opened = open_branches(program, layer, alone=True)
+        opened = open_branches(program, layer, apart, alone=True)
     except PlanError as error:
         opened = replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
         for node in reversed([node for node in nodes if node not in before]):
@@ -89,14 +98,14 @@ def _opened_here(program: Program, layer: ExpertLayer, dense: str) -> ExpertLaye
     return opened
 
 
-def _opened(program: Program, layer: ExpertLayer) -> ExpertLayer:
+def _opened(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
     layer = take_own_slices(program, layer) if layer.beside else layer
     if layer.dispatch is Dispatch.OFFSETS:
-        open_stacks(program, layer)
+        open_stacks(program, layer, apart)
         return layer
     if layer.capacity:
-        return open_slot_branches(program, layer) if layer.tips else open_slots(program, layer)
-    return open_branches(program, layer) if layer.tips else open_pairs(program, layer)
+        return (open_slot_branches if layer.tips else open_slots)(program, layer, apart)
+    return (open_branches if layer.tips else open_pairs)(program, layer, apart)
 
 
 def _slots_of_a_sequence(program: Program, layer: ExpertLayer, mesh: Sizes) -> PlanError:

@@ -9,7 +9,7 @@ to act row by row, and by the rows' own experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 from torch import fx
@@ -31,22 +31,25 @@ from passes.program.program import Program
 FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
 
 
-def open_stacks(program: Program, layer: ExpertLayer) -> None:
+def open_stacks(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
     """Put the exchange around the calls of ``layer`` that depend on the expert. Raises PlanError if they are not
     understood.
+
+    ``apart``: calls of other layers with the same stacks.
     """
-    _Opening(program, layer).run()
+    _Opening(program, layer, apart).run()
 
 
 class _Opening:
     """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on rows."""
 
-    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
+        self.apart = apart
         self.graph, self.layer = program.graph.graph, layer
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
         self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
-        self.inside = inside_of(self.of_stacks)
+        self.inside = inside_of(self.of_stacks, apart)
         self._refusal = refusal_of(layer, FIX)
 
     def run(self) -> None:
@@ -72,7 +75,7 @@ class _Opening:
     # ---- checks
 
     def _check(self) -> None:
-        check_read(self.stacks, self.inside | self.of_stacks, self._refusal)
+        check_read(self.stacks, self.inside | self.of_stacks | self.apart, self._refusal)
         check_draws(self.inside, "rows", self._refusal)
         for node in sorted(self.inside):
             for value in self._outer(node):

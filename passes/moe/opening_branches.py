@@ -10,7 +10,7 @@ Every ep rank runs the branches of its experts alone (``Domain.number``); their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from torch import fx
@@ -35,10 +35,14 @@ from passes.program.walks import operands, readers, walk
 FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
 
-def open_branches(program: Program, layer: ExpertLayer, *, alone: bool = False) -> ExpertLayer:
-    """Put the exchange around the branches of ``layer``; returns it with the calls of now. ``alone``: every rank has
-    all experts, so no other draws for its rows. Raises PlanError if they are not understood."""
-    return _Opening(program, layer, alone).run()
+def open_branches(program: Program, layer: ExpertLayer, apart: Set[fx.Node], *, alone: bool = False) -> ExpertLayer:
+    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError if they are
+    not understood.
+
+    ``apart``: calls of other layers with the same weights. ``alone``: every rank has all experts, so no other draws for
+    its rows.
+    """
+    return _Opening(program, layer, apart, alone).run()
 
 
 class _Opening:
@@ -48,7 +52,8 @@ class _Opening:
     ``of_choices``: the weights of each choice that are sent with its row.
     """
 
-    def __init__(self, program: Program, layer: ExpertLayer, alone: bool) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node], alone: bool) -> None:
+        self.apart = apart
         self.graph, self.layer, self.program, self.alone = program.graph.graph, layer, program, alone
         self._refusal = refusal_of(layer, FIX)
         chosen = [program.node(name) for name in layer.chosen]
@@ -114,7 +119,7 @@ class _Opening:
         """Calls of a branch that read its weights, in the graph's order."""
         weights = self.weights[number]
         first, last = min(weights), max(self.tips[number])  # nodes of one graph are in its order: no walk beyond
-        below = set(walk(weights, readers, into=lambda n: n <= last)) - weights
+        below = set(walk(weights, readers, into=lambda n: n <= last and n not in self.apart)) - weights
         return sorted(below & set(walk(self.tips[number], operands, into=lambda n: n >= first)))
 
     def _entries(self, number: int) -> list[fx.Node]:

@@ -9,7 +9,7 @@ products of stacks as grouped products, between ``dispatch`` and ``give_back`` (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 from math import prod
 
@@ -42,16 +42,17 @@ MOST = 400  # calls of one layer
 FIX = "compute each token with only its experts, weighted by its router weights"
 
 
-def open_pairs(program: Program, layer: ExpertLayer) -> ExpertLayer:
+def open_pairs(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
     """Put the exchange around the calls of ``layer``; returns it with the new calls. Raises PlanError if it is
-    not understood."""
-    return _Opening(program, layer).run()
+    not understood. ``apart``: calls of other layers with the same stacks."""
+    return _Opening(program, layer, apart).run()
 
 
 class _Opening:
     """Owns ``way``: calls that depend on the stacks; ``end``: the one of them with the combined value."""
 
-    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
+        self.apart = apart
         self.graph, self.layer = program.graph.graph, layer
         self._refusal = refusal_of(layer, FIX)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
@@ -60,7 +61,7 @@ class _Opening:
         self.of_stacks = made_of(self.stacks)
         self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
         seeds = {u for n in self.of_stacks | self.looked_up for u in n.users} - self.of_stacks - self.looked_up
-        self.seeds = seeds
+        self.seeds = seeds = seeds - apart
         self.first = min(seeds)  # nodes of one graph are in its order: no walk beyond
         self.way = sorted(set(self._below(seeds)) & set(self._above([self.combined])))
         self.top_k = self.routing.top_k
@@ -95,7 +96,7 @@ class _Opening:
     # ---- facts
 
     def _below(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        return walk(nodes, readers, into=lambda n: n <= self.combined)
+        return walk(nodes, readers, into=lambda n: n <= self.combined and n not in self.apart)
 
     def _above(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         return walk(nodes, operands, into=lambda n: n >= self.first)

@@ -9,6 +9,7 @@ Every ep rank runs the branches of its experts alone (``Domain.number``); their 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from torch import fx
@@ -29,18 +30,19 @@ from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
 
 
-def open_slot_branches(program: Program, layer: ExpertLayer) -> ExpertLayer:
+def open_slot_branches(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
     """Put the exchange around the branches of ``layer``; returns it with the calls that send slots. Raises PlanError if
-    they are not understood.
+    they are not understood. ``apart``: calls of other layers with the same weights.
     """
-    return _Opening(program, layer).run()
+    return _Opening(program, layer, apart).run()
 
 
 class _Opening:
     """Owns the branches: for each expert ``weights`` with values made of them alone, the ``tip`` that it ends in, the
     ``bodies`` between, and the ``parts`` that they read."""
 
-    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
+        self.apart = apart
         self.graph, self.layer, self.sending = program.graph.graph, layer, Sending(program, layer)
         self.refusal = self.sending.refusal
         self.tips = [program.node(name) for name in layer.tips]
@@ -74,7 +76,7 @@ class _Opening:
     def _body(self, number: int) -> list[fx.Node]:
         """Calls of a branch from its part of the slots on, in the graph's order; finds the part."""
         weights, tip = self.weights[number], self.tips[number]
-        below = set(walk(weights, readers, into=lambda n: n <= tip)) - weights
+        below = set(walk(weights, readers, into=lambda n: n <= tip and n not in self.apart)) - weights
         body = below & set(walk([tip], operands, into=lambda n: n >= min(weights)))
         work = [v for n in sorted(body) for v in n.all_input_nodes if v not in body and v not in weights]
         found: dict[Pick, None] = {}

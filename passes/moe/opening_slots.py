@@ -9,7 +9,7 @@ shown to treat experts and slots as batch dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 import torch
@@ -32,22 +32,25 @@ from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 
 
-def open_slots(program: Program, layer: ExpertLayer) -> ExpertLayer:
+def open_slots(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
     """Put the exchange around the calls of ``layer`` on slots; returns it with the calls that send them. Raises
     PlanError if they are not understood.
+
+    ``apart``: calls of other layers with the same stacks.
     """
-    return _Opening(program, layer).run()
+    return _Opening(program, layer, apart).run()
 
 
 class _Opening:
     """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on slots."""
 
-    def __init__(self, program: Program, layer: ExpertLayer) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
+        self.apart = apart
         self.layer, self.sending = layer, Sending(program, layer)
         self.refusal = self.sending.refusal
         self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
-        self.inside = inside_of(self.of_stacks)
+        self.inside = inside_of(self.of_stacks, apart)
         self.entries: dict[fx.Node, fx.Node] = {}  # values read from outside, and the first call that reads each
         for node in sorted(self.inside):
             for value in outer_of(node, self.inside | self.of_stacks):
@@ -69,7 +72,7 @@ class _Opening:
     # ---- checks
 
     def _check(self) -> None:
-        check_read(self.stacks, self.inside | self.of_stacks, self.refusal)
+        check_read(self.stacks, self.inside | self.of_stacks | self.apart, self.refusal)
         check_draws(self.inside, "slots", self.refusal)
         for value, node in self.entries.items():
             if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):

@@ -17,7 +17,7 @@ from passes.moe.ties import is_product, lookup
 from passes.moe.weights import is_view, is_weight, origin_of
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import LAID_OUT
-from passes.program.walks import operands, walk
+from passes.program.walks import operands, readers, walk
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
@@ -47,8 +47,15 @@ def products_of(space: Space) -> list[Product]:
 
 
 def stacks_in(space: Space) -> list[fx.Node]:
-    """The weights with a dim of experts, but for those that scores are made of."""
-    return [n for n in space.places if is_weight(n) and space.dim(n) >= 0 and n not in space.scored]
+    """The weights with a dim of experts, but for those of the router."""
+    return [n for n in space.places if is_weight(n) and space.dim(n) >= 0 and not _is_of_router(space, n)]
+
+
+def _is_of_router(space: Space, weight: fx.Node) -> bool:
+    """Whether a call from the first product of scores to the choices reads a weight, or scores alone are made of it.
+    Those of a layer that is applied again are made of its experts too."""
+    calls = set(walk([weight], readers, stop=lambda n: n is not weight and n.name not in space.of_weights))
+    return bool(calls & space.scored & space.below) or calls <= space.scored
 
 
 def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
