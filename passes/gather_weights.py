@@ -7,7 +7,8 @@
        o = linear(z, V);  need_again(gate, o, …)
 
 Autograd runs the ops of a stage in the exact reverse of their order, so the first backward of a visit to ask is that of
-its last reader. A recomputation asks before it begins. A view of a weight is read where its readers are.
+its last reader. A recomputation asks before it begins: on all ranks at the last op of its block, since which op needs a
+freed value first depends on the rows that the experts of a rank have. A view of a weight is read where its readers are.
 
 Needs:   a finished graph: these calls give no values, so dead-code elimination would drop them.
 Leaves:  every read of a sharded weight has its unit among those of the last ``need_weights`` before it.
@@ -16,7 +17,7 @@ Leaves:  every read of a sharded weight has its unit among those of the last ``n
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from torch import fx
 
 from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph
+from passes.moe.domain import domain_of
 from passes.ops.compiled import run_piece
 from passes.ops.parameter_gate import Units, need_again, need_weights
 from passes.ops.recompute import MARKS, begin_block, end_block
@@ -61,7 +63,7 @@ def gather_weights(stage: StageGraph, context: LowerContext) -> None:
         for reader in visit.readers if visit.back else ():
             with stage.graph.inserting_after(reader):
                 stage.graph.call_function(need_again, (gate, reader, visit.back, behind[id(visit)]))
-    _before_recomputations(stage, context, visits, behind)
+    _before_recomputations(stage, context, visits, behind, gate)
 
 
 def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
@@ -80,6 +82,9 @@ def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
         visit.units = tuple(sorted({*visit.units, *read}))
         visit.readers.append(node)
         if _gets_a_gradient(node, context) and node.target not in BACK_WITHOUT_WEIGHT:
+            visit.back = tuple(sorted({*visit.back, *read}))
+    for end, read in _read_again(stage, places):
+        if (visit := _visit_before(end, visits, context)) is not None:
             visit.back = tuple(sorted({*visit.back, *read}))
     return visits
 
@@ -151,28 +156,45 @@ def _gets_a_gradient(node: fx.Node, context: LowerContext) -> bool:
 
 
 def _before_recomputations(
-    stage: StageGraph, context: LowerContext, visits: list[Visit], behind: Mapping[int, Units]
+    stage: StageGraph, context: LowerContext, visits: list[Visit], behind: Mapping[int, Units], gate: fx.Node
 ) -> None:
-    """A rerun that reads weights needs those of its block's visits."""
-    of_home = {visit.home: visit for visit in visits}
-    places = aliases_of(stage, context)
-    for node in stage.graph.find_nodes(op="call_function", target=end_block):
-        handle: Any = node.args[0]
-        read = frozenset().union(*(places.get(v, frozenset()) for v in node.args[2] if isinstance(v, fx.Node)))
+    """A rerun that reads weights needs those of its block's visit."""
+    for end, read in list(_read_again(stage, aliases_of(stage, context))):
+        handle: Any = end.args[0]
+        visit = _visit_before(end, visits, context)
+        units, ahead = (visit.back, behind[id(visit)]) if visit is not None else (tuple(sorted(read)), ())
+        getattr(stage.root, handle.target).before = partial(need_weights, context.gate, units, ahead)
+        if (last := _last_before(end, context)) is not None:
+            with stage.graph.inserting_after(last):
+                stage.graph.call_function(need_again, (gate, last, units, ahead))
+
+
+def _read_again(stage: StageGraph, places: Aliases) -> Iterator[tuple[fx.Node, frozenset[tuple[int, int]]]]:
+    """The end of each block with a rerun that reads weights, and their units."""
+    for end in stage.graph.find_nodes(op="call_function", target=end_block):
+        read = frozenset().union(*(places.get(v, frozenset()) for v in end.args[2] if isinstance(v, fx.Node)))
         if read:
-            call = getattr(stage.root, handle.target)
-            begin = next(n for n in handle.users if n.target is begin_block)
-            visit = _visit_around(begin, of_home, context)
-            units, ahead = (visit.back, behind[id(visit)]) if visit is not None else ((), ())
-            call.before = partial(need_weights, context.gate, tuple(sorted({*units, *read})), ahead)
+            yield end, read
 
 
-def _visit_around(begin: fx.Node, of_home: Mapping[Any, Visit], context: LowerContext) -> Visit | None:
-    """The visit of the block that begins behind ``begin``."""
-    node = begin.next
-    while node.op != "output":
-        home = context.homes.get(node.meta.get("origin", ""))
-        if home is not None:
-            return of_home.get(home)
-        node = node.next
+def _visit_before(end: fx.Node, visits: list[Visit], context: LowerContext) -> Visit | None:
+    """The visit of the block that ends at ``end``."""
+    home = next((h for node in _backwards(end) if (h := context.homes.get(node.meta.get("origin", "")))), None)
+    return next((visit for visit in reversed(visits) if visit.home == home), None)
+
+
+def _last_before(end: fx.Node, context: LowerContext) -> fx.Node | None:
+    """The last op of a block that every rank has, of those with a gradient."""
+    for node in _backwards(end):
+        domain = domain_of(node)
+        if _gets_a_gradient(node, context) and (domain is None or domain.number < 0):
+            return node
     return None
+
+
+def _backwards(end: fx.Node) -> Iterator[fx.Node]:
+    """The calls of a block, the last first."""
+    node = end.prev
+    while node.op == "call_function" and node.target is not begin_block:
+        yield node
+        node = node.prev

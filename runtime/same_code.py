@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from passes.base import kind_of
+from passes.moe.domain import has_branches
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from runtime.distributed.exchange_json import all_gather_json
@@ -65,8 +66,8 @@ def digest(*modules: nn.Module) -> str:
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
     """Hashes, by a description of their content. With experts as branches, ranks of ep run different ops."""
-    has_branches = any(row.expert is not None and row.expert.dim < 0 for row in plan.parameters)
-    here = f" for the experts of ep rank {groups.place['ep']}" if has_branches and plan.mesh.ep > 1 else ""
+    is_apart = plan.mesh.ep > 1 and has_branches(plan.decisions.program.graph.graph)
+    here = f" for the experts of ep rank {groups.place['ep']}" if is_apart else ""
     axes = [axis for axis in ("tp", "cp", "ep", "etp") if plan.mesh.size(axis) > 1]
     place = "".join(f", {axis} {groups.place[axis]}" for axis in axes)
     found: dict[str, str] = {}

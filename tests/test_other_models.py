@@ -41,7 +41,7 @@ def test_every_model_is_listed_once_with_a_function_that_builds_it():
 def test_every_layout_reads_as_a_spec_and_divides_its_batch():
     for listed in CATALOGUE:
         spec = Spec.load(listed.spec())
-        axes = {axis: getattr(spec.mesh, axis) for axis in ("tp", "pp", "dp")}
+        axes = {axis: getattr(spec.mesh, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
         assert listed.layout.removesuffix(" sp") == " ".join(f"{a}{n}" for a, n in axes.items() if n > 1), listed.name
         assert spec.tensor_parallel.sequence_parallel == listed.layout.endswith(" sp"), listed.name
         assert spec.batch.global_size % (spec.batch.micro * spec.mesh.dp) == 0, listed.name
@@ -71,11 +71,18 @@ def test_the_page_shows_differences_and_the_line_of_a_refusal():
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["own_vision:mixer", "own_decoders:gpt_tied"])
-def test_an_own_model_equals_one_process(build: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("build", "mesh"),
+    [
+        ("own_vision:mixer", {"tp": 2}),
+        ("own_decoders:gpt_tied", {"tp": 2}),
+        ("own_recent:repeated_experts", {"dp": 2, "ep": 2}),
+    ],
+)
+def test_an_own_model_equals_one_process(build: str, mesh: dict[str, int], tmp_path: Path):
     from runtime.verify.run import verify
 
     spec = tmp_path / "spec.yaml"
-    spec.write_text(yaml.safe_dump(find(build).spec() | {"mesh": {"tp": 2}}))
+    spec.write_text(yaml.safe_dump(find(build).spec() | {"mesh": mesh}))
     report = verify(find(build).reference, str(spec), timeout_seconds=240)
     assert report.passed, str(report)

@@ -67,7 +67,7 @@ class Listed:
 
     def spec(self) -> dict[str, Any]:
         """The spec file's content."""
-        axes = dict(re.findall(r"(tp|pp|dp)(\d+)", self.layout))
+        axes = dict(re.findall(r"(tp|pp|dp|cp|ep)(\d+)", self.layout))
         spec: dict[str, Any] = {
             "mesh": {axis: int(size) for axis, size in axes.items()},
             "batch": {"global": self.batch, "micro": self.micro},
@@ -273,6 +273,22 @@ CATALOGUE: tuple[Listed, ...] = (
     Listed("Soft MoE", "own", "own_experts:soft_moe", "tp2", TEXT, "2308.00951"),
     Listed("LoRA by patched forwards", "own", "own_experts:lora_patched", "tp2 pp2", TEXT, "2106.09685"),
     Listed("heads in a Python loop", "own", "own_experts:head_by_head", "tp2 pp2", TEXT, "1706.03762"),
+    Listed("keys of other layers", "own", "own_recent:cross_layer", "tp2 pp2", TEXT, "2405.12981"),
+    Listed("Differential Transformer", "own", "own_recent:differential", "tp2 cp2", TEXT, "2410.05258"),
+    Listed("nGPT", "own", "own_recent:unit_vectors", "tp2 pp2", TEXT, "2410.01131"),
+    Listed("MegaByte", "own", "own_recent:PatchesOfBytes", "tp2 cp2", TEXT, "2305.07185"),
+    Listed("gated delta rule", "own", "own_recent:delta_rule", "tp2 pp2", TEXT, "2412.06464"),
+    Listed("prediction of further tokens", "own", "own_recent:FurtherTokens", "tp2 dp2", TEXT, "2404.19737"),
+    Listed("experts by their index in stacks", "own", "own_recent:experts_by_index", "dp2 ep2", TEXT, "2412.19437"),
+    Listed("a block of experts, three times", "own", "own_recent:repeated_experts", "dp2 ep2", TEXT, "1909.11942"),
+    Listed(
+        "DiT, patches over cp",
+        "own",
+        "own_vision:dit_over_cp",
+        "tp2 cp2",
+        {"noisy": real(4, 8, 8), "t": label(1000), "y": label(), "noise": real(4, 8, 8)},
+        "2212.09748",
+    ),
 )
 
 

@@ -78,6 +78,9 @@ def dit() -> nn.Module:
     return DiT()
 
 
+dit_over_cp = dit
+
+
 class SwinBlock(nn.Module):
     """Windows of 4×4, shifted by roll in every second block, with a mask and a table of relative biases."""
 

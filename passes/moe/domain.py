@@ -30,6 +30,11 @@ def domain_of(node: fx.Node) -> Domain | None:
     return node.meta.get("domain")
 
 
+def has_branches(graph: fx.Graph) -> bool:
+    """Whether some calls are those of one expert alone: then ranks of ep run different ones."""
+    return any((domain := domain_of(node)) is not None and domain.number >= 0 for node in graph.nodes)
+
+
 def counts_rows(node: fx.Node) -> bool:
     """Whether the length of a value's first dim, and of no other, follows the routing."""
     domain = domain_of(node)

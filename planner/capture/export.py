@@ -124,12 +124,14 @@ def _captured(
             earlier.first = made.first
         others = [(asked, _functional(other, held)[0].graph_module) for asked, other in made.others]
         refuse_other_constants(exported, [other for _, other in made.others])
-        skipped = skipped_parameters(exported.graph_module, others[:1])  # the first assumes that no mask selects
+        first = _parameter_names(model)[0]
+        fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
+        skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
         made.told.extend(compute_all_rows(exported.graph_module, made.asked, others))
     program = _program(model, exported, constants, held, loss, made.notes, written, has_rule)
     program.rewrites.extend(made.told)
     program.assumptions = made.assumptions
-    program.skipped = frozenset(fqn for name, fqn in program.parameters.items() if name in skipped)
+    program.skipped = skipped & frozenset(program.parameters.values())
     return program
 
 

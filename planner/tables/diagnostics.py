@@ -105,7 +105,7 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
             "process"
         )
         yield Diagnostic("info", what, next(iter(resting)).rpartition(".")[0])
-    names = sorted(decisions.program.skipped - resting.keys())
+    names = sorted(decisions.program.skipped - resting.keys() - _always_chosen(decisions))
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
@@ -115,6 +115,12 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
             names[0].rpartition(".")[0],
             "read them in every step, without a branch on the selection",
         )
+
+
+def _always_chosen(decisions: Decisions) -> set[str]:
+    """Stacks of experts: every token chooses some of them."""
+    weights = [weight for layer in decisions.experts.layers if layer.top_k for weight in layer.weights]
+    return {decisions.program.parameters[name] for weight in weights if weight.dim >= 0 for name in weight.nodes}
 
 
 def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:

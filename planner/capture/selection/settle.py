@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -41,16 +41,19 @@ def compute_all_rows(
     return [(TOLD, where) for where in found.told]
 
 
-def skipped_parameters(module: fx.GraphModule, others: Iterable[tuple[Questions, fx.GraphModule]]) -> frozenset[str]:
-    """Placeholders that the forward reads, but not if no mask selects any row; before all rows are computed. Their
-    gradient is then not needed: it is None in one process.
+def skipped_parameters(
+    module: fx.GraphModule, others: Iterable[tuple[Questions, fx.GraphModule]], fqn_of: Mapping[str, str]
+) -> frozenset[str]:
+    """Parameters that the forward reads, but not if no mask selects any row; before all rows are computed. Their
+    gradient is then not needed: it is None in one process. ``fqn_of``: of each placeholder, the same for tied ones.
     """
-    read = _read(module)
-    return read.difference(*(_read(other) for _, other in others)) if others else frozenset()
+    read = _read(module, fqn_of)
+    return read.difference(*(_read(other, fqn_of) for _, other in others)) if others else frozenset()
 
 
-def _read(module: fx.GraphModule) -> frozenset[str]:
-    return frozenset(n.name for n in module.graph.find_nodes(op="placeholder") if n.users)
+def _read(module: fx.GraphModule, fqn_of: Mapping[str, str]) -> frozenset[str]:
+    holders = module.graph.find_nodes(op="placeholder")
+    return frozenset(fqn_of[node.name] for node in holders if node.users and node.name in fqn_of)
 
 
 def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:

@@ -104,6 +104,17 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"mesh.tp": 2, "mesh.dp": 2, "tensor_parallel.overrides": "head", "optimizer.zero": 2},
     ),
+    "ranks without rows of experts gather sharded weights at the op where the others do": (
+        {
+            "layers": 3,
+            "norm_place": "none",
+            "qkv": "fused",
+            "experts": "rows",
+            "skips_empty": True,
+            "shared_layer": True,
+        },
+        {"mesh.tp": 2, "mesh.dp": 2, "mesh.ep": 2, "microbatches": 1, "optimizer.zero": 3, "recompute": "selective"},
+    ),
     "no gradient waits for a W that has no weights to train": (
         {"tied": True, "frozen": "embedding"},
         {"mesh.pp": 2, "pipeline.schedule": "zero_bubble"},
