@@ -66,7 +66,8 @@ def digest(*modules: nn.Module) -> str:
 
 def _code_of(plan: Plan, program: RankProgram, groups: Groups) -> dict[str, str]:
     """Hashes, by a description of their content. With experts as branches, ranks of ep run different ops."""
-    is_apart = plan.mesh.ep > 1 and has_branches(plan.decisions.program.graph.graph)
+    decided = plan.decisions if plan.mesh.ep > 1 else None
+    is_apart = decided is not None and has_branches(decided.program.graph.graph)
     here = f" for the experts of ep rank {groups.place['ep']}" if is_apart else ""
     axes = [axis for axis in ("tp", "cp", "ep", "etp") if plan.mesh.size(axis) > 1]
     place = "".join(f", {axis} {groups.place[axis]}" for axis in axes)
