@@ -276,9 +276,9 @@ CATALOGUE: tuple[Listed, ...] = (
     Listed("keys of other layers", "own", "own_recent:cross_layer", "tp2 pp2", TEXT, "2405.12981"),
     Listed("Differential Transformer", "own", "own_recent:differential", "tp2 cp2", TEXT, "2410.05258"),
     Listed("nGPT", "own", "own_recent:unit_vectors", "tp2 pp2", TEXT, "2410.01131"),
-    Listed("MegaByte", "own", "own_recent:PatchesOfBytes", "tp2 cp2", TEXT, "2305.07185"),
+    Listed("MegaByte", "own", "own_recent:patches_of_bytes", "tp2 cp2", TEXT, "2305.07185"),
     Listed("gated delta rule", "own", "own_recent:delta_rule", "tp2 pp2", TEXT, "2412.06464"),
-    Listed("prediction of further tokens", "own", "own_recent:FurtherTokens", "tp2 dp2", TEXT, "2404.19737"),
+    Listed("prediction of further tokens", "own", "own_recent:further_tokens", "tp2 dp2", TEXT, "2404.19737"),
     Listed("experts by their index in stacks", "own", "own_recent:experts_by_index", "dp2 ep2", TEXT, "2412.19437"),
     Listed("a block of experts, three times", "own", "own_recent:repeated_experts", "dp2 ep2", TEXT, "1909.11942"),
     Listed(

@@ -161,6 +161,10 @@ class PatchesOfBytes(Decoder):
         return x.view(b, s, WIDTH)
 
 
+def patches_of_bytes() -> nn.Module:
+    return PatchesOfBytes()
+
+
 class Delta(nn.Module):
     """A state of each head that forgets by a gate and is corrected by the error of its prediction, token by token."""
 
@@ -196,6 +200,10 @@ class FurtherTokens(Decoder):
         x = self.through(self.embedded(input_ids))
         joined = torch.cat([self.norm(x[:, :-1]), self.tokens(labels[:, :-1])], -1)
         return self.loss(x, labels) + 0.3 * self.loss(self.further(self.join(joined)), labels[:, 1:])
+
+
+def further_tokens() -> nn.Module:
+    return FurtherTokens()
 
 
 class Experts(nn.Module):
