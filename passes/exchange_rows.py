@@ -22,7 +22,7 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.insert_collectives import axis_node
 from passes.moe import exchange
-from passes.moe.domain import domain_of
+from passes.moe.domain import domain_of, is_of_one
 from passes.ops import meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import g_f
@@ -85,8 +85,7 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
 
 def _is_part_of_stack(node: fx.Node) -> bool:
     """Whether a call takes the part of one expert from a stack of those of this rank."""
-    domain = domain_of(node)
-    if node.target is not aten.slice.Tensor or domain is None or domain.number < 0:
+    if node.target is not aten.slice.Tensor or not is_of_one(node):
         return False
     stack = domain_of(node.all_input_nodes[0])
     return stack is not None and stack.experts == node.args[1]

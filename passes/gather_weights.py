@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph
-from passes.moe.domain import domain_of
+from passes.moe.domain import is_of_one
 from passes.ops.compiled import run_piece
 from passes.ops.parameter_gate import Units, need_again, need_weights
 from passes.ops.recompute import MARKS, begin_block, end_block
@@ -185,11 +185,7 @@ def _visit_before(end: fx.Node, visits: list[Visit], context: LowerContext) -> V
 
 def _last_before(end: fx.Node, context: LowerContext) -> fx.Node | None:
     """The last op of a block that every rank has, of those with a gradient."""
-    for node in _backwards(end):
-        domain = domain_of(node)
-        if _gets_a_gradient(node, context) and (domain is None or domain.number < 0):
-            return node
-    return None
+    return next((n for n in _backwards(end) if _gets_a_gradient(n, context) and not is_of_one(n)), None)
 
 
 def _backwards(end: fx.Node) -> Iterator[fx.Node]:

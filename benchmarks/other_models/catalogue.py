@@ -30,6 +30,7 @@ TEXT: Inputs = {"input_ids": ids(), "labels": {"like": "input_ids"}}
 NOISE: Inputs = {"hidden_states": real(4, 8, 8), "timestep": label(1000), "target": real(4, 8, 8)}
 TEXTUAL: Inputs = {**NOISE, "encoder_hidden_states": real(6, 24)}
 GUIDED: Inputs = {**TEXTUAL, "pooled_projections": real(24)}
+NOISY: Inputs = {"noisy": real(4, 8, 8), "t": label(1000), "y": label(), "noise": real(4, 8, 8)}
 IMAGES: Inputs = {"images": real(3, 16, 16), "labels": label()}
 
 
@@ -256,14 +257,7 @@ CATALOGUE: tuple[Listed, ...] = (
         "2006.11477",
     ),
     Listed("Perceiver IO", "own", "own_encoders:perceiver_io", "tp2", TEXT, "2107.14795"),
-    Listed(
-        "DiT, adaLN-Zero",
-        "own",
-        "own_vision:dit",
-        "tp2 pp2",
-        {"noisy": real(4, 8, 8), "t": label(1000), "y": label(), "noise": real(4, 8, 8)},
-        "2212.09748",
-    ),
+    Listed("DiT, adaLN-Zero", "own", "own_vision:dit", "tp2 pp2", NOISY, "2212.09748"),
     Listed("Swin", "own", "own_vision:swin", "tp2", IMAGES, "2103.14030"),
     Listed("MLP-Mixer", "own", "own_vision:mixer", "tp2 dp2", IMAGES, "2105.01601"),
     Listed("ViT with a forward hook", "own", "own_vision:vit_hook", "tp2 pp2", IMAGES, "2010.11929"),
@@ -281,14 +275,7 @@ CATALOGUE: tuple[Listed, ...] = (
     Listed("prediction of further tokens", "own", "own_recent:further_tokens", "tp2 dp2", TEXT, "2404.19737"),
     Listed("experts by their index in stacks", "own", "own_recent:experts_by_index", "dp2 ep2", TEXT, "2412.19437"),
     Listed("a block of experts, three times", "own", "own_recent:repeated_experts", "dp2 ep2", TEXT, "1909.11942"),
-    Listed(
-        "DiT, patches over cp",
-        "own",
-        "own_vision:dit_over_cp",
-        "tp2 cp2",
-        {"noisy": real(4, 8, 8), "t": label(1000), "y": label(), "noise": real(4, 8, 8)},
-        "2212.09748",
-    ),
+    Listed("DiT, patches over cp", "own", "own_vision:dit_over_cp", "tp2 cp2", NOISY, "2212.09748"),
 )
 
 

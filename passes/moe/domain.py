@@ -30,9 +30,15 @@ def domain_of(node: fx.Node) -> Domain | None:
     return node.meta.get("domain")
 
 
+def is_of_one(node: fx.Node) -> bool:
+    """Whether a value belongs to one expert alone: only the ranks of that expert have it."""
+    domain = domain_of(node)
+    return domain is not None and domain.number >= 0
+
+
 def has_branches(graph: fx.Graph) -> bool:
     """Whether some calls are those of one expert alone: then ranks of ep run different ones."""
-    return any((domain := domain_of(node)) is not None and domain.number >= 0 for node in graph.nodes)
+    return any(map(is_of_one, graph.nodes))
 
 
 def counts_rows(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.errors import PlanError
-from passes.moe.domain import axis_of, domain_of, is_here
+from passes.moe.domain import axis_of, is_here, is_of_one
 from passes.partition.placements import Placements
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -94,7 +94,7 @@ def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Progra
     """
     for of_stage in changes:
         alone = [(change, program.node(change.value)) for change in of_stage]
-        alone = [(c, n) for c, n in alone if (domain := domain_of(n)) is not None and domain.number >= 0]
+        alone = [(c, n) for c, n in alone if is_of_one(n)]
         found = [
             Counter((c.how.forward, c.how.backward) for c, n in alone if is_here(n, mesh, ep_rank))
             for ep_rank in range(mesh.ep)

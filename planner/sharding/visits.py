@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from passes.moe.domain import domain_of
+from passes.moe.domain import is_of_one
 from planner.decisions import Decisions
 
 Home = tuple[int, bool]  # (index of a block, whether it is behind that block and in none)
@@ -34,8 +34,8 @@ def homes_of_ops(decisions: Decisions) -> dict[str, Home]:
     for node in decisions.program.graph.graph.nodes:
         if node.op != "call_function":
             continue
-        domain, own = domain_of(node), block_of.get(node.name)
-        if domain is None or domain.number < 0:
+        own = block_of.get(node.name)
+        if not is_of_one(node):
             last = last if own is None else max(last, own)
             here = (last, True) if own is None else (own, False)
         found[node.name] = here

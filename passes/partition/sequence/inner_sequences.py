@@ -37,11 +37,10 @@ def longest_sequence(program: Program) -> int:
 
 
 class InnerSequences:
-    """``begun``: products at which such a sequence was found. ``undivided``: one with a size without equal chunks."""
+    """``undivided``: the first product with such a sequence that has no equal chunks, and its size."""
 
     def __init__(self, program: Program, chunks: int) -> None:
         self.program, self.chunks = program, chunks
-        self.begun: list[fx.Node] = []
         self.undivided: tuple[fx.Node, int] | None = None
 
     def cuts(self, node: fx.Node) -> dict[fx.Node, set[Placement]]:
@@ -51,14 +50,13 @@ class InnerSequences:
         for operand in operands_of(node):
             for cut in self._sequences(node, operand) if operand in self._on_batch else ():
                 if cut.sizes[0] % self.chunks == 0:
-                    self.begun.append(node)
                     return {operand: {cut}}
                 self.undivided = self.undivided or (node, cut.sizes[0])
         return {}
 
     def check_found(self, cp: int) -> None:
         """Raise PlanError if a sequence was found that does not divide."""
-        if self.undivided is not None and not self.begun:
+        if self.undivided is not None:
             raise not_divisible(*self.undivided, cp)
 
     def _sequences(self, node: fx.Node, operand: fx.Node) -> Iterator[Placement]:

@@ -53,7 +53,7 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
             return types
         except PlanError as found:
             error = error or (not_divisible(*types.undivided[0], cp) if types.undivided else found)
-        if not inner.begun:
+        if not types.begun:
             break
     raise error
 
