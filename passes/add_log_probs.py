@@ -6,7 +6,7 @@ They are complete on every rank: ranks that hold other tokens add theirs. The gr
 these ranks, and each takes the part of its own tokens: nothing is exchanged in the backward.
 
 Needs:   a localised graph (passes.localize).
-Leaves:  no op that only the loss reads; collectives are those of planner.exchanges.log_probs.
+Leaves:  no op that only the loss reads.
 """
 
 from __future__ import annotations

@@ -27,15 +27,12 @@ from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
 from planner.cost.seconds.pipeline import Run, run_pipeline
 from planner.cost.seconds.roofline import peak_of
 from planner.cost.seconds.sharded import Exchanged
-from planner.cost.seconds.shared import run_on_cores
 from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
 from planner.cost.seconds.waiting import run_waiting
 from planner.cost.step_time import CostPlan
-from planner.pipeline.schedule import KINDS, build_schedule
+from planner.pipeline.schedule import KINDS
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
-
-_MOST_RUN = 64  # microbatches of a pipeline that are run action by action
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +112,17 @@ def costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
 
 
 def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
-    """The slowdown of a pipeline with processes that share cores, against one with cores of its own."""
+    """The slowdown of a pipeline with processes that share cores, against one with cores of its own.
+
+    All cores are taken to be busy: the others use the time that a rank waits.
+    """
     mesh, at_once = layout.mesh, cluster.device.at_once
     if at_once is None or mesh.world_size <= at_once:
         return 1.0
     stages = [_seconds_of(work, layout, cluster).stage(*of) for of in work.ranges(layout.sizes)]
     sides = costs_of(stages)
-    count, sharing = layout.num_microbatches, mesh.world_size / at_once
-    run = run_of(layout, sides, sides)
-    if mesh.pp == 1 or count > _MOST_RUN:  # of so many the ramps are little beside the rest: all cores are busy
-        return max(1.0, count * sum(map(sum, sides)) / (mesh.pp * run.seconds) * sharing)
-    orders = build_schedule(layout.schedule, mesh.pp, count, mesh.vpp, costs=sides).orders
-    forward, backward, weights = sides
-    return max(1.0, run_on_cores(orders, forward, backward, mesh.pp / sharing, mesh.fold, weights) / run.seconds)
+    work = layout.num_microbatches * sum(map(sum, sides))
+    return max(1.0, work / (mesh.pp * run_of(layout, sides, sides).seconds) * mesh.world_size / at_once)
 
 
 def run_of(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from passes.moe.find import find_experts
-from planner.report.coverage import Coverage
 from tests.models.hugging_face import ZOO, batch, build
 from tests.tools.captures import program_again
+from tests.tools.without_rule import without_rule
 
 pytest.importorskip("transformers")
 
@@ -20,10 +20,9 @@ LAYERS_OF_EXPERTS = {"mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2, "deepseek_v3"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_op_with_a_gradient_has_a_rule_and_no_family_has_experts_but_those_that_do(name: str):
-    program, coverage = program_again(build(name), batch(name)), Coverage()
-    coverage.add(program)
-    assert not coverage.missing, str(coverage)
-    assert coverage.num_ops >= 60
+    program = program_again(build(name), batch(name))
+    assert not without_rule(program)
+    assert sum(node.op == "call_function" for node in program.graph.graph.nodes) >= 60
     found = find_experts(program)
     assert found.doubts == ()
     assert len(found.layers) == LAYERS_OF_EXPERTS.get(name, 0)

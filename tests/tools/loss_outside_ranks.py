@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.exchanges.log_probs import rows_with_loss_outside
 from runtime import Engine
 from runtime.loss_outside import LossFunction
+from tests.tools.loss_outside_rows import rows_with_loss_outside
 
 Batch = dict[str, Tensor]
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.seconds.shared import run_on_cores
 from planner.cost.seconds.waiting import run_waiting
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
@@ -48,12 +47,3 @@ def test_messages_make_it_longer_and_move_no_w() -> None:
     later = run_waiting("zero_bubble", 4, 1, 8, of, of, [0.25] * 3, [0.5] * 3)
     assert later.seconds > 27
     assert later.starts == (0.0, 1.25, 2.5, 3.75)
-
-
-def test_on_cores_of_their_own_ranks_take_what_the_simulation_takes_and_on_one_core_their_work() -> None:
-    of = StageCosts([1.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 2.0])
-    schedule = build_schedule("zero_bubble", 3, 6, costs=of)
-    alone = run_on_cores(schedule.orders, of.forward, of.backward, 3, weights=of.weights)
-    assert alone == pytest.approx(simulate(schedule, *of).duration)
-    shared = run_on_cores(schedule.orders, of.forward, of.backward, 1, weights=of.weights)
-    assert shared == pytest.approx(6 * sum(map(sum, of)))
