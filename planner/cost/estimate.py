@@ -121,8 +121,8 @@ def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
         return 1.0
     stages = [_seconds_of(work, layout, cluster).stage(*of) for of in work.ranges(layout.sizes)]
     sides = costs_of(stages)
-    work = layout.num_microbatches * sum(map(sum, sides))
-    return max(1.0, work / (mesh.pp * run_of(layout, sides, sides).seconds) * mesh.world_size / at_once)
+    total = layout.num_microbatches * sum(map(sum, sides))
+    return max(1.0, total / (mesh.pp * run_of(layout, sides, sides).seconds) * mesh.world_size / at_once)
 
 
 def run_of(
