@@ -28,7 +28,7 @@ from planner.tables.diagnostics import diagnostic_rows, summary_row
 from planner.tables.documents import documents_notes
 from planner.tables.experts import experts_rows
 from planner.tables.graph_rounding import graph_rounding_warnings
-from planner.tables.optimizer import optimizer_plan
+from planner.tables.optimizer import decay_notes, optimizer_plan
 from planner.tables.padded_dims import padded_notes
 from planner.tables.parameters import parameter_rows
 from planner.tables.reasons import Reasons
@@ -83,6 +83,7 @@ def tables_of(
             *documents_notes(spec, decisions, sites, places),
             *regather_notes(lowered, places),
             *padded_notes(decisions, shards, places),
+            *decay_notes(spec.optimizer, parameters, shards.buffers),
             *sharded_notes(spec, lowered, memory, cluster),
         ),
         summary=summary_row(decisions, parameters),

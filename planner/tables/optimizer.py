@@ -1,6 +1,8 @@
-"""The rows of the gradient buffers."""
+"""The rows of the gradient buffers, and a note on vectors with weight decay."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -8,7 +10,10 @@ from planner.mesh import Mesh
 from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
 from planner.sharding.homes import Homed, Homes, homes_of
+from planner.sharding.parameters import ParameterPlan
 from planner.spec.optimizer import OptimizerSpec
+from planner.tables.rows import Diagnostic
+from planner.updates.groups import base_of, settings_of
 from planner.updates.rules import UpdateRules
 
 
@@ -18,6 +23,23 @@ def optimizer_plan(
     """One row a buffer, by pp rank."""
     rows = tuple(_buffer_row(buffer, homes_of(buffer, mesh, rules)) for buffer in buffers)
     return OptimizerPlan(rows, optimizer.name, optimizer.planned_zero, optimizer.alignment)
+
+
+def decay_notes(
+    optimizer: OptimizerSpec, parameters: tuple[ParameterPlan, ...], buffers: Iterable[Buffer]
+) -> Iterator[Diagnostic]:
+    """One note if norms and biases have weight decay, which most recipes leave out."""
+    base, own = base_of(optimizer), settings_of(optimizer, parameters)
+    trained = {slot.name for b in buffers if not b.is_frozen for bucket in b.layout.buckets for slot in bucket.slots}
+    vectors = [row.name for row in parameters if len(row.shape) < 2 and row.name in trained]
+    decayed = [name for name in vectors if own.get(name, base).weight_decay]
+    if decayed:
+        yield Diagnostic(
+            "info",
+            f"norms and biases are decayed: {len(decayed)} parameters with fewer than two dims, such as {decayed[0]}",
+            "optimizer.no_decay",
+            "set optimizer.no_decay: vectors to leave them out",
+        )
 
 
 def _buffer_row(buffer: Buffer, homes: Homes | None) -> BufferPlan:

@@ -73,6 +73,7 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     of_data = content if weights else parts[0][0].identity
     specs = _of_lengths(spec, plan)
     identity = {"data": of_data, "seed": spec.seed, "batch.global": specs[-1].batch.global_size}
+    identity["optimizer.no_decay"] = spec.optimizer.no_decay
     if len(specs) > 1:
         steps = zip(spec.lengths, specs, strict=True)
         identity["inputs"] = ", ".join(f"{each.batch.global_size} of {length}" for length, each in steps)

@@ -77,6 +77,17 @@ def test_memory_is_that_of_the_buffers_with_their_padding():
         assert (row.parameters, row.gradients, row.optimizer) == (2 * elements, 4 * elements, 12 * elements // 2)
 
 
+def decay_notes(**optimizer) -> list[str]:
+    made = planned("gpt", mesh={}, optimizer={"weight_decay": 0.1, **optimizer})
+    return [row.what for row in made.diagnostics if row.where == "optimizer.no_decay"]
+
+
+def test_a_plan_says_once_that_norms_and_biases_are_decayed():
+    (note,) = decay_notes()
+    assert note.startswith("norms and biases are decayed: ")
+    assert decay_notes(no_decay="vectors") == decay_notes(weight_decay=0.0) == []
+
+
 def test_whole_elements_are_counted_without_making_a_mask():
     placement = Placement("V", 1, (Segment(4), Segment(3, sharded=False), Segment(2)))
     held = LocalParameter("w", (5, 6), torch.float32, placement, (5, 9), ("tp",))

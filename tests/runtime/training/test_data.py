@@ -153,6 +153,20 @@ def test_a_resume_on_other_data_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "data was " in capsys.readouterr().err
 
 
+def test_a_resume_under_another_weight_decay_of_vectors_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = str(tmp_path / "saves")
+    run_rank(job_in(tmp_path, steps=1, save=saves))
+    job = job_in(tmp_path, steps=2, save=saves, resume="auto")
+    text = Path(job.spec).read_text()
+    Path(job.spec).write_text(text + "optimizer: {no_decay: vectors}\n")
+    run_rank(job)
+    told = capsys.readouterr().err
+    assert "optimizer.no_decay was none when " in told
+    assert "and is vectors now" in told
+
+
 @pytest.mark.thorough
 def test_a_token_file_and_its_text_train_alike(tmp_path: Path) -> None:
     job = job_in(tmp_path, log=str(tmp_path / "text.jsonl"))
