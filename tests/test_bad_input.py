@@ -21,6 +21,7 @@ from runtime.cli import app
 from tests.models import refused
 from tests.tools import jobs
 from tests.tools.laboratory import Case, Lab, session_lab
+from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}"
@@ -252,7 +253,7 @@ def run_command(*arguments: str, environment: dict[str, str] | None = None) -> s
         start_new_session=True,
     )
     try:
-        out, err = started.communicate(timeout=120)
+        out, err = started.communicate(timeout=HANG_SECONDS)
     finally:
         left = is_anyone_left(started.pid)
         if left:
@@ -268,7 +269,7 @@ def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def is_anyone_left(group: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         try:
             os.killpg(group, 0)

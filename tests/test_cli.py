@@ -17,6 +17,7 @@ from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command
+from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT, GPT_SPEC = f"{ROOT / 'examples' / 'gpt.py'}:build", str(ROOT / "examples" / "gpt.yaml")
@@ -315,7 +316,7 @@ def test_advice_of_transformers_does_not_come_between_our_lines(tmp_path):
         "inputs: {input_ids: {shape: [16], dtype: int64, high: 64}, labels: {like: input_ids}}\n"
     )
     command = [sys.executable, "-m", "runtime.cli", "plan", f"{model}:build", str(spec), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mesh"]["tp"] == 1
     assert "advice" not in done.stderr
@@ -380,7 +381,12 @@ def test_train_works_under_torchrun(tmp_path):
     command = [*launcher, "-m", "runtime.cli", "train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--log-file", str(log)], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
+        [*command, "--log-file", str(log)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(log.read_text().splitlines()) == 2

@@ -24,7 +24,7 @@ def digests(seed: str, *names: str) -> dict[str, str]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # plans of fifty models, three times
 def test_many_models_and_a_search_are_decided_alike_under_three_hash_seeds():
     first, *others = map(digests, SEEDS)
     assert len(first) > 50

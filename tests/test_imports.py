@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent
 UPSTREAM = {"passes": {"planner", "runtime"}, "planner": {"runtime"}}
 NO_TORCH = ("mesh", "ranks", "pipeline/schedule", "pipeline/simulate", "pipeline/slots", "sharding/buckets")
@@ -60,7 +62,7 @@ def test_tests_are_no_package():
 
 def test_groups_and_schedules_load_no_torch():
     code = "import sys, planner.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
 
 

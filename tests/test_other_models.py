@@ -13,6 +13,7 @@ from benchmarks.other_models.catalogue import CATALOGUE, Listed, find
 from benchmarks.other_models.processes import rows_of
 from benchmarks.other_models.table import markdown
 from planner.spec.spec import Spec
+from tests.tools.limits import HANG_SECONDS
 
 FOLDER = Path(catalogue.__file__).parent
 
@@ -84,5 +85,5 @@ def test_an_own_model_equals_one_process(build: str, mesh: dict[str, int], tmp_p
 
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(find(build).spec() | {"mesh": mesh}))
-    report = verify(find(build).reference, str(spec), timeout_seconds=240)
+    report = verify(find(build).reference, str(spec), timeout_seconds=HANG_SECONDS)
     assert report.passed, str(report)

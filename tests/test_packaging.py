@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 PACKAGES = ("planner", "passes", "runtime", "specs")
-MINUTES = 240
 
 USE = """
 from planner import Plan, plan
@@ -32,7 +32,7 @@ with Engine(decided) as engine:
 
 
 def run(*command: str | Path, **options: object) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=MINUTES, **options)  # type: ignore[call-overload]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=HANG_SECONDS, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -100,7 +100,7 @@ def test_an_editor_of_a_user_knows_our_types(tmp_path: Path) -> None:
     checker = Path(sys.executable).parent / "basedpyright"
     done = subprocess.run(
         [checker, "--pythonpath", sys.executable, "use.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=MINUTES,
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS,
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
     assert len(errors) == 1, done.stdout

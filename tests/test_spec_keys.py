@@ -25,6 +25,7 @@ from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.batches import random_batch
 from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
 
 VOCABULARY, LENGTH = 97, 8
 BASE: dict[str, Any] = {
@@ -268,4 +269,4 @@ def end_of_engine(initial_weights: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "end"), [("broadcast", "runs"), ("require_equal", "refused at initial_weights")])
 def test_initial_weights_that_differ_are_sent_or_refused(value, end):
-    assert launch(end_of_engine, 2, value, timeout_seconds=100) == [end, end]
+    assert launch(end_of_engine, 2, value, timeout_seconds=HANG_SECONDS) == [end, end]

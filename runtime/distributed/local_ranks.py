@@ -17,11 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from math import inf
 from typing import Any
 
-from runtime.distributed.default_group import BOARD
+from runtime.distributed.default_group import BOARD, BOARD_TIMEOUT
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.judge import STOPPED
@@ -51,9 +50,10 @@ class LocalRanks:
         self.timed_out = False
         self.outcomes: list[Outcome] = []
         self.failures: list[Failure] = []
-        self._deadline = time.monotonic() + timeout_seconds
+        self._timeout_seconds = timeout_seconds
+        self._deadline = inf
         self._context = _context()
-        self._store = hosted_store(timedelta(seconds=timeout_seconds))
+        self._store = hosted_store(BOARD_TIMEOUT)
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
         self._board = Board(self._store, signer=Signer(self._secret))
         self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
@@ -62,12 +62,14 @@ class LocalRanks:
         self._processes: list[Any] = []
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Their time counts from here: what the fork server imports is none of it."""
         directory = multiprocessing.util.get_temp_dir()  # of the fork server's socket: ours, to remove at the end
         for rank, told in enumerate(zip(self._outboxes, self._pages, strict=True)):
             job = (rank, self._environment(rank), self._alive_here, directory, *told, function, args)
             process = self._context.Process(target=run_rank, args=job, daemon=True)
             process.start()
             self._processes.append(process)
+        self._deadline = time.monotonic() + self._timeout_seconds
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes if process.exitcode is None]
@@ -110,11 +112,12 @@ class LocalRanks:
         try:
             yield
         finally:
-            _end(self._processes, GRACE_SECONDS if signals.received is None else 0.0)
+            ended = _end(self._processes, GRACE_SECONDS if signals.received is None else 0.0)
             self._alive_there.close()
             self._alive_here.close()
             for rank, process in enumerate(self._processes):
-                self.outcomes.append(self._outboxes[rank].read() or _silent(rank, process.exitcode))
+                outcome = self._outboxes[rank].read() or _silent(rank, process.exitcode, ended_here=rank in ended)
+                self.outcomes.append(outcome)
             for memory in (*self._outboxes, *self._pages):
                 memory.close()
             self.failures = list(self._board.failures())
@@ -123,7 +126,7 @@ class LocalRanks:
         """The failure of a rank that could not publish it, or reported it only here."""
         outcome = self._outboxes[rank].read()
         if outcome is None:
-            outcome = _silent(rank, self._processes[rank].exitcode)
+            outcome = _silent(rank, self._processes[rank].exitcode, ended_here=False)
             told = Failure(rank, self._place(rank), outcome.last_line)
         elif outcome.failed and not outcome.of_a_peer:
             assert outcome.failure is not None
@@ -183,24 +186,24 @@ def _join_all(processes: list[Any], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _end(processes: list[Any], grace_seconds: float) -> None:
-    """SIGTERM, then SIGKILL: the only one that a stopped process hears."""
-    for process in processes:
-        if process.is_alive():
-            process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
+def _end(processes: list[Any], grace_seconds: float) -> set[int]:
+    """SIGTERM, then SIGKILL, for those that are stopped or only just forked. The ranks that ran until then."""
+    running = {rank for rank, process in enumerate(processes) if process.is_alive()}
+    for process in (processes[rank] for rank in running):
+        process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
     _join_all(processes, grace_seconds)
     for process in processes:
         if process.is_alive():
             process.kill()
             process.join()
+    return running
 
 
-def _silent(rank: int, exit_code: int | None) -> Outcome:
+def _silent(rank: int, exit_code: int | None, *, ended_here: bool) -> Outcome:
     """One that ended without a word died before the peers that complain about it, unless it was ended here."""
     if exit_code is not None and exit_code < 0:
         said = f"killed by {signal.Signals(-exit_code).name}"
     else:
         said = f"ended without a result, exit code {exit_code}"
-    ended_here = exit_code == -signal.SIGTERM
     failure = Failure(rank, f"rank {rank}", said)
     return Outcome(rank, failure=failure, last_line=said, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)

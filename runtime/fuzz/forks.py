@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 HOST = "127.0.0.1"
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 600.0  # of a call; a group waits half of it
 _LENGTH_BYTES = 8
 _LAST = "no further value"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.models.families import IGNORED, Entry
 from tests.models.own import Block, own, stack
 from tests.models.own_losses import each_loss
+from tests.tools.limits import HANG_SECONDS
 
 
 def filled_mask(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
@@ -55,6 +56,6 @@ def with_no_label(decided: Any, batches: list[dict[str, Tensor]], kept: int) -> 
     batch = {k: v.clone() for k, v in batches[0].items()}
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][kept:] = IGNORED
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         loss = engine.forward_backward(batch)
         return loss, dict(engine.gather_gradients())

@@ -19,6 +19,7 @@ from tests.models import families
 from tests.models.experts import VOCABULARY, Net
 from tests.models.stacked_experts import Stacks, biased
 from tests.tools.laboratory import session_lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.optimizer_ranks import spec_of, trained
 
 STEPS = 20
@@ -121,7 +122,7 @@ def rule_of(engine: Engine) -> FactoredRule:
 def reduced(decided: Plan, batch: dict[str, Tensor]) -> list[tuple[int, str]]:
     """Of this rank in its second step: bytes and axis of each all-reduce of the update, in order."""
     seen: list[tuple[int, str]] = []
-    with Engine(decided, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         engine.train_step(batch)
         names = {id(engine.groups.over(axis)): axis for axis in ("world", "edp", "etp", "ep", "dp", "tp")}
         real = dist.all_reduce
@@ -182,7 +183,7 @@ def steps_from(
     decided: Plan, batches: list[dict[str, Tensor]], save: Path, start: Path | None
 ) -> tuple[dict[str, Tensor], dict[str, list[tuple[str, Tensor]]]]:
     """The parameters afterwards, and the means as they were loaded, with the boxes that they are of."""
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         if start is not None:
             engine.load(start)
         rule = rule_of(engine)

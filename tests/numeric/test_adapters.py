@@ -9,6 +9,7 @@ import torch
 
 from tests.models.adapted import ADAPTED
 from tests.tools.laboratory import Case, Lab, name_of
+from tests.tools.limits import HANG_SECONDS
 
 pytest.importorskip("peft")
 
@@ -57,7 +58,7 @@ def held(plan: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[set[str], s
     """Of one rank: the names of its parameters with a gradient buffer, and of those that train."""
     from runtime import Engine
 
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         buffers = plan.shards.buffers_of_rank(engine.mesh.pp_rank, 0)
         trained = {p.fqn for stage in engine.program.stages for p in stage.parameters if p.requires_grad}

@@ -15,6 +15,7 @@ from planner import Plan
 from runtime import Engine
 from tests.tools.comparison import NUM_STEPS
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 
 COMPILE = {"compile": True}
 SEQUENCE = {"tensor_parallel": {"vocabulary_multiple": 8, "sequence_parallel": True}}
@@ -39,7 +40,7 @@ def test_a_compiled_layout_equals_one_process(lab: Lab, model: str, layout: str)
 
 def trained(plan: Plan, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Figures of each step, gradients of the first, and how often pieces ran."""
-    with Engine(plan, timeout_seconds=120) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         figures = [engine.forward_backward(batches[0])]
         gradients = engine.gather_gradients()
         reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]

@@ -11,6 +11,7 @@ from planner import Plan
 from runtime.engine import Engine
 from tests.models import families
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 
 Batch = dict[str, torch.Tensor]
 
@@ -31,7 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def evaluated(made: Plan, batches: list[Batch]) -> float:
-    with Engine(made, timeout_seconds=60) as engine:
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         return engine.evaluate(batches[0])
 
 

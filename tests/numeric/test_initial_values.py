@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from planner import meta_parameters, plan
 from runtime import Engine
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 
 LAYERS, WIDTH, VOCABULARY = 4, 32, 97
 LAYOUTS: tuple[dict[str, int], ...] = (
@@ -45,7 +46,7 @@ def spec_of(mesh: dict[str, int], method: str) -> dict[str, Any]:
 
 
 def first_parameters(decided: Any) -> dict[str, Tensor]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return engine.gather_parameters()
 
 

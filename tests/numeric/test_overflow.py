@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime import Engine
 from tests.tools.laboratory import ADAMW, Case, Lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.own_parameters import own_parameters
 
 FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}, "optimizer": ADAMW}
@@ -21,7 +22,7 @@ def with_an_overflow(decided: Any, batches: list[dict[str, Tensor]], bad_rank: i
     """Of each step: skipped, the scale after it, whether the weights are the old ones, the loss; at BAD the largest
     weight of one rank alone is too large for float16's products."""
     rows = []
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         for step in range(NUM_STEPS):
             engine._ready()
             before = {name: value.clone() for name, value in own_parameters(engine).items()}

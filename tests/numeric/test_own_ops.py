@@ -15,6 +15,7 @@ from planner.spec.spec import Spec
 from runtime import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.own_ops import LENGTH, VOCABULARY, build, spec_of
 
 NUM_STEPS = 3
@@ -29,7 +30,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
 
 

@@ -16,6 +16,7 @@ from planner.spec.spec import Spec
 from runtime import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 
 NUM_STEPS, LENGTH, VOCABULARY = 6, 4, 64
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "moe_router"], "warmup_steps": 1}}
@@ -58,7 +59,7 @@ def one_process() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
 
 

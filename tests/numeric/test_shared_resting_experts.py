@@ -15,6 +15,7 @@ from runtime import Engine
 from runtime.verify.reference import OneProcess
 from tests.numeric.test_resting_experts import far
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 
 VOCABULARY, LENGTH, WIDTH, NUM_STEPS = 32, 4, 16, 2
 SPEC: dict[str, Any] = {
@@ -85,7 +86,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
 
 

@@ -23,6 +23,7 @@ from runtime.data.reading import read_tokens
 from runtime.data.token_batches import Batches, token_batches
 from runtime.optimizer.lr import learning_rate
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 
 NUM_STEPS, LENGTH = 200, 32
 LAYOUTS: dict[str, dict[str, int]] = {"tp2 pp2": {"tp": 2, "pp": 2}, "dp2 tp2": {"dp": 2, "tp": 2}}
@@ -73,7 +74,7 @@ def spec_of(name: str, mesh: dict[str, int], precision: str, dropout: float) -> 
 
 
 def losses(decided: Any, steps: Batches) -> list[float]:
-    with Engine(decided, timeout_seconds=100) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(steps.batch(step)).loss for step in range(NUM_STEPS)]
 
 

@@ -16,6 +16,7 @@ from runtime import Engine
 from tests.models import families
 from tests.tools.comparison import NUM_STEPS
 from tests.tools.laboratory import Case, session_lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.optimizer_ranks import spec_of, trained
 
 STEPS = 8
@@ -155,7 +156,7 @@ WARMUP = 3
 
 def averaged(plan: Any, batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """Of one rank: parameters after these batches, their means, and whether the former are back afterwards, bitwise."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         for batch in batches:
             engine.train_step(batch)
         trained = engine.gather_parameters()

@@ -12,6 +12,7 @@ from torch import Tensor
 from planner.pipeline.schedule import Action, Order, SchedulePlan
 from runtime import Engine
 from tests.tools.laboratory import Case, Lab, name_of
+from tests.tools.limits import HANG_SECONDS
 
 FAMILIES = ["gpt", "gpt2", "llama", "t5", "bert"]
 SIZES = (8, 1)  # sequences of a step, of a microbatch
@@ -90,7 +91,7 @@ def ordered(decided: Any, batches: list[dict[str, Tensor]], orders: dict[str, Or
     """Gradients of one step of a rank that knows the plan's order, and runs another; or what it says of it."""
     schedule, found = SchedulePlan("custom", 2, (ONE_RANK,)), dict[str, Any]()
     for name, order in orders.items():
-        with Engine(replace(decided, schedule=schedule), timeout_seconds=60) as engine:
+        with Engine(replace(decided, schedule=schedule), timeout_seconds=HANG_SECONDS) as engine:
             engine.executor.order = order
             try:
                 engine.forward_backward(batches[0])

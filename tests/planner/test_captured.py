@@ -20,6 +20,7 @@ from planner.api import find_layouts
 from planner.lower import passes_text
 from runtime import Engine
 from tests.models.families import Entry, build
+from tests.tools.limits import HANG_SECONDS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"mesh": {"tp": 2, "pp": 2}},
@@ -104,7 +105,7 @@ def test_two_plans_of_one_capture_train_side_by_side_as_one_process(name: str):
     ]
     plans = [plan(captured, spec_of(entry, **more)) for more in sections]
     texts = [texts_of(made) for made in plans]
-    engines = [Engine(made, timeout_seconds=60) for made in plans]
+    engines = [Engine(made, timeout_seconds=HANG_SECONDS) for made in plans]
     assert [texts_of(made) for made in plans] == texts
     for step in range(2):
         batch = entry.batch(8, step)
@@ -265,4 +266,4 @@ def test_the_function_and_the_room_share_a_name():
     assert planner.capture.export.__name__ == "planner.capture.export"  # pyright: ignore
     code = "import planner; from planner import capture; assert planner.capture is capture; "
     code += "import planner.capture.export; assert planner.capture is capture; assert callable(capture)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run_beside(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize("package", ["passes", "runtime"])

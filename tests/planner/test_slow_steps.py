@@ -10,13 +10,14 @@ import pytest
 
 from planner import slow_steps
 from planner.slow_steps import see_one, shown_by, shown_if_slow
+from tests.tools.limits import HANG_SECONDS
 
 
 def test_a_slow_step_says_what_it_is_at_while_it_runs_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", out)
     with shown_if_slow("capturing the model", after_seconds=0.0):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert out.getvalue() == "capturing the model …\n"
@@ -44,7 +45,7 @@ def test_a_terminal_counts_what_a_slow_step_has_seen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "__stderr__", out)
     monkeypatch.setattr(slow_steps, "_EVERY_SECONDS", 0.0)
     with shown_if_slow("capturing the model", after_seconds=0.0):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
         see_one("ops")

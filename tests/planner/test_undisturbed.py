@@ -13,6 +13,7 @@ from passes.errors import PlanError
 from planner import capture, plan
 from planner.undisturbed import is_planning, undisturbed
 from runtime.distributed.faults.activity import Activity
+from tests.tools.limits import HANG_SECONDS
 
 
 class Telling(nn.Module):
@@ -48,17 +49,17 @@ def test_plans_of_two_threads_that_overlap_leave_the_collector_on():
     def first() -> None:
         with undisturbed():
             first_is_in.set()
-            assert second_is_in.wait(10)
+            assert second_is_in.wait(HANG_SECONDS)
         first_is_out.set()
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert first_is_in.wait(10)
+    assert first_is_in.wait(HANG_SECONDS)
     with undisturbed():
         second_is_in.set()
-        assert first_is_out.wait(10)
+        assert first_is_out.wait(HANG_SECONDS)
         assert not gc.isenabled()
-    thread.join(10)
+    thread.join(HANG_SECONDS)
     assert gc.isenabled()
 
 

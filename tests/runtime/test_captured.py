@@ -17,6 +17,7 @@ from passes.errors import PlanError
 from planner import plan
 from runtime import Engine
 from runtime.distributed.launch import launch
+from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def train(mesh: dict, dropout: float = 0.0, device: str = "cpu", sections: dict 
 
 def train_on(mesh: dict, *args) -> dict:
     ranks = mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("dp", 1)
-    return launch(train, ranks, mesh, *args, timeout_seconds=120)[0] if ranks > 1 else train(mesh, *args)
+    return launch(train, ranks, mesh, *args, timeout_seconds=HANG_SECONDS)[0] if ranks > 1 else train(mesh, *args)
 
 
 @pytest.mark.thorough
@@ -175,7 +176,7 @@ def test_it_runs_under_torchrun(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,13 +14,14 @@ from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
+from tests.tools.limits import HANG_SECONDS
 
 SIZE = 8
 
 
 def engine_for(rank: int = 0, **layout) -> Engine:
     plan = build_plan(build_model(), size=SIZE, **layout)
-    return Engine(plan, program=lower(plan, rank), timeout_seconds=60)
+    return Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS)
 
 
 def run_steps(layout: dict, local: bool = False) -> dict:
@@ -108,13 +109,13 @@ def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
 )
 def test_layout_equals_one_process(layout):
     ranks = layout.get("pp", 1) * layout.get("dp", 1)
-    assert_equal(launch(run_steps, ranks, layout, timeout_seconds=100))
+    assert_equal(launch(run_steps, ranks, layout, timeout_seconds=HANG_SECONDS))
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_local_shares_with_different_token_counts_equal_the_global_batch():
-    assert_equal(launch(run_steps, 4, {"pp": 2, "dp": 2}, True, timeout_seconds=100))
+    assert_equal(launch(run_steps, 4, {"pp": 2, "dp": 2}, True, timeout_seconds=HANG_SECONDS))
 
 
 def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
@@ -131,7 +132,7 @@ def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
 def test_a_closed_engine_frees_its_buffers():
     """Its plan lives on; a hook that PyTorch holds in C++ must not keep what Python's collector cannot reach."""
     plan = build_plan(build_model(), size=SIZE)
-    with Engine(plan, program=lower(plan, 0), timeout_seconds=60) as engine:
+    with Engine(plan, program=lower(plan, 0), timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(build_batch(SIZE, 0))
         held = [ref(x) for b in engine.optimizer.buffers.buffers for x in (*b.kept_parameters, *b.kept_gradients)]
     del engine
@@ -189,7 +190,7 @@ def run_with_other_plan() -> None:
     rank = int(os.environ["RANK"])
     plan = build_plan(build_model(), size=SIZE, dp=2, clip=0.5 if rank == 0 else 0.25)
     try:
-        Engine(plan, program=lower(plan, rank), timeout_seconds=60)
+        Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS)
     except PlanError as error:
         return str(error)
 
@@ -197,7 +198,7 @@ def run_with_other_plan() -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_with_different_plans_all_get_one_error_that_names_them():
-    told = launch(run_with_other_plan, 2, timeout_seconds=60)
+    told = launch(run_with_other_plan, 2, timeout_seconds=HANG_SECONDS)
     assert told[0] == told[1]
     assert "the plan (by hash) differs between ranks: rank 1 of 2" in told[0]
 
@@ -219,7 +220,7 @@ def run_with_other_batch(bad: str) -> str | None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
-    good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=60)
+    good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=HANG_SECONDS)
     assert "rank 1: batch['x'] has shape [7, 6], the plan expects [8, 6]" in bad
     assert "the first batch does not fit on every rank: rank 1: batch['x'] has shape [7, 6]" in good
 
@@ -237,7 +238,7 @@ def run_three_engines() -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_several_engines_one_after_another_in_launched_ranks():
-    losses = launch(run_three_engines, 2, timeout_seconds=60)
+    losses = launch(run_three_engines, 2, timeout_seconds=HANG_SECONDS)
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 1
 
@@ -258,6 +259,6 @@ def run_in_own_group() -> tuple[float, bool]:
 
 @pytest.mark.slow
 def test_a_users_own_default_group_is_used_and_left_alone():
-    results = launch(run_in_own_group, 2, timeout_seconds=60)
+    results = launch(run_in_own_group, 2, timeout_seconds=HANG_SECONDS)
     assert [still_there for _, still_there in results] == [True, True]
     assert results[0][0] == pytest.approx(expected()["losses"][0], rel=1e-12)

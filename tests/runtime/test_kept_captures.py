@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 SPEC = """
@@ -34,7 +35,7 @@ def run(directory: Path, *arguments: str) -> None:
         "MESHWRIGHT_CACHE": str(directory / "cache"),
     }
     command = [sys.executable, "-m", "runtime", *arguments]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,6 +15,7 @@ from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import spec_of
 from tests.tools.laboratory import Case, session_lab
+from tests.tools.limits import HANG_SECONDS
 
 NUMBERS = (1, 3, 8, 9, 20)
 SPREAD = {"tp": 2, "pp": 2, "dp": 2}
@@ -57,7 +58,7 @@ def test_scores_are_those_of_each_sequence(name: str) -> None:
 
 def evaluations(made: Plan, batches: list[dict[str, Tensor]], name: str) -> list[float]:
     entry = families.build(name)
-    with Engine(made, timeout_seconds=120) as engine:
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.evaluate(entry.batch(number, number)) for number in NUMBERS]
 
 

@@ -18,6 +18,7 @@ from passes.errors import PlanError
 from planner import Plan, plan
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 SIZE, WIDTH = 4, 8
@@ -43,7 +44,7 @@ def planned(factor: float = 2.0, axis: str = "dp") -> Plan:
 def outcome(decided: Plan) -> str:
     """The loss of one step, or the error."""
     try:
-        with Engine(decided, timeout_seconds=60) as engine:
+        with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
             return f"{engine.train_step({'x': torch.ones(SIZE, WIDTH)}).loss:.6f}"
     except PlanError as error:
         return error.what
@@ -68,7 +69,7 @@ def draws(dropout: str, mesh: dict[str, int]) -> float:
     ids = {"shape": [8], "dtype": "int64", "high": 32}
     spec = {"mesh": mesh, "batch": {"global": 2, "micro": 2}, "inputs": {"input_ids": ids, "targets": ids}}
     batch = {name: torch.ones(2, 8, dtype=torch.int64) for name in spec["inputs"]}
-    with Engine(plan(model, spec | {"dropout": dropout}), timeout_seconds=60) as engine:
+    with Engine(plan(model, spec | {"dropout": dropout}), timeout_seconds=HANG_SECONDS) as engine:
         return engine.train_step(batch).loss
 
 
@@ -76,7 +77,7 @@ def draws(dropout: str, mesh: dict[str, int]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "mesh"), DRAWS, ids=str)
 def test_streams_that_are_named_by_a_place_are_no_difference(dropout: str, mesh: dict[str, int]):
-    first, second = launch(draws, 2, dropout, mesh, timeout_seconds=60)
+    first, second = launch(draws, 2, dropout, mesh, timeout_seconds=HANG_SECONDS)
     assert first == second
 
 
@@ -86,7 +87,7 @@ def test_tables_do_not_show_a_number_among_the_ops():
 
 @pytest.mark.slow
 def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
-    told = launch(another_graph, 2, timeout_seconds=60)
+    told = launch(another_graph, 2, timeout_seconds=HANG_SECONDS)
     assert told[0] == told[1]
     assert "the captured graph (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 
@@ -95,7 +96,7 @@ def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "kind"), [("dp", "code"), ("tp", "ops")])
 def test_a_stage_that_was_lowered_otherwise_is_refused_on_all_ranks(axis: str, kind: str):
-    told = launch(another_lowering, 2, axis, timeout_seconds=60)
+    told = launch(another_lowering, 2, axis, timeout_seconds=HANG_SECONDS)
     assert told[0] == told[1]
     assert f"the lowered {kind} of stage 0 (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 
@@ -112,7 +113,7 @@ def ranks(changed: dict[str, str]) -> list[str]:
         more = {"RANK": rank, "LOCAL_RANK": rank} | (changed if rank == "1" else {})
         options = {"env": environment | more, "cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen([sys.executable, "-c", code], **options))
-    return [process.communicate(timeout=120)[0].strip() for process in started]
+    return [process.communicate(timeout=HANG_SECONDS)[0].strip() for process in started]
 
 
 @pytest.mark.thorough

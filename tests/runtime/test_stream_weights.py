@@ -18,6 +18,7 @@ from examples.gpt import GPT
 from planner import Plan, PlanError, plan
 from runtime import Engine, receive_weights
 from runtime.engine_stream import StreamWarning
+from tests.tools.limits import HANG_SECONDS
 
 LENGTH, VOCABULARY = 8, 64
 
@@ -51,7 +52,7 @@ class Readers:
         self.group = self._group(0)
 
     def _group(self, rank: int) -> Any:
-        return dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(seconds=60))
+        return dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(seconds=HANG_SECONDS))
 
     def _read(self, reader: int) -> None:
         for bucket in receive_weights(self._group(reader + 1)):
@@ -62,7 +63,7 @@ class Readers:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(60)
+            thread.join(HANG_SECONDS)
 
 
 def test_a_process_group_gets_full_tensors():
@@ -171,7 +172,7 @@ BAD: dict[str, tuple[Callable[[Engine, Path], object], str]] = {
     ),
     "too few readers": (
         lambda engine, path: engine.stream_weights(
-            dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=9)), layout=engine.plan
+            dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=HANG_SECONDS)), layout=engine.plan
         ),
         "has 0 readers, and the layout 1 ranks",
     ),

@@ -23,9 +23,10 @@ from typing import Any
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-TIMEOUT_SECONDS = 120
 _ERRORS = "window.errors = []; window.addEventListener('error', (e) => errors.push(e.message));"
 _LOADED = "new Promise((go) => document.readyState === 'complete' ? go() : addEventListener('load', go))"
 
@@ -70,7 +71,7 @@ class Browser:
         return answer["result"]
 
     def wait(self, is_it: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             *whole, self._left = self._left.split(b"\0")
             for i, text in enumerate(whole):

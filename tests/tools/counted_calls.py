@@ -16,6 +16,7 @@ from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes
 from runtime.engine import Engine
 from runtime.optimizer import buffers, scattered, whole_weights, zero1
+from tests.tools.limits import HANG_SECONDS
 
 STEPS = 2
 AXES = ("tp", "cp", "dp", "dp-cp", "pp", "world", "ep", "etp", "edp", "shard", "replica")
@@ -107,7 +108,7 @@ def run_counted(made: Plan) -> dict[str, Any]:
 
 
 def counted(made: Plan) -> dict[str, Any]:
-    with Engine(made, timeout_seconds=60) as engine:
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         batch = batch_of(made)
         engine.train_step(batch)
         axes = engine.program.axes

@@ -12,6 +12,7 @@ from runtime.memory.evaluation import held_bytes, measured_evaluation
 from runtime.report.memory_rows import Compared
 from runtime.scores import Scores
 from tests.tools.jobs import Batches
+from tests.tools.limits import HANG_SECONDS
 
 
 class Evaluated(NamedTuple):
@@ -30,14 +31,14 @@ def found_by(engine: Engine, batches: Batches, *, scores: bool = True) -> Evalua
 
 
 def trained_and_saved(plan: Any, batches: Batches, directory: str, scores: bool = True) -> Evaluated:
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         engine.save(directory)
         return found_by(engine, batches, scores=scores)
 
 
 def evaluated_alone(plan: Any, batches: Batches, directory: str | None, scores: bool = True) -> Evaluated:
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         if directory is not None:
             engine.load(directory)
         return found_by(engine, batches, scores=scores)
@@ -58,7 +59,7 @@ def refused_to_train(plan: Any, batches: Batches) -> dict[str, str]:
     given: dict[str, tuple[Any, ...]] = {"save": ("nowhere",)}
     given |= {name: (batches[0],) for name in ("train_step", "forward_backward", "find_nonfinite")}
     told = {}
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         for name in CALLS:
             try:
                 entered = getattr(engine, name)(*given.get(name, ()))

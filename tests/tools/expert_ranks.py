@@ -24,6 +24,7 @@ from planner.spec.optimizer import OptimizerSpec
 from runtime.distributed.opening import open_groups
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.shards import shard
+from tests.tools.limits import HANG_SECONDS
 
 WORLD, STEPS, EXPERTS = 4, 3, 4
 MESHES = {
@@ -94,7 +95,7 @@ def run_cases() -> dict[Any, list[dict[str, Any]]]:
     """Every case on this rank, in one order."""
     found: dict[Any, list[dict[str, Any]]] = {}
     for name, mesh in MESHES.items():
-        groups = open_groups(mesh, {}, [], timeout_seconds=60)
+        groups = open_groups(mesh, {}, [], timeout_seconds=HANG_SECONDS)
         axes = {axis: getattr(groups, axis) for axis in ("dp", "edp", "tp", "etp", "world")}
         for _, zero, size in [case for case in CASES if case[0] == name]:
             found[name, zero, size] = list(_steps(mesh, groups.place, settings(zero, size), axes))

@@ -16,6 +16,7 @@ from planner.frozen_plan import Plan
 from runtime.engine import Engine
 from tests.models import experts, hugging_face
 from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
 
 LENGTH = min(experts.LENGTH, hugging_face.LENGTH)
 VOCABULARY = min(experts.VOCABULARY, hugging_face.VOCABULARY)
@@ -56,7 +57,7 @@ def batch() -> dict[str, Tensor]:
 
 def write_and_read(kind: str, layout: dict[str, int], source: Path | None, target: Path) -> dict[str, Any]:
     """Fresh values, saved to ``target``; then, after an update, those of ``source`` (left out: ``target``)."""
-    with Engine(plan_of(kind, layout), timeout_seconds=60) as engine:
+    with Engine(plan_of(kind, layout), timeout_seconds=HANG_SECONDS) as engine:
         fresh = engine.gather_parameters()
         engine.save_pretrained(target)
         engine.train_step(batch())

@@ -15,6 +15,7 @@ from planner.one_position import kept_bytes, one_position_rows
 from runtime import Engine
 from runtime.next_tokens.kept import KeptPositions
 from tests.tools.jobs import Batches
+from tests.tools.limits import HANG_SECONDS
 
 Prompts = Sequence[Sequence[int]]
 PROMPTS: Prompts = (
@@ -39,13 +40,13 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 def continued(plan: Any, batches: Batches, count: int, ways: Sequence[str] = ("greedy",)) -> dict[str, list[list[int]]]:
     """The new tokens of ``PROMPTS``: more than a batch of 8 holds."""
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         return {way: [t.tolist() for t in engine.generate(PROMPTS, count, **SAMPLED[way]).tokens] for way in ways}
 
 
 def both_ways(plan: Any, batches: Batches, count: int, ways: Sequence[str]) -> dict[str, Any]:
     """The new tokens with kept rows and without, whether any were kept, and why not."""
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         whole = {way: engine.generate(PROMPTS, count, cache=False, **SAMPLED[way]) for way in ways}
         kept = {way: engine.generate(PROMPTS, count, **SAMPLED[way]) for way in ways}
     told = {way.uncached_because for way in kept.values()}
@@ -86,7 +87,7 @@ def by_hugging_face(model: Any, prompts: Prompts, count: int) -> list[list[int]]
 def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
     """Bytes that one more token costs beside a forward, by axis: as seen, and as planned."""
     seen: list[int] = []
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         engine.generate(PROMPTS[:8], 1, cache=False)
         whole, axis = dist.all_reduce, engine.program.axes["tp"]
 
@@ -117,7 +118,7 @@ def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
 def of_one_position(plan: Any, batches: Batches) -> dict[str, Any]:
     """Bytes over tp of one position of all microbatches, as seen and as planned, and bytes of the buffers likewise."""
     prompts, kept = [[3, 4, 5]] * 8, list[int]()
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         axis, freed = engine.program.axes["tp"], KeptPositions.free
 
         def noted(self: KeptPositions) -> None:
@@ -146,7 +147,7 @@ def of_one_position(plan: Any, batches: Batches) -> dict[str, Any]:
 def refused(plan: Any, batches: Batches, calls: Sequence[tuple[Any, int, dict[str, Any]]]) -> list[str]:
     """What the engine says to each call of ``generate``."""
     told = []
-    with Engine(plan, mode="evaluate", timeout_seconds=60) as engine:
+    with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         for prompts, count, options in calls:
             try:
                 engine.generate(prompts, count, **options)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from runtime import Engine
 from tests.tools.graphed_runs import Trained, differences, figures, planned, train_on
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 
 STEPS = 2
 
@@ -28,7 +29,7 @@ class OfRank(NamedTuple):
 
 def trained_of_rank(plan: Any, batches: Any, captures: bool) -> OfRank:
     """On a rank: two steps, then a third that is reported. With ``captures`` graphs are captured before the first."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         if engine.graphs is not None and captures:
             engine.capture_graphs()
         trained = train_on(engine, batches[:STEPS])

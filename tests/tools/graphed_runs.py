@@ -11,6 +11,7 @@ from torch import Tensor
 from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
 
 SCOPES = [["attn"], ["mlp"], ["attn", "mlp"], [], ["full_iteration"]]
 Trained = tuple[list[tuple[float, dict[str, Tensor], float]], dict[str, Tensor]]
@@ -32,7 +33,7 @@ def engine_of(
     entry = families.build(name)
     if "dropout" in name:
         entry.model.train()
-    engine = Engine(plan_again(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=60)
+    engine = Engine(plan_again(entry.model, spec_of(entry, scope, **sections)), timeout_seconds=HANG_SECONDS)
     if engine.graphs is not None and captures:
         engine.capture_graphs()
     return engine, entry

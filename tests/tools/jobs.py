@@ -26,13 +26,14 @@ from runtime.distributed.groups import Groups
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.tools.comparison import Found
 from tests.tools.laboratory import steps
+from tests.tools.limits import HANG_SECONDS
 
 Batches = list[dict[str, Tensor]]
 
 
 def gradients_of(plan: Any, batch: dict[str, Tensor], program: RankProgram | None) -> Found:
     """Loss, norm and gradients of one batch, with the modules of ``program``."""
-    with Engine(plan, program=program, timeout_seconds=60) as engine:
+    with Engine(plan, program=program, timeout_seconds=HANG_SECONDS) as engine:
         loss = engine.forward_backward(batch)
         gradients = engine.gather_gradients()
         return Found([loss], [engine.optimizer_step().grad_norm], dict(gradients), {}, loss)
@@ -121,7 +122,7 @@ def two_engines(plan: Any, batches: Batches) -> list[Found | None]:
 
 def train_steps(plan: Any, batches: Batches, local: bool) -> Found | None:
     """train_step alone; ``local``: each dp rank gives its own share, as a DistributedSampler would."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         size = len(batches[0]["input_ids"]) // engine.mesh.dp_size
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size) if local else slice(None)
         given = [{name: value[rows] for name, value in batch.items()} for batch in batches]
@@ -137,7 +138,7 @@ def train_steps(plan: Any, batches: Batches, local: bool) -> Found | None:
 
 def losses_without_updates(plan: Any, batches: Batches) -> list[float]:
     """The loss of one batch three times; with dropout, each step draws its own masks."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(batches[0]).loss for _ in range(3)]
 
 
@@ -154,7 +155,7 @@ def plans_that_differ(plan: Any, batches: Batches) -> str:
     """The last rank was started with another spec."""
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         plan = dataclasses.replace(plan, spec={**plan.spec, "seed": 99})
-    return error_of(lambda: Engine(plan, timeout_seconds=60))
+    return error_of(lambda: Engine(plan, timeout_seconds=HANG_SECONDS))
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
@@ -173,7 +174,7 @@ def batch_of_one_rank(plan: Any, batches: Batches, change: str) -> str:
     batch = batches[0]
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         batch = CHANGES[change](batch)
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         found = error_of(lambda: engine.train_step(batch))
         assert not any(axis.counts for axis in engine.program.axes.values())
     return found
@@ -181,7 +182,7 @@ def batch_of_one_rank(plan: Any, batches: Batches, change: str) -> str:
 
 def bad_batch(plan: Any, batches: Batches, change: str) -> str:
     """Every rank gives the same bad batch, as its second one; then a good one shows that nothing was left half done."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         found = error_of(lambda: engine.train_step(CHANGES[change](batches[1])))
         assert engine.train_step(batches[1]).loss > 0
@@ -191,14 +192,14 @@ def bad_batch(plan: Any, batches: Batches, change: str) -> str:
 def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) -> str:
     """A plan for another number of ranks than were started."""
     other = planner.plan(plan.decisions.model, {**plan.spec, "mesh": mesh})
-    return error_of(lambda: Engine(other, timeout_seconds=60))
+    return error_of(lambda: Engine(other, timeout_seconds=HANG_SECONDS))
 
 
 def id_errors(plan: Any, batches: Batches, name: str, value: int) -> tuple[str, str]:
     """The words about a batch that holds ``value`` once under ``name``: of its check, and of a step without that."""
     batch = {**batches[0], name: batches[0][name].clone()}
     batch[name][0, 0] = value
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         checked = error_of(lambda: engine.train_step(batch))
         engine._now.intake.check = lambda *_, **__: None
         try:

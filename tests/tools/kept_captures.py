@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 PARENT = """
@@ -112,7 +113,7 @@ class Processes:
 
     def end(self) -> str:
         """All that was written to stderr."""
-        return self._process.communicate(timeout=60)[1]
+        return self._process.communicate(timeout=HANG_SECONDS)[1]
 
 
 class Answer:

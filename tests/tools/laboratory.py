@@ -29,8 +29,9 @@ from passes.errors import PlanError
 from runtime.fuzz.forks import Child, ForkError, StoreHost, in_fork
 from tests.tools.captures import captured_again
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
+from tests.tools.limits import HANG_SECONDS
 
-CALL_SECONDS = 280.0
+CALL_SECONDS = 2 * HANG_SECONDS  # of many runs, of which at most one hangs
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
 
 
@@ -96,7 +97,7 @@ class Lab:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.join(10)
+        self._process.join(HANG_SECONDS)
         if self._process.is_alive():
             self._process.terminate()
 
@@ -288,7 +289,7 @@ def steps(decided: Any, batches: list[dict[str, Tensor]]) -> Found | None:
     """What a user does: gradients of the first batch, then one update for each batch."""
     from runtime import Engine
 
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         first = engine.forward_backward(batches[0])
         gradients = engine.gather_gradients()
         reports = [engine.optimizer_step(), *(engine.train_step(batch) for batch in batches[1:])]

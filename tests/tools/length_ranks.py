@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from planner import plan
 from runtime import Engine
 from tests.models import families
+from tests.tools.limits import HANG_SECONDS
 
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
 Batch = dict[str, Tensor]
@@ -59,7 +60,7 @@ def alone(entry: families.Entry, batches: Sequence[Batch], dtype: torch.dtype) -
 
 def steps(decided: Any, batches: Sequence[Batch]) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """Losses, parameters, and the losses of all batches at the end."""
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         losses = [engine.train_step(batch).loss for batch in batches]
         return losses, engine.gather_parameters(), [engine.evaluate(batch) for batch in batches]
 

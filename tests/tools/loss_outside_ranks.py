@@ -12,6 +12,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from runtime import Engine
 from runtime.loss_outside import LossFunction
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.loss_outside_rows import rows_with_loss_outside
 
 Batch = dict[str, Tensor]
@@ -69,7 +70,7 @@ def outside(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> Ou
     """Gradients of each loss, then two steps of the last one; the model's own loss runs in between."""
     batch = with_extras(batches[0], labels)
     losses, gradients = {}, {}
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         log_probs = engine.log_probs(batch)
         for name, loss in losses_of(batch, labels, num_tokens).items():
             losses[name] = engine.forward_backward(batch, loss=loss)
@@ -85,7 +86,7 @@ def local_rows(plan: Any, batches: list[Batch], labels: str, num_tokens: int) ->
     """The loss of the global batch, given in full and as the rows of each dp rank."""
     batch = with_extras(batches[0], labels)
     loss = losses_of(batch, labels, num_tokens)["grpo"]
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         size = len(batch[labels]) // engine.mesh.dp_size
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size)
         own = {name: value[rows] for name, value in batch.items()}
@@ -115,7 +116,7 @@ def failing(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> Fa
         calls[0] += 1
         return fails(log_probs, rows) if calls[0] == plan.schedule.num_microbatches else loss(log_probs, rows)
 
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         before = engine.forward_backward(batch, loss=loss)
         gradients = dict(engine.gather_gradients())
         for function in (fails, returns_rows, fails_at_last):
@@ -131,7 +132,7 @@ def exchanged(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> 
     """(axis, kind, phase) → bytes of this rank's exchanges in the graphs of a step, as seen and as listed."""
     batch = with_extras(batches[0], labels)
     loss = losses_of(batch, labels, num_tokens)["grpo"]
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.forward_backward(batch, loss=loss)
         axes = engine.program.axes
         for axis in axes.values():

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.errors import PlanError
+from tests.tools.limits import HANG_SECONDS
 
 TOKENS = (
     "[", "]", "{", "}", ": ", "- ", "? ", "| ", "> ", "&a ", "*a", "<<: *a", "<<: &a {<<: *a}", "!!int ", "!!float x",
@@ -108,12 +109,12 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def survivors(given: Sequence[str], attempt: Callable[[str], Any], seconds: float = 10) -> tuple[list[Any], list[str]]:
+def survivors(given: Sequence[str], attempt: Callable[[str], Any]) -> tuple[list[Any], list[str]]:
     """What ``attempt`` made of each text, and its failures: whatever is neither a value nor a PlanError."""
     good, bad = [], []
     for index, text in enumerate(given):
         try:
-            with at_most(seconds):
+            with at_most(HANG_SECONDS):
                 good.append(attempt(text))
         except PlanError as error:
             if not str(error):

@@ -11,6 +11,7 @@ from planner import Plan
 from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
 
 
 class Trained(NamedTuple):
@@ -40,7 +41,7 @@ def spec_of(
 
 
 def steps(decided: Plan, batches: list[dict[str, Tensor]]) -> Trained:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         losses = [engine.train_step(batch).loss for batch in batches]
         return Trained(losses, engine.gather_parameters(), engine.optimizer.measured_bytes())
 

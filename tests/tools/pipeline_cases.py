@@ -21,6 +21,7 @@ from runtime.distributed.groups import Groups
 from runtime.distributed.links import make_links
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Transport
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 from tests.tools.scale_stages import scale_batches, scale_stages
 
@@ -61,7 +62,7 @@ def run_schedule(
 
     def work(rank: int, rules: NcclRules) -> Ran:
         mesh = Mesh(pp=schedule.pp, vpp=schedule.vpp, fold=schedule.fold)
-        groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
+        groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="nccl")
         groups.world = rules.new_group(range(mesh.world_size))  # pyright: ignore[reportAttributeAccessIssue]
         make_links(groups)
         if first_use:

@@ -37,9 +37,9 @@ from runtime.distributed.links import make_links
 from runtime.intake import Intake
 from runtime.optimizer import zero1
 from tests.tools.host_watch import HostWatch, Sight
+from tests.tools.limits import HANG_SECONDS
 
 BACKEND = "cpu:fake,gpu:fake"
-TIMEOUT_SECONDS = 240.0
 
 
 class ElsewhereError(RuntimeError):
@@ -54,7 +54,7 @@ class Elsewhere:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of ``function(*args)`` there. Raises ElsewhereError with its error, which may not be pickled."""
-        result, error = self._pool.submit(_outcome, function, args).result(TIMEOUT_SECONDS)
+        result, error = self._pool.submit(_outcome, function, args).result(HANG_SECONDS)
         if error:
             raise ElsewhereError(error)
         return result
@@ -135,7 +135,7 @@ def opened(plan: Plan, rank: int, device: torch.device) -> Iterator[Groups]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mesh = plan.mesh
-    groups = Groups(mesh, rank, device, timedelta(seconds=60))
+    groups = Groups(mesh, rank, device, timedelta(seconds=HANG_SECONDS))
     if mesh.world_size > 1:
         dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=mesh.world_size)
         groups.world = groups.host = dist.group.WORLD

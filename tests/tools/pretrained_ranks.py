@@ -17,6 +17,7 @@ from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
 
 VOCABULARY, LENGTH = 42, 6
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -89,7 +90,7 @@ def run_case(name: str, arguments: dict[str, Any]) -> Any:
 
 def step(source: Path, target: Path, layout: dict[str, int]) -> float:
     """load_pretrained → 1 step → save_pretrained."""
-    with Engine(plan_of(source, **layout), timeout_seconds=60) as engine:
+    with Engine(plan_of(source, **layout), timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(source)
         report = engine.train_step(batch())
         engine.save_pretrained(target)
@@ -98,14 +99,14 @@ def step(source: Path, target: Path, layout: dict[str, int]) -> float:
 
 def copy(source: Path, target: Path, layout: dict[str, int], max_shard_bytes: int = 10**9) -> None:
     """load_pretrained → save_pretrained."""
-    with Engine(plan_of(source, **layout), timeout_seconds=60) as engine:
+    with Engine(plan_of(source, **layout), timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(source)
         engine.save_pretrained(target, max_shard_bytes=max_shard_bytes)
 
 
 def load_on_one_rank_broken(good: Path, broken: Path, layout: dict[str, int]) -> tuple[str, bool]:
     """Rank 1 alone sees a broken directory: (the error here, whether the weights are still those before)."""
-    with Engine(plan_of(good, **layout), timeout_seconds=60) as engine:
+    with Engine(plan_of(good, **layout), timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(good)
         before = engine.gather_parameters()
         try:
@@ -118,7 +119,7 @@ def load_on_one_rank_broken(good: Path, broken: Path, layout: dict[str, int]) ->
 
 
 def save_where_it_cannot(source: Path, target: Path, layout: dict[str, int]) -> str:
-    with Engine(plan_of(source, **layout), timeout_seconds=60) as engine:
+    with Engine(plan_of(source, **layout), timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(source)
         try:
             engine.save_pretrained(target)

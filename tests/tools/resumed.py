@@ -16,6 +16,7 @@ from runtime import Engine
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.saves import resolve, verify
+from tests.tools.limits import HANG_SECONDS
 
 Batches = list[dict[str, Tensor]]
 BEFORE, AFTER = 3, 5
@@ -28,7 +29,7 @@ def steps(engine: Engine, batches: Batches, count: int) -> list[float]:
 
 def train_and_save(plan: Any, batches: Batches, directory: Path, wait: bool = True) -> dict[str, Any]:
     """BEFORE steps, a save, and AFTER steps of the unbroken run."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         steps(engine, batches, BEFORE)
         parameters = engine.gather_parameters()
         engine.save(directory, wait, extra={"position": [BEFORE, "epoch"]})
@@ -37,7 +38,7 @@ def train_and_save(plan: Any, batches: Batches, directory: Path, wait: bool = Tr
 
 def resume(plan: Any, batches: Batches, directory: Path, again: Path | None = None) -> dict[str, Any]:
     """Load, save at once to ``again``, and go on."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         extra = engine.load(directory)
         parameters = engine.gather_parameters()
         if again is not None:
@@ -62,7 +63,7 @@ def stored(directory: Path) -> dict[tuple[str, str], Tensor]:
 
 def save_twice(plan: Any, batches: Batches, directory: Path) -> None:
     """Two saves in one directory, of BEFORE steps and of one more."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         steps(engine, batches, BEFORE)
         engine.save(directory, wait=False)
         steps(engine, batches, 1)
@@ -87,7 +88,7 @@ def same_state(first: dict[str, Any], second: dict[str, Any]) -> bool:
 def save_on_a_full_disk(plan: Any, batches: Batches, directory: Path, rank: int, wait: bool) -> dict[str, Any]:
     """A save, then one for which ``rank`` finds no room, a step, and one for which it does again."""
     found: dict[str, Any] = {}
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         steps(engine, batches, 1)
         engine.save(directory)
         steps(engine, batches, 1)
@@ -110,7 +111,7 @@ def save_on_a_full_disk(plan: Any, batches: Batches, directory: Path, rank: int,
 def fail_in_the_background_at_the_end(plan: Any, batches: Batches, directory: Path) -> tuple[str, bool]:
     """The error of a save that nobody waited for, as the end of the engine raises it."""
     try:
-        with Engine(plan, timeout_seconds=60) as engine:
+        with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
             steps(engine, batches, 1)
             if engine.groups.rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
@@ -123,7 +124,7 @@ def fail_in_the_background_at_the_end(plan: Any, batches: Batches, directory: Pa
 def tied_copies(plan: Any, batches: Batches, directory: Path) -> list[tuple[bytes, int]]:
     """The bytes of this rank's part of the tied weight: after steps, and after a resume and more steps."""
     found = []
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         for resumes in (False, True):
             if resumes:
                 engine.load(directory)
@@ -138,7 +139,7 @@ def tied_copies(plan: Any, batches: Batches, directory: Path) -> list[tuple[byte
 
 def load_what_does_not_fit(plan: Any, batches: Batches, directory: Path) -> tuple[str, bool]:
     """The error of loading another model's save, and whether all is as before."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         steps(engine, batches, 1)
         before = engine.gather_parameters()
         try:
@@ -152,7 +153,7 @@ def load_what_does_not_fit(plan: Any, batches: Batches, directory: Path) -> tupl
 
 def files_that_each_rank_reads(plan: Any, batches: Batches, directory: Path) -> list[str]:
     """Of a save of the same layout."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         engine.save(directory)
         found = sorted(engine._training_state().needed(verify(resolve(directory))))
@@ -162,7 +163,7 @@ def files_that_each_rank_reads(plan: Any, batches: Batches, directory: Path) -> 
 
 def die_in_a_save(plan: Any, batches: Batches, directory: Path, wait: bool) -> None:
     """A good save; then rank 1 ends, as by kill -9, before its file of the next one is on the disk."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         steps(engine, batches, 1)
         engine.save(directory)
         steps(engine, batches, 1)

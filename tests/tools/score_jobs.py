@@ -17,11 +17,12 @@ from runtime.evaluation.evaluate import cloze, perplexity
 from runtime.evaluation.measures import Cloze, Perplexity
 from runtime.scores import Scores
 from tests.tools.jobs import Batches
+from tests.tools.limits import HANG_SECONDS
 
 
 def scores_of(plan: Any, batches: Batches) -> list[tuple[Scores, float]]:
     """Of the first batch, and its loss; and again after steps on it, as many as an engine takes to use its graphs."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         before = engine.score(batches[0]), engine.evaluate(batches[0])
         for _ in range(3):
             engine.train_step(batches[0])
@@ -31,7 +32,7 @@ def scores_of(plan: Any, batches: Batches) -> list[tuple[Scores, float]]:
 def exchanged_for_scores(plan: Any, batches: Batches) -> tuple[int, int]:
     """Bytes that all ranks sum over the world for the scores of a batch, as seen and as planned."""
     seen: list[int] = []
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.score(batches[0])
         whole = dist.all_reduce
 
@@ -63,7 +64,7 @@ def text(vocabulary: int, num_documents: int = 7, seed: int = 0) -> Tokens:
 
 def measured(plan: Any, batches: Batches, tokens: Tokens, stride: int) -> tuple[Perplexity, Cloze]:
     """Of the model as it is: what an evaluation finds on the text."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         return perplexity(engine, tokens, stride=stride), cloze(engine, tokens)
 
 

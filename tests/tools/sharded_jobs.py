@@ -7,17 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from runtime import Engine
+from tests.tools.limits import HANG_SECONDS
 
 Batches = list[dict[str, Tensor]]
 
 
 def saved_and_loaded(plan: Any, batches: Batches, directory: str) -> dict[str, Any]:
     """After a step: full parameters, then those of an engine that loads what this one wrote."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         trained = engine.gather_parameters()
         engine.save_pretrained(directory)
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         weights = engine.optimizer.buffers.weights
         weights.most_bytes = 0
         engine.load_pretrained(directory)
@@ -28,6 +29,6 @@ def saved_and_loaded(plan: Any, batches: Batches, directory: str) -> dict[str, A
 
 def losses_and_bits(plan: Any, batches: Batches) -> dict[str, Any]:
     """Losses of three steps, and the parameters then."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         losses = [engine.train_step(batch).loss for batch in batches[:3]]
         return {"losses": losses, "parameters": engine.gather_parameters()}

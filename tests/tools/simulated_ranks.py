@@ -35,6 +35,7 @@ from passes.partition.options.table import Option
 from passes.partition.placements import Placements
 from passes.types.types import Placement
 from tests.tools.graphs import bare_context
+from tests.tools.limits import HANG_SECONDS
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-7, "atol": 1e-9},
@@ -75,7 +76,7 @@ def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     ProcessLocalGroup.reset()
     _uninstall_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(False)

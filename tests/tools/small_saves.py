@@ -17,6 +17,7 @@ from runtime.checkpoint.lines import Line
 from runtime.checkpoint.pieces import WrittenPiece
 from runtime.checkpoint.saver import Content, write_save
 from runtime.distributed.groups import Groups
+from tests.tools.limits import HANG_SECONDS
 
 WRITES = ("open", "os.", "shutil.", "tempfile.", "ctypes.call_function")  # audit events of what changes a file system
 KILLED = 9
@@ -52,7 +53,7 @@ def content(step: int, value: float, line: Line = LINE) -> Content:
 
 
 def save(directory: Path, step: int, value: float, line: Line = LINE) -> str:
-    groups = Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=60))
+    groups = Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=HANG_SECONDS))
     return write_save(groups, directory, content(step, value, line))
 
 

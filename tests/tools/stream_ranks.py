@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime import Engine
+from tests.tools.limits import HANG_SECONDS
 
 Batches = list[dict[str, Tensor]]
 BUCKET_BYTES = 40_000
@@ -49,7 +50,7 @@ class Living:
 def streamed(plan: Any, batches: Batches, directory: str, other: Any) -> Streamed:
     """Weights after a step, to a loop, a directory, a function, one that fails, and as shards of another plan."""
     is_first, living = dist.get_rank() == 0, Living()
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         parameters = engine.gather_parameters()
         seen: dict[str, Tensor] = {}
@@ -88,7 +89,7 @@ def streamed(plan: Any, batches: Batches, directory: str, other: Any) -> Streame
 
 def parts_of(plan: Any, batches: Batches, directory: str) -> dict[str, Tensor]:
     """The parts of this rank that it reads from a directory."""
-    with Engine(plan, timeout_seconds=60) as engine:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(directory)
         engine.optimizer.wait_parameters()
         return {p.fqn: s.parameter(p.fqn).data.clone() for s in engine.program.stages for p in s.parameters}

@@ -17,6 +17,7 @@ from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
+from tests.tools.limits import HANG_SECONDS
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2
 PRECISIONS = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
@@ -173,7 +174,7 @@ def run_tp_case(zero, alignment, bucket_size, groups, tp_rank, dp_rank):
 
 def main(rank, directory):
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=HANG_SECONDS)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=timeout
     )

@@ -1,6 +1,6 @@
 """Messages between ranks in the key-value store, independent of collectives.
 
-failures     a list in the order of the store; the first that was not withdrawn is the cause of all
+failures     lines in the order of the store; the first that was not withdrawn is the cause of all
 pulses       of each rank: a growing count, its process, its activity
 """
 
@@ -11,15 +11,16 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store
 
+from passes.errors import PlanError
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.signatures import Signer
 
 _OF_A_FAILURE, _OF_A_JOINING = r'"rank": (\d{1,9})\b', r"\[(\d{1,9}), "
-_WITHDRAWN = "withdrawn"
-_SESSION = "meshwright/session"
+_FAILURES, _SESSION = "meshwright/failures", "meshwright/session"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,51 +51,63 @@ class Board:
     """
 
     def __init__(self, store: Store, session: int | None = None, signer: Signer | None = None) -> None:
-        self.store, self.session, self.signer = store, session, signer or Signer()
-        self._failures = PrefixStore("meshwright/failures", store)
+        self.store: Any = store
+        self.session, self.signer = session, signer or Signer()
         self._pulses: Any = PrefixStore(f"meshwright/pulses/{session}", store)
 
     # ---- failures
 
-    def publish(self, failure: Failure) -> int:
-        """Its number, to withdraw it by."""
-        number = self._failures.add("count", 1)
-        self._write_failure(number, json.dumps([self.session, asdict(failure)]))
-        return number
+    def publish(self, failure: Failure) -> str:
+        """Its name, to withdraw it by."""
+        name = uuid4().hex
+        self._write_failure([name, self.session, asdict(failure)])
+        return name
 
-    def withdraw(self, number: int) -> None:
+    def withdraw(self, name: str) -> None:
         """Withdraw the failure: its rank continues after all."""
-        self._write_failure(number, _WITHDRAWN)
+        self._write_failure([name])
 
-    def _write_failure(self, number: int, content: str) -> None:
-        self._failures.set(str(number), self.signer.signed(f"failure {number}", content))
+    def _write_failure(self, content: list[Any]) -> None:
+        """On a line of its own, whatever a stranger has left before it."""
+        self.store.append(_FAILURES, f"\n{self.signer.signed(_FAILURES, json.dumps(content))}\n")
 
     def first(self) -> Failure | None:
         return next(self.failures(), None)
 
     def failures(self) -> Iterator[Failure]:
-        """Those that stand, the first of all first."""
-        for number in range(1, self._failures.add("count", 0) + 1):
-            if not self._failures.check([str(number)]):
-                continue  # its rank is writing
-            content = self._failure(number)
-            if content == _WITHDRAWN:
-                continue
-            session, fields = json.loads(content)
-            if session is None or self.session is None or session == self.session:
-                yield Failure(**fields)
+        """Those that stand, the first of all first. Raises PlanError at a line that is not signed."""
+        if not self.store.check([_FAILURES]):
+            return
+        written = filter(None, self.store.get(_FAILURES).decode(errors="replace").splitlines())
+        read = [self._failure(number, line) for number, line in enumerate(written, 1)]
+        withdrawn = {line[0] for line in read if not isinstance(line, PlanError) and len(line) == 1}
+        for line in read:
+            if isinstance(line, PlanError):
+                raise line
+            name, *rest = line
+            if rest and name not in withdrawn and (None in (rest[0], self.session) or rest[0] == self.session):
+                yield Failure(**rest[1])
 
-    def _failure(self, number: int) -> str:
-        content = self._failures.get(str(number)).decode(errors="replace")
-        return self.signer.checked(f"failure {number}", content, f"failure {number}{_claimed(_OF_A_FAILURE, content)}")
+    def _failure(self, number: int, line: str) -> list[Any] | PlanError:
+        """Errors wait for their turn: a failure that was written before counts."""
+        try:
+            return json.loads(self.signer.checked(_FAILURES, line, f"failure {number}{_claimed(_OF_A_FAILURE, line)}"))
+        except PlanError as error:
+            return error
 
     # ---- pulses
 
     def latest(self) -> Board:
-        """That of the newest session, for the process that launched the ranks."""
+        """That of the newest session, for the process that launched the ranks; this one while that is not known.
+
+        A number without our signature is no failure: those of ranks, which also read it, are on the board.
+        """
         if not self.store.check([_SESSION]):
             return self
-        session = self.signer.checked(_SESSION, self.store.get(_SESSION), "the number of the groups")
+        try:
+            session = self.signer.checked(_SESSION, self.store.get(_SESSION), "the number of the groups")
+        except PlanError:
+            return self
         return Board(self.store, int(session), self.signer)
 
     def join(self, pulse: Pulse) -> None:

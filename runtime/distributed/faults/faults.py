@@ -30,7 +30,7 @@ from runtime.distributed.faults.watch import HURRY_SECONDS, Watch
 
 CAUSE_SECONDS = 10.0  # a peer that died is found within this; the store's order does the rest
 STUCK_SECONDS = 2.0
-_standing: list[tuple[Board, int]] = []  # published by this process and not withdrawn
+_standing: list[tuple[Board, str]] = []  # published by this process and not withdrawn
 
 
 class Faults:
@@ -150,9 +150,9 @@ class Faults:
 def withdraw() -> None:
     """This process continues after all: its caller has handled the error."""
     while _standing:
-        board, number = _standing.pop()
+        board, name = _standing.pop()
         with suppress(Exception):
-            board.withdraw(number)
+            board.withdraw(name)
 
 
 def _stuck(pulses: dict[int, Pulse]) -> Failure | None:

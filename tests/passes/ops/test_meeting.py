@@ -20,6 +20,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from tests.tools.expert_rows import permute, route
 from tests.tools.host_watch import HostWatch, Sight
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.simulated_ranks import on_threads
 
 EXPERTS, TOKENS, WIDTH = 8, 16, 8
@@ -48,7 +49,7 @@ def met(rank: int, ep: int, etp: int, nodes: int = 0) -> tuple[Tensor, Meeting]:
 
 def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
     """Of a rank that is a process: ranks that are threads exchange by reading values."""
-    groups = open_groups(Mesh(dp=ep * etp), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(dp=ep * etp), {}, [], timeout_seconds=HANG_SECONDS)
     stages: Any = SimpleNamespace(stages=[])
     with HostWatch(stages) as watch:
         watch.has_begun = True
@@ -65,7 +66,7 @@ def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "etp", "nodes"), [(2, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2)])
 def test_the_host_waits_once_a_layer(ep: int, etp: int, nodes: int):
-    for sights in launch(sights_of_a_layer, ep * etp, ep, etp, nodes, timeout_seconds=120):
+    for sights in launch(sights_of_a_layer, ep * etp, ep, etp, nodes, timeout_seconds=HANG_SECONDS):
         assert [sight.kind for sight in sights] == ["stop"], sights
 
 

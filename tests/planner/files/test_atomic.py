@@ -13,6 +13,7 @@ from planner.files import atomic
 from planner.files.atomic import replaced_file, try_new_file, write_for_user, write_new, write_whole
 from planner.files.lock_file import open_lock_file
 from runtime.fuzz.forks import in_fork
+from tests.tools.limits import HANG_SECONDS
 
 
 def test_a_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_link_of_the_users_own_is_followed_and_a_pipe_is_written_as_it_is(tmp_
     reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text()))
     reader.start()
     write_for_user(tmp_path / "pipe", "text")
-    reader.join(20)
+    reader.join(HANG_SECONDS)
     assert found == ["text"]
     with pytest.raises(IsADirectoryError):
         write_for_user(tmp_path, "text")

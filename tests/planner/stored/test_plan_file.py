@@ -22,6 +22,7 @@ from runtime.same_code import identity
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.captures import plan_again
 from tests.tools.laboratory import Lab, session_lab
+from tests.tools.limits import HANG_SECONDS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gpt": {"mesh": {"tp": 2, "pp": 2}, "recompute": "selective", "compile": True},
@@ -70,7 +71,7 @@ def on_meta(name: str) -> Plan:
 
 def trained(made: Plan) -> tuple[list[float], dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    with Engine(made, timeout_seconds=60) as engine:
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         losses = []
         for _ in range(NUM_STEPS):
             shapes = {key: (8, *size) for key, (size, _) in made.to_run()[0].batch_inputs.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime import Engine
 from runtime.audit.audit import AuditError
 from tests.tools.laboratory import Case, Lab, session_lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 AUDIT = {"audit": {"every": 1}}
@@ -28,7 +29,7 @@ def lab() -> Lab:
 def audited(decided: Any, batches: list[dict[str, Tensor]], local: bool) -> tuple[list[float], str, float]:
     """Losses of audited steps; then what each rank says where rank 0's module computes otherwise; and a step after."""
     model, rank = decided.decisions.model, torch.distributed.get_rank()
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         size = len(next(iter(batches[0].values()))) // engine.mesh.dp_size
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size) if local else slice(None)
         given = [{name: value[rows] for name, value in batch.items()} for batch in batches]
@@ -46,7 +47,7 @@ def audited(decided: Any, batches: list[dict[str, Tensor]], local: bool) -> tupl
 
 
 def unaudited(decided: Any, batches: list[dict[str, Tensor]]) -> list[float]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         return [engine.train_step(batch).loss for batch in batches]
 
 
@@ -110,7 +111,7 @@ def test_train_ends_with_exit_code_1_and_one_message(tmp_path):
         [sys.executable, "-m", "runtime.cli", *command, "--steps", "80", "--audit", "1", "--quiet"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -68,7 +68,6 @@ def test_a_file_is_exchanged_whole(tmp_path: Path):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_this_machine_is_measured_and_its_file_is_read_again(tmp_path):
     path = tmp_path / "here.yaml"
     result = CliRunner().invoke(app, ["calibrate", "-o", str(path), "--nproc", "2", "--seconds", "1"])

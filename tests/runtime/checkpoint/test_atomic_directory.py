@@ -21,6 +21,7 @@ from runtime.checkpoint import atomic_directory
 from runtime.checkpoint.atomic_directory import is_mount_point, replaced_directory
 from runtime.checkpoint.pretrained_save import _is_index, is_weights
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsFiles
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 WRITE_FOREVER = """
@@ -136,13 +137,13 @@ def test_a_mount_point_is_written_file_by_file(tmp_path):
     arguments = ["sh", "-c", MOUNTED, "sh", str(tmp_path / "disk"), str(tmp_path / "bound"), sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
-        may = subprocess.run(["unshare", "-rm", "true"], capture_output=True, timeout=20).returncode == 0
+        may = subprocess.run(["unshare", "-rm", "true"], capture_output=True, timeout=HANG_SECONDS).returncode == 0
     except FileNotFoundError:
         may = False
     if not may:
         pytest.skip("needs a mount namespace of its own")
     done = subprocess.run(
-        ["unshare", "-rm", *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+        ["unshare", "-rm", *arguments], capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT, env=environment
     )
     assert (done.returncode, done.stdout) == (0, "a\nc\nnew"), done.stderr
 
@@ -221,11 +222,11 @@ def test_a_killed_writer_leaves_one_whole_directory(tmp_path):
     target = tmp_path / "it"
     for _ in range(5):
         writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(target)], env=environment)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not target.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.3 + random.random() / 5)
         writer.send_signal(signal.SIGKILL)
-        writer.wait(timeout=30)
+        writer.wait(timeout=HANG_SECONDS)
         assert contents(target).keys() == {"first", "second"}
         assert len(set(contents(target).values())) == 1

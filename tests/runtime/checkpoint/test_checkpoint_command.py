@@ -16,6 +16,7 @@ from runtime.checkpoint.saves import resolve, verify
 from runtime.cli import app
 from runtime.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_engine
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 from tests.tools.pretrained_ranks import batch, plan_of, save_random, stored
 from tests.tools.resumed import stored as saved
@@ -130,7 +131,7 @@ def test_listing_loads_no_model_code(tmp_path: Path) -> None:
     )
     code += "assert 'transformers' not in sys.modules and 'planner.api' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert "intact, latest" in done.stdout

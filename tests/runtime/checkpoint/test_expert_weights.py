@@ -12,6 +12,7 @@ from safetensors import safe_open
 from runtime.distributed.launch import launch
 from tests.tools.chosen_cases import chosen
 from tests.tools.expert_weights import CASES, directory_of, run_cases, write_and_read
+from tests.tools.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 EVERY = [(kind, name) for kind, names in CASES.items() for name in names]
@@ -33,7 +34,7 @@ def found(
     request: pytest.FixtureRequest, directory: Path, one: dict[str, Any]
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """What rank 0 found for each case, in one launch of four."""
-    return launch(run_cases, 4, directory, chosen(request, "case"), timeout_seconds=280)[0]
+    return launch(run_cases, 4, directory, chosen(request, "case"), timeout_seconds=HANG_SECONDS)[0]
 
 
 @pytest.mark.sampled(2)

@@ -17,6 +17,7 @@ from runtime.checkpoint.manifest import json_of
 from runtime.checkpoint.saves import check_writable, newest_intact, owned, prune, resolve, saves_in, verify
 from runtime.fuzz.forks import in_fork
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 from tests.tools.resumed import (
     fail_in_the_background_at_the_end,
@@ -110,7 +111,7 @@ def hold(directory: Path) -> subprocess.Popen[str]:
     """Another process that owns the directory until it is killed."""
     code = (
         "import sys, time\nfrom runtime.checkpoint.saves import owned\n"
-        "with owned(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(100)"
+        f"with owned(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep({2 * HANG_SECONDS})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -128,7 +129,7 @@ def test_a_second_run_on_one_directory_is_refused_until_the_first_has_died(tmp_p
             pass
     finally:
         first.kill()
-        first.wait(20)
+        first.wait(HANG_SECONDS)
     with owned(tmp_path):  # what the dead one left hinders nobody
         assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
     with owned(tmp_path):

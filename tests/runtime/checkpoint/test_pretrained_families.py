@@ -77,7 +77,7 @@ def four_ranks(tmp_path_factory) -> tuple[Path, list[list[Any]]]:
 
 def on_four_ranks(test: Any) -> Any:
     """Slow: the first of these tests waits for nine cases on four processes."""
-    return pytest.mark.slow(pytest.mark.timeout(600)(test))
+    return pytest.mark.slow(test)
 
 
 @pytest.mark.sampled(1)

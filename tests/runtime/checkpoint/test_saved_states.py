@@ -16,6 +16,7 @@ from runtime.checkpoint import saver
 from runtime.checkpoint.saves import resolve, saves_in, verify
 from runtime.engine import Engine
 from tests.tools.checkpoints import Own, own_engine
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.resumed import same_state, state_of
 
 FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
@@ -99,7 +100,7 @@ def test_steps_after_a_save_in_the_background_are_not_in_it(tmp_path: Path, monk
     wanted, may_write, write = state_of(engine), threading.Event(), saver.write_pieces
 
     def write_later(*args: Any) -> Any:
-        assert may_write.wait(60)
+        assert may_write.wait(HANG_SECONDS)
         return write(*args)
 
     monkeypatch.setattr(saver, "write_pieces", write_later)

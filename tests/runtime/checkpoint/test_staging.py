@@ -18,6 +18,7 @@ from runtime.checkpoint import staging
 from runtime.checkpoint.staging import InOrder, Staging
 from runtime.engine import Engine
 from tests.runtime.checkpoint.test_saved_states import engine_of, ids
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.resumed import same_state, state_of
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ def test_an_update_comes_behind_the_copies_of_a_save(tmp_path: Path, monkeypatch
 
     def wait_later() -> None:
         if threading.current_thread().name == "meshwright-save":
-            assert may_write.wait(60)
+            assert may_write.wait(HANG_SECONDS)
         wait()
 
     monkeypatch.setattr(queue, "wait", wait_later)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from examples.gpt import GPT
 from runtime.cli import app
 from runtime.data.reading import read_tokens
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 from tests.tools.score_jobs import Alone
 
@@ -210,7 +211,7 @@ def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
         f"{files}/spec.yaml",
         *options,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT, check=True)
     two = json.loads(result.stdout)
     assert two["log_probability"] == pytest.approx(one["log_probability"], rel=1e-6)
     assert {k: v for k, v in two.items() if k.startswith("num")} == {

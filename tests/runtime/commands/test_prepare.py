@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from passes.errors import PlanError
 from runtime.cli import app
 from runtime.data.reading import read_tokens
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.tokenizer_files import bpe_file
 
 
@@ -112,7 +113,7 @@ finally: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 def peak_mib(text: Path, out: Path) -> int:
     command = [sys.executable, "-c", PEAK, str(text), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     return int(done.stdout.rpartition("peak ")[2])
 
 
@@ -129,9 +130,9 @@ def test_ctrl_c_leaves_nothing_and_memory_does_not_grow_with_the_text(tmp_path: 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
     broken = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(broken.pid, signal.SIGINT)
-    assert broken.wait(60) != 0
+    assert broken.wait(HANG_SECONDS) != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "small"]

@@ -20,6 +20,7 @@ from tests.tools.graphed_ranks import differ, on_ranks
 from tests.tools.graphed_runs import Trained, differences, engine_of, figures, planned, spec_of, train
 from tests.tools.host_watch import HostWatch
 from tests.tools.laboratory import Lab
+from tests.tools.limits import HANG_SECONDS
 
 PARTS = ["attn", "moe_router", "moe_preprocess"]
 WAYS = [experts.masks, experts.stacked, experts.looked_up, experts.slots, selected_rows.index_add]
@@ -38,7 +39,7 @@ def entry_of(way: experts.Way, shared: bool = False) -> Entry:
 
 def trained(way: experts.Way, shared: bool, scope: list[str], *, captures: bool = True) -> Trained:
     entry = entry_of(way, shared)
-    with Engine(plan_again(entry.model, spec_of(entry, scope)), timeout_seconds=60) as engine:
+    with Engine(plan_again(entry.model, spec_of(entry, scope)), timeout_seconds=HANG_SECONDS) as engine:
         if captures:
             engine.capture_graphs()
         found = train(engine, entry, 2)
@@ -135,7 +136,7 @@ def watched_step() -> tuple[list[str], list[str]]:
 
 
 def test_the_host_waits_for_the_routing_behind_what_is_captured_and_nowhere_else():
-    for order, within in launch(watched_step, 2, timeout_seconds=120):
+    for order, within in launch(watched_step, 2, timeout_seconds=HANG_SECONDS):
         assert within == []
         a_layer = [*PARTS, "passes/ops/experts.py"]
         assert order == a_layer * 2 * 2  # layers · microbatches; nothing in a backward

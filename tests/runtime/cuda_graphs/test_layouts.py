@@ -16,6 +16,7 @@ from runtime.optimizer.in_place import all_gather
 from tests.tools.graphed_ranks import STEPS, differ, on_ranks
 from tests.tools.graphed_runs import Trained, differences, train_on
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 
 INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
 SEQUENCE = {"tensor_parallel": {"sequence_parallel": True}}
@@ -64,7 +65,7 @@ def test_no_weight_gradient_that_waits_reads_memory_of_the_next_microbatch(lab: 
 
 def places_of_messages(plan: Any, batches: Any) -> tuple[int, set[int], set[int]]:
     """On a rank: how many tensors a capture sent or received, where they lie, and where its static buffers do."""
-    with Engine(plan, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         engine.train_step(batches[0])
         seen: list[int] = []
         for name in ("isend", "irecv"):
@@ -96,7 +97,7 @@ def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
             waiting = SimpleNamespace(wait=partial(all_gather, bucket.parameters, bucket.own_parameters, group=group))
             self._gathers[place[0], place[1]] = waiting
 
-    with Engine(plan, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         if engine.graphs is not None:
             engine.capture_graphs()
         group = engine.groups.dp

@@ -11,6 +11,7 @@ from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, spec_of, train
+from tests.tools.limits import HANG_SECONDS
 
 WIDTH = 16
 
@@ -70,7 +71,7 @@ def test_norms_that_autograd_sees_as_several_steps_add_their_gradients_in_the_sa
     runs = []
     for scope in (None, *SCOPES):
         entry = entry_of_blocks()
-        with Engine(plan_again(entry.model, spec_of(entry, scope)), timeout_seconds=60) as engine:
+        with Engine(plan_again(entry.model, spec_of(entry, scope)), timeout_seconds=HANG_SECONDS) as engine:
             if engine.graphs is not None:
                 engine.capture_graphs()
                 assert all(row.captured for row in engine.plan.graph_regions)

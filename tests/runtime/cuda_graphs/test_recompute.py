@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from runtime import Engine
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, figures, planned, train, train_on
+from tests.tools.limits import HANG_SECONDS
 
 CASES = {
     "gpt2-dropout, full": [None, *SCOPES],
@@ -96,7 +97,7 @@ def differences_of_recompute(block: type[nn.Module], graphs: dict[str, Any]) -> 
         spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs, **more}
         generator = torch.Generator().manual_seed(0)
         batches = [{"x": torch.randn(4, 6, 8, dtype=torch.float64, generator=generator)} for _ in range(3)]
-        with Engine(plan_again(Net(block), spec), timeout_seconds=60) as engine:
+        with Engine(plan_again(Net(block), spec), timeout_seconds=HANG_SECONDS) as engine:
             if engine.graphs is not None:
                 engine.capture_graphs()
             found.append(train_on(engine, batches))

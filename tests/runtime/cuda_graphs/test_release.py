@@ -13,6 +13,7 @@ from runtime.cuda_graphs.recorded import RecordedGraph
 from runtime.distributed import groups as groups_file
 from runtime.distributed.groups import Groups
 from tests.tools.laboratory import Case, Lab
+from tests.tools.limits import HANG_SECONDS
 
 FREED, ENDED = "graph freed", "groups end"
 
@@ -32,7 +33,7 @@ def events_of_an_end(plan: Any, batches: Any, end: str) -> tuple[int, list[str]]
         patch.setattr(RecordedGraph, "reset", noting(FREED, RecordedGraph.reset))
         patch.setattr(Groups, "destroy", noting(ENDED, Groups.destroy))
         patch.setattr(groups_file, "abort_groups", noting(ENDED, lambda *_, **__: None))
-        engine = Engine(plan, timeout_seconds=60)
+        engine = Engine(plan, timeout_seconds=HANG_SECONDS)
         engine.capture_graphs()
         engine.train_step(batches[0])
         assert engine.graphs is not None

@@ -34,6 +34,7 @@ from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import Trained, engine_of, spec_of, train
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ORACLES
 from tests.tools.recorded_graphs import Device, on_a_cpu, on_a_gpu
 from tests.tools.region_stages import Kind, Walked, program_of, same, walk
@@ -185,7 +186,7 @@ def graphed(device: Device, name: str, scope: list[str], **sections: Any) -> tup
     spec["cuda_graphs"]["impl"] = "transformer_engine"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "check_backend", lambda impl, device: None)
-        engine = Engine(plan_again(entry.model, spec), timeout_seconds=60)
+        engine = Engine(plan_again(entry.model, spec), timeout_seconds=HANG_SECONDS)
     device.random = engine.program.random
     engine.capture_graphs()
     return engine, entry
@@ -270,7 +271,7 @@ def counted(engine: Engine) -> Any:
 @pytest.mark.slow
 def test_layouts_give_what_they_give_eagerly(te_running, tmp_path):
     sections = {"mesh": {"tp": 2, "pp": 2, "vpp": 2}} | INTERLEAVED | SEQUENCE
-    for found in launch(graphed_ranks, 4, te_running, str(tmp_path), sections, timeout_seconds=240):
+    for found in launch(graphed_ranks, 4, te_running, str(tmp_path), sections, timeout_seconds=HANG_SECONDS):
         assert found == (True, True)
 
 

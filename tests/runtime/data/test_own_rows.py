@@ -20,6 +20,7 @@ from runtime.distributed.launch import launch
 from runtime.train import largest_difference
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 GLOBAL, STEPS, LENGTH = 8, 3, 8
@@ -83,7 +84,7 @@ def made_by_a_run(job: Job) -> list[int]:
 
 @pytest.mark.slow
 def test_a_rank_makes_its_share_of_the_samples(tmp_path: Path):
-    found = launch(made_by_a_run, 2, job_in(tmp_path, 2), timeout_seconds=120)
+    found = launch(made_by_a_run, 2, job_in(tmp_path, 2), timeout_seconds=HANG_SECONDS)
     first, second = (made[2:] for made in found)  # the first of each text is made once, to see which roles there are
     assert len(first) == len(second) == STEPS * GLOBAL // 2
     assert not set(first) & set(second)
@@ -92,7 +93,9 @@ def test_a_rank_makes_its_share_of_the_samples(tmp_path: Path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_training_and_validation_are_those_of_global_batches(tmp_path: Path):
-    rows = launch(run_rank, 2, job_in(tmp_path, 2, compare=True, validate_every=1), timeout_seconds=120)[0].rows
+    rows = launch(run_rank, 2, job_in(tmp_path, 2, compare=True, validate_every=1), timeout_seconds=HANG_SECONDS)[
+        0
+    ].rows
     alone = run_rank(job_in(tmp_path, 1, validate_every=1)).rows
     assert largest_difference(rows) < 1e-6
     assert [row.validation_loss for row in rows] == pytest.approx([row.validation_loss for row in alone], rel=1e-6)
@@ -108,6 +111,6 @@ def refused(job: Job) -> str:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_another_text_is_named(tmp_path: Path):
-    told = launch(refused, 2, job_in(tmp_path, 2), timeout_seconds=120)
+    told = launch(refused, 2, job_in(tmp_path, 2), timeout_seconds=HANG_SECONDS)
     assert told[0] == told[1]
     assert told[0].startswith("the data (by content) differs between ranks: rank 1 of 2 (rank 1 has")

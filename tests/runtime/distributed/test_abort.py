@@ -17,8 +17,10 @@ from runtime.distributed.launch import RankError, launch
 from runtime.distributed.loopback import HOST
 from runtime.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
+from tests.tools.limits import HANG_SECONDS
 
-SIZE, TIMEOUT_SECONDS, HANGS_SECONDS = 8, 300.0, 100.0
+SIZE = 8
+TIMEOUT_SECONDS = 2 * HANG_SECONDS  # of groups: no rank may wait for it
 pytestmark = pytest.mark.slow
 
 
@@ -96,7 +98,7 @@ def test_plain_processes_end_by_themselves_with_the_ranks_own_error(case):
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=HANG_SECONDS)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -113,4 +115,4 @@ def test_plain_processes_end_by_themselves_with_the_ranks_own_error(case):
 
 def test_launched_ranks_show_the_step_error_of_the_one_that_failed():
     with pytest.raises(RankError, match=r"^rank 1 .*, stage 1, .*the forward went wrong"):
-        launch(fail_in_a_step, 2, 1, {"pp": 2, "micro": 2}, timeout_seconds=HANGS_SECONDS)
+        launch(fail_in_a_step, 2, 1, {"pp": 2, "micro": 2}, timeout_seconds=HANG_SECONDS)

@@ -11,6 +11,7 @@ from planner.mesh import Mesh
 from runtime.distributed.default_group import can_carry
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
+from tests.tools.limits import HANG_SECONDS
 
 GLOO = {"cpu": "gloo", "cuda": "gloo"}
 NCCL = {"cuda": "nccl"}
@@ -55,7 +56,7 @@ def test_a_default_group_that_cannot_be_completed_is_refused(backends, device, b
 def open_in(backend: str) -> tuple[list[int], bool, bool]:
     """What crosses the host group and the tp group, whether the default group is both, and whether it stays."""
     dist.init_process_group(backend)
-    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=HANG_SECONDS)
     seen = [0, 0]
     dist.all_gather_object(seen, groups.rank + 1, group=groups.host)
     total = torch.ones(1)
@@ -68,4 +69,4 @@ def open_in(backend: str) -> tuple[list[int], bool, bool]:
 @pytest.mark.slow
 def test_a_users_gloo_group_is_host_and_device_group_on_the_cpu_and_stays():
     for backend in ("gloo", "cpu:gloo"):
-        assert launch(open_in, 2, backend, timeout_seconds=60) == [([1, 2, 2], True, True)] * 2
+        assert launch(open_in, 2, backend, timeout_seconds=HANG_SECONDS) == [([1, 2, 2], True, True)] * 2

@@ -24,6 +24,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from runtime.pipeline.nonfinite import NonFinite, Seen
 from runtime.profiling.spans import Span
+from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
 OF_OBJECTS = {
@@ -78,7 +79,7 @@ def test_no_exchange_unpickles():
 
 def over_gloo() -> list[object]:
     with_surrogate = "caf\udce9"
-    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=HANG_SECONDS)
     own = {"rank": groups.rank, "text": with_surrogate * (1 + 5 * groups.rank), "seconds": 0.1 + groups.rank}
     found: list[object] = [
         all_gather_json(groups, own),
@@ -94,7 +95,7 @@ def over_gloo() -> list[object]:
 
 @pytest.mark.slow
 def test_values_of_all_ranks_come_as_they_were():
-    first, second = launch(over_gloo, 2, timeout_seconds=60)
+    first, second = launch(over_gloo, 2, timeout_seconds=HANG_SECONDS)
     words = "caf\udce9"
     both = [{"rank": r, "text": words * (1 + 5 * r), "seconds": 0.1 + r} for r in range(2)]
     error = "no\n  at:  a.py:3\n  fix: yes"

@@ -17,6 +17,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.links import make_links
 from runtime.distributed.nccl_options import LINK_CTAS, link_options
 from runtime.distributed.opening import _fill, open_groups
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 
 MESHES = {
@@ -40,7 +41,7 @@ MESHES = {
 
 def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRules) -> Groups:
     """As ``open_groups`` makes them where the device speaks NCCL: links, and no group of pp."""
-    groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
+    groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="nccl")
     dense = {axis: mesh.groups(axis) for axis in dense_axes(mesh) if axis != "pp"}
     for axis, lines in {"world": [list(range(mesh.world_size))], **dense}.items():
         made = [rules.new_group(line) for line in lines if len(line) > 1]
@@ -123,7 +124,7 @@ def test_every_link_is_made_with_its_options():
 
 def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monkeypatch):
     mesh = Mesh(tp=2, cp=2, dp=2, ep=4, etp=2, pp=1)
-    groups = Groups(mesh, 0, torch.device("cpu"), timedelta(seconds=60), backend="nccl")
+    groups = Groups(mesh, 0, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="nccl")
     options = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, *, pg_options=None, **_: (ranks, pg_options))
@@ -141,7 +142,7 @@ def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monk
 
 def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int]:
     """Links and first use on real groups; then a message over each link."""
-    groups = open_groups(Mesh(**sizes), {}, tied, timeout_seconds=60)
+    groups = open_groups(Mesh(**sizes), {}, tied, timeout_seconds=HANG_SECONDS)
     made = len(groups.made)
     make_links(groups)
     use_each_once(groups)
@@ -162,5 +163,5 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
 
 @pytest.mark.slow
 def test_first_use_and_links_on_gloo():
-    found = launch(use_on_gloo, 4, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)], timeout_seconds=100)
+    found = launch(use_on_gloo, 4, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)], timeout_seconds=HANG_SECONDS)
     assert [(backend, arrived) for backend, _, arrived in found] == [("cpu:gloo,cuda:gloo", 2)] * 4

@@ -16,6 +16,7 @@ from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 
@@ -24,7 +25,7 @@ def members(group) -> list[int]:
 
 
 def open_mesh(sizes: dict, tied: list[tuple[int, ...]]) -> Groups:
-    return open_groups(Mesh(**sizes), {"seed": "1"}, tied, timeout_seconds=60)
+    return open_groups(Mesh(**sizes), {"seed": "1"}, tied, timeout_seconds=HANG_SECONDS)
 
 
 def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
@@ -40,7 +41,7 @@ def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
 
 @pytest.mark.slow
 def test_groups_of_tp2_pp2_dp2():
-    found = launch(groups_of_rank, 8, {"tp": 2, "pp": 2, "dp": 2}, [(0, 1)], timeout_seconds=100)
+    found = launch(groups_of_rank, 8, {"tp": 2, "pp": 2, "dp": 2}, [(0, 1)], timeout_seconds=HANG_SECONDS)
     assert [r["tp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
     assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
     assert [r["pp"] for r in found] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
@@ -51,7 +52,7 @@ def test_groups_of_tp2_pp2_dp2():
 
 @pytest.mark.slow
 def test_with_a_cp_gradients_have_a_group_of_their_own_over_dp_and_cp():
-    found = launch(groups_of_rank, 4, {"cp": 2, "dp": 2}, [], timeout_seconds=100)
+    found = launch(groups_of_rank, 4, {"cp": 2, "dp": 2}, [], timeout_seconds=HANG_SECONDS)
     assert [r["cp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["dp-cp"] for r in found] == [[0, 1, 2, 3]] * 4
@@ -60,7 +61,7 @@ def test_with_a_cp_gradients_have_a_group_of_their_own_over_dp_and_cp():
 
 @pytest.mark.slow
 def test_an_embedding_group_holds_only_the_stages_of_its_parameter():
-    found = launch(groups_of_rank, 4, {"pp": 4}, [(0, 3), (1, 2, 3)], timeout_seconds=100)
+    found = launch(groups_of_rank, 4, {"pp": 4}, [(0, 3), (1, 2, 3)], timeout_seconds=HANG_SECONDS)
     assert [r["embedding"] for r in found] == [
         {(0, 3): [0, 3], (1, 2, 3): []},
         {(0, 3): [], (1, 2, 3): [1, 2, 3]},
@@ -87,7 +88,7 @@ def test_groups_of_experts_equal_the_oracle(case):
     for rank in (0, mesh.world_size // 2 - 1, mesh.world_size - 1):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
         try:
-            groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=60), backend="fake")
+            groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="fake")
             opening._make_axis_groups(groups, ("tp", "dp"))
             opening._make_expert_groups(groups)
             for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
@@ -117,7 +118,9 @@ def test_a_world_of_another_size_is_refused_before_any_group_is_made(monkeypatch
 
 def meet_with(values: list[str]) -> str:
     try:
-        open_groups(Mesh(dp=3), {"the plan": "same", "torch": values[int(os.environ["RANK"])]}, [], timeout_seconds=60)
+        open_groups(
+            Mesh(dp=3), {"the plan": "same", "torch": values[int(os.environ["RANK"])]}, [], timeout_seconds=HANG_SECONDS
+        )
     except PlanError as error:
         return str(error) + f" initialized={dist.is_initialized()}"
     return ""
@@ -125,7 +128,7 @@ def meet_with(values: list[str]) -> str:
 
 @pytest.mark.slow
 def test_the_odd_rank_is_named_to_every_rank_and_the_group_is_ended():
-    told = launch(meet_with, 3, ["2.13", "2.11", "2.13"], timeout_seconds=60)
+    told = launch(meet_with, 3, ["2.13", "2.11", "2.13"], timeout_seconds=HANG_SECONDS)
     assert len(set(told)) == 1
     assert told[0].startswith("torch differs between ranks: rank 1 of 3 (rank 1 has 2.11, most have 2.13)")
     assert told[0].endswith("initialized=False")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from passes.errors import PlanError
 from runtime.distributed.launch import RankError, launch
+from tests.tools.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +28,14 @@ def sum_of_ranks(offset: int) -> tuple[int, int, int]:
 
 
 def test_results_come_back_in_rank_order_from_ranks_of_one_thread():
-    assert launch(sum_of_ranks, 3, 10, timeout_seconds=60) == [(0, 33, 1), (1, 33, 1), (2, 33, 1)]
+    assert launch(sum_of_ranks, 3, 10, timeout_seconds=HANG_SECONDS) == [(0, 33, 1), (1, 33, 1), (2, 33, 1)]
 
 
 def refuse_on_rank_1(directory: str) -> None:
     (Path(directory) / os.environ["RANK"]).write_text(str(os.getpid()))
     if os.environ["RANK"] == "1":
         raise PlanError("tp divides nothing", where="spec.yaml:3", fix="use tp 1")
-    time.sleep(60)
+    time.sleep(2 * HANG_SECONDS)
 
 
 def is_running(pid: int) -> bool:
@@ -48,7 +49,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.thorough
 def test_a_plan_error_of_one_rank_comes_back_whole_and_ends_all_ranks(tmp_path):
     with pytest.raises(PlanError) as caught:
-        launch(refuse_on_rank_1, 2, str(tmp_path), timeout_seconds=60)
+        launch(refuse_on_rank_1, 2, str(tmp_path), timeout_seconds=HANG_SECONDS)
     assert str(caught.value) == "tp divides nothing\n  at:  spec.yaml:3\n  fix: use tp 1"
     assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
 
@@ -62,29 +63,42 @@ def fail_in_a_collective() -> None:
 
 def test_the_first_cause_is_shown_not_the_peers_that_lost_it():
     with pytest.raises(RankError, match=r"^rank 1: ValueError: the first cause\n  at:  test_launch.py:"):
-        launch(fail_in_a_collective, 2, timeout_seconds=60)
+        launch(fail_in_a_collective, 2, timeout_seconds=HANG_SECONDS)
 
 
 def die_on_rank_1() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(2 * HANG_SECONDS)
 
 
 @pytest.mark.thorough
 def test_a_killed_rank_is_named_with_its_signal():
     with pytest.raises(RankError, match=r"^rank 1: killed by SIGKILL$"):
-        launch(die_on_rank_1, 2, timeout_seconds=60)
+        launch(die_on_rank_1, 2, timeout_seconds=HANG_SECONDS)
+
+
+SHORT_SECONDS = 1.0
 
 
 def test_ranks_that_take_too_long_are_ended():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated"):
-        launch(time.sleep, 2, 60, timeout_seconds=1)
+        launch(time.sleep, 2, 2 * HANG_SECONDS, timeout_seconds=SHORT_SECONDS)
+
+
+def hear_no_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a rank that was only just forked, on a busy machine
+    time.sleep(2 * HANG_SECONDS)
+
+
+def test_ranks_that_are_killed_at_the_end_of_their_time_have_not_died_by_themselves():
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated"):
+        launch(hear_no_sigterm, 2, timeout_seconds=SHORT_SECONDS)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
     with pytest.raises(RankError, match=r"^rank 0: .*pickle"):
-        launch(make_a_lambda, 1, timeout_seconds=60)
+        launch(make_a_lambda, 1, timeout_seconds=HANG_SECONDS)
 
 
 def make_a_lambda():

@@ -15,6 +15,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.loopback import HOST, hosted_store, interface_names, stay_on_one_host
 from runtime.distributed.opening import open_groups
 from runtime.fuzz.forks import in_forks
+from tests.tools.limits import HANG_SECONDS
 
 LISTENS = "0A"
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -35,7 +36,7 @@ def listening() -> set[str]:
 
 def listening_in_a_run() -> set[str]:
     """While all groups of a mesh are open."""
-    groups = open_groups(Mesh(tp=2), {}, [], device="cpu", timeout_seconds=60)
+    groups = open_groups(Mesh(tp=2), {}, [], device="cpu", timeout_seconds=HANG_SECONDS)
     groups.barrier()
     found = listening()
     groups.barrier()
@@ -52,14 +53,14 @@ def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_launched_ranks_listen_on_the_loopback_alone(monkeypatch):
     without_names(monkeypatch)
-    found = launch(listening_in_a_run, 2, timeout_seconds=60)
+    found = launch(listening_in_a_run, 2, timeout_seconds=HANG_SECONDS)
     assert all(found), "gloo listens"
     assert set().union(*found) <= LOOPBACKS
 
 
 def test_the_launchers_store_listens_on_the_loopback_alone():
-    store, before = hosted_store(timedelta(seconds=10)), listening()
-    TCPStore(HOST, store.port, None, False, timedelta(seconds=10)).set("key", "value")
+    store, before = hosted_store(timedelta(seconds=HANG_SECONDS)), listening()
+    TCPStore(HOST, store.port, None, False, timedelta(seconds=HANG_SECONDS)).set("key", "value")
     assert store.get("key") == b"value"
     assert before <= LOOPBACKS
     assert "0100007F" in before

@@ -16,6 +16,7 @@ from planner.mesh import Mesh
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, judge, meet
 from runtime.distributed.opening import open_groups
+from tests.tools.limits import HANG_SECONDS
 
 
 def gpus(*names: str, named: bool = False) -> list[Seat]:
@@ -99,27 +100,32 @@ def meet_all(seats: list[Seat], come: list[int], seconds: float) -> dict[int, Ve
             heard[rank] = str(error)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in come]
-    for thread in threads:
+    for rank, thread in zip(come, threads, strict=True):
         thread.start()
+        if rank:  # rank 0 looks for a moment alone
+            store.wait([f"seat/{rank}"], timedelta(seconds=HANG_SECONDS))
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     return heard
 
 
 def test_every_rank_hears_the_same_verdict():
     seats = [Seat(tied=((0, 1),), identity={"plan": "x"})] * 5
-    assert meet_all(seats, [4, 2, 0, 1, 3], 60) == dict.fromkeys(range(5), Verdict("gloo", ((0, 1),)))
+    assert meet_all(seats, [4, 2, 0, 1, 3], HANG_SECONDS) == dict.fromkeys(range(5), Verdict("gloo", ((0, 1),)))
 
 
 def test_every_rank_hears_the_same_error():
-    heard = meet_all([*gpus("a", "b"), CPU], [0, 1, 2], 60)
+    heard = meet_all([*gpus("a", "b"), CPU], [0, 1, 2], HANG_SECONDS)
     assert set(heard) == {0, 1, 2}
     assert len(set(heard.values())) == 1
     assert str(heard[2]).startswith("rank 2 of 3 would run on cpu (host node7), the others on cuda:0")
 
 
+SHORT_SECONDS = 0.2
+
+
 def test_those_who_did_not_come_are_named_to_those_who_did():
-    heard = meet_all([CPU] * 4, [0, 2], 0.2)
+    heard = meet_all([CPU] * 4, [2, 0], SHORT_SECONDS)
     assert set(heard) == {0, 2}
     assert len(set(heard.values())) == 1
     assert str(heard[0]).startswith("ranks 1, 3 of 4 did not join within 0.2 s")
@@ -132,7 +138,7 @@ def open_with_a_gpu_on_rank_1() -> str:
         torch.cuda.device_count = lambda: 2
         torch.cuda.get_device_properties = lambda device: None  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        open_groups(Mesh(dp=2), {}, [], timeout_seconds=60)
+        open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
     except PlanError as error:
         return f"{error.what} initialized={dist.is_initialized()}"
     return ""
@@ -140,7 +146,7 @@ def open_with_a_gpu_on_rank_1() -> str:
 
 @pytest.mark.slow
 def test_a_node_without_gpus_is_one_error_and_no_group_is_made():
-    told = launch(open_with_a_gpu_on_rank_1, 2, timeout_seconds=60)
+    told = launch(open_with_a_gpu_on_rank_1, 2, timeout_seconds=HANG_SECONDS)
     assert told[0] == told[1]
     assert "would run on" in told[0]
     assert told[0].endswith("initialized=False")
@@ -158,7 +164,7 @@ def open_under(launcher: str) -> int:
     for name, other in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
         os.environ[other] = os.environ.pop(name)
     del os.environ["LOCAL_WORLD_SIZE"]
-    groups = open_groups(Mesh(dp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
     total = torch.tensor([groups.rank + 1])
     dist.all_reduce(total, group=groups.dp)
     groups.close()
@@ -168,7 +174,7 @@ def open_under(launcher: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_another_launcher_find_each_other(launcher):
-    assert launch(open_under, 2, launcher, timeout_seconds=60) == [3, 3]
+    assert launch(open_under, 2, launcher, timeout_seconds=HANG_SECONDS) == [3, 3]
 
 
 def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):
@@ -177,5 +183,5 @@ def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(PlanError, match="has no rendezvous: MASTER_ADDR and MASTER_PORT not set") as caught:
-        open_groups(Mesh(dp=2), {}, [], timeout_seconds=5)
+        open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
     assert "set MASTER_ADDR to the host of rank 0" in caught.value.fix

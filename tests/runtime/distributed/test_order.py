@@ -20,6 +20,7 @@ from runtime.distributed import links, opening
 from runtime.distributed.default_group import World
 from runtime.distributed.groups import Groups
 from tests.tools.laboratory import Case, session_lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.order_recorder import Call, Record, Recorder, cycle, differences, elsewhere
 
 
@@ -44,7 +45,7 @@ def as_on_nccl() -> Iterator[None]:
 def recorded(plan: Any, batches: list[dict[str, Tensor]]) -> Record:
     """Start, two steps (the gradients of the first are gathered), an evaluation, the parameters, the end."""
     with as_on_nccl(), Recorder() as recorder:
-        with Engine(plan, timeout_seconds=60) as engine:
+        with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
             names = names_of(engine.groups)
             engine.forward_backward(batches[0])
             engine.gather_gradients()
@@ -57,7 +58,7 @@ def recorded(plan: Any, batches: list[dict[str, Tensor]]) -> Record:
 
 def recorded_with_local_batches(plan: Any, batches: list[dict[str, Tensor]]) -> tuple[Record, list[float]]:
     """Two steps on each dp rank's own share, and their losses."""
-    with as_on_nccl(), Recorder() as recorder, Engine(plan, timeout_seconds=60) as engine:
+    with as_on_nccl(), Recorder() as recorder, Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         rank, size = engine.mesh.dp_rank, engine.mesh.dp_size
         shares = [{name: rows.chunk(size)[rank] for name, rows in batch.items()} for batch in batches[:2]]
         losses = [engine.train_step(share, local=True).loss for share in shares]

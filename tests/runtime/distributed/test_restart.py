@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from passes.errors import PlanError
 from runtime.distributed.launch import RankError, launch
+from tests.tools.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ def test_ranks_start_again_until_one_attempt_is_good(capfd):
         die_in_the_first_attempts,
         2,
         2,
-        timeout_seconds=60,
+        timeout_seconds=HANG_SECONDS,
         max_restarts=3,
         on_restart=lambda number, failure: told.append((number, failure)),
     )
@@ -49,7 +50,7 @@ def test_ranks_start_again_until_one_attempt_is_good(capfd):
 
 def test_one_failure_more_than_restarts_is_the_error():
     with pytest.raises(RankError, match="rank 1"):
-        launch(die_in_the_first_attempts, 2, 2, timeout_seconds=60, max_restarts=1)
+        launch(die_in_the_first_attempts, 2, 2, timeout_seconds=HANG_SECONDS, max_restarts=1)
 
 
 def refuse() -> None:
@@ -58,4 +59,4 @@ def refuse() -> None:
 
 def test_bad_input_is_not_tried_again():
     with pytest.raises(PlanError, match="attempt 0"):
-        launch(refuse, 1, timeout_seconds=60, max_restarts=3)
+        launch(refuse, 1, timeout_seconds=HANG_SECONDS, max_restarts=3)

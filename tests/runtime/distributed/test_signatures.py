@@ -24,6 +24,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, meet
 from runtime.distributed.opening import open_groups
 from runtime.distributed.signatures import SECRET, Signer, secret_in
+from tests.tools.limits import HANG_SECONDS
 
 OURS, OTHER, NONE = Signer("a secret of this run"), Signer("a secret of another"), Signer()
 PULSE = Pulse(1, 1, "node1", 7, "0", "step 1")
@@ -54,7 +55,7 @@ def meet_with(*signers: Signer, hosts: tuple[str, ...] = ("a", "a", "a")) -> dic
 
     def one(rank: int, signer: Signer) -> None:
         try:
-            heard[rank] = meet(store, Seat(hosts[rank]), rank, len(signers), 1, timedelta(seconds=30), signer)
+            heard[rank] = meet(store, Seat(hosts[rank]), rank, len(signers), 1, timedelta(seconds=HANG_SECONDS), signer)
         except PlanError as error:
             heard[rank] = error.what
 
@@ -62,7 +63,7 @@ def meet_with(*signers: Signer, hosts: tuple[str, ...] = ("a", "a", "a")) -> dic
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     return heard
 
 
@@ -98,12 +99,45 @@ def test_a_board_reads_what_its_ranks_have_written_alone():
     store, failure = HashStore(), Failure(1, "rank 1", "KeyError: 'a'")
     board = Board(store, 1, OURS)
     board.join(PULSE)
-    number = board.publish(failure)
+    name = board.publish(failure)
     assert (board.first(), board.hosts(), board.pulses([1])) == (failure, {1: "node1"}, {1: PULSE})
     latest = Board(store, None, OURS).latest()
     assert (latest.session, latest.first()) == (1, failure)
-    board.withdraw(number)
+    board.withdraw(name)
     assert board.first() is None
+
+
+@pytest.mark.parametrize("count", [10**12, -(10**12), 3])
+def test_counts_that_a_stranger_writes_hide_no_failure(count):
+    store, failures = HashStore(), [Failure(rank, f"rank {rank}", "KeyError: 'a'") for rank in range(2)]
+    board = Board(store, 1, OURS)
+    for key in ("meshwright/failures/count", "meshwright/pulses/1/joined/count"):
+        store.add(key, count)
+    first, _ = map(board.publish, failures)
+    assert list(board.failures()) == failures
+    store.add("meshwright/failures/count", count)
+    board.withdraw(first)
+    assert list(Board(store, None, OURS).failures()) == failures[1:]
+
+
+def test_a_line_that_a_stranger_leaves_open_spoils_no_failure_that_was_there_before():
+    store, failure = HashStore(), Failure(1, "rank 1", "KeyError: 'a'")
+    board = Board(store, 1, OURS)
+    name = board.publish(failure)
+    store.append("meshwright/failures", "noise")  # pyright: ignore[reportAttributeAccessIssue]
+    assert board.first() == failure
+    board.withdraw(name)
+    with pytest.raises(PlanError, match=f"^failure 2 in the store {NOT_SIGNED}"):
+        board.first()
+
+
+def test_the_launcher_believes_no_other_number_of_the_groups():
+    """A rank with another secret has written it last: the failures of all ranks are still on the board."""
+    store, failure = HashStore(), Failure(0, "rank 0", "the seat of rank 1 is not signed")
+    Board(store, 1, OURS).publish(failure)
+    Board(store, 1, OTHER).join(PULSE)
+    latest = Board(store, None, OURS).latest()
+    assert (latest.session, latest.first()) == (None, failure)
 
 
 def forged_failure(board: Board) -> object:
@@ -142,7 +176,7 @@ def test_a_rank_that_reads_a_forged_failure_publishes_that_in_its_place():
     watch = Watch(Board(store, 1, OURS), Activity(0), 1)
     watch.start()
     try:
-        until = time.monotonic() + 2
+        until = time.monotonic() + HANG_SECONDS
         while watch.first is None and time.monotonic() < until:
             time.sleep(0.01)
     finally:
@@ -155,34 +189,34 @@ def test_a_rank_that_reads_a_forged_failure_publishes_that_in_its_place():
 def open_with(secret_of_rank_1: str | None) -> str:
     if os.environ["RANK"] == "1" and secret_of_rank_1 is not None:
         os.environ[SECRET] = secret_of_rank_1
-    open_groups(Mesh(tp=2), {}, [], timeout_seconds=60).close()
+    open_groups(Mesh(tp=2), {}, [], timeout_seconds=HANG_SECONDS).close()
     return os.environ[SECRET]
 
 
 @pytest.mark.slow
 def test_launched_ranks_share_a_secret_of_their_own_and_no_other_is_believed(monkeypatch):
     monkeypatch.delenv(SECRET, raising=False)
-    first, second = launch(open_with, 2, None, timeout_seconds=60)
+    first, second = launch(open_with, 2, None, timeout_seconds=HANG_SECONDS)
     assert first == second
     assert len(first) == 64
     with pytest.raises(PlanError, match=rf"of rank 1 in the store {WRONG}"):
-        launch(open_with, 2, "some other secret", timeout_seconds=60)
+        launch(open_with, 2, "some other secret", timeout_seconds=HANG_SECONDS)
 
 
 def stand_under_a_forged_failure() -> None:
-    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(tp=2), {}, [], timeout_seconds=HANG_SECONDS)
     board = groups.faults.board
     assert board is not None
     if groups.rank == 0:
         Board(board.store, board.session).publish(Failure(1, "rank 1", "invented"))
-    time.sleep(60)
+    time.sleep(2 * HANG_SECONDS)
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_that_compute_are_ended_by_an_entry_that_is_not_signed_and_do_not_believe_it(capfd):
     with pytest.raises(PlanError, match=f"failure 1 of rank 1 in the store {NOT_SIGNED}") as caught:
-        launch(stand_under_a_forged_failure, 2, timeout_seconds=50)
+        launch(stand_under_a_forged_failure, 2, timeout_seconds=HANG_SECONDS)
     assert "invented" not in str(caught.value) + capfd.readouterr().err
 
 

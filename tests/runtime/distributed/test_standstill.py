@@ -15,25 +15,26 @@ from runtime.distributed.faults.page import Page, own_page
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.standstill import SECONDS, Standstill
+from tests.tools.limits import HANG_SECONDS
 
 
 def stop_rank_1() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(600)
+    time.sleep(2 * HANG_SECONDS)
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_at_its_start_is_named_and_ends_all() -> None:
     with pytest.raises(RankError, match=r"^rank 1: its process is stopped \(SIGSTOP\), seen for \d+ s$"):
-        launch(stop_rank_1, 2, timeout_seconds=100)
+        launch(stop_rank_1, 2, timeout_seconds=HANG_SECONDS)
 
 
 def test_time_in_which_the_launcher_did_not_look_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(2 * HANG_SECONDS)
         os._exit(0)
     clock = [time.monotonic()]
     monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])

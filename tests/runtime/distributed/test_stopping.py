@@ -18,9 +18,9 @@ from runtime.distributed.launch import launch
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
+from tests.tools.limits import HANG_SECONDS
 
-SIZE, STEPS = 8, 200
-ENDS_SECONDS = 60.0
+SIZE, STEPS = 8, 1_000_000  # more than run before any signal
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +55,14 @@ def step_until_told(directory: str, signalled: int | None) -> int:
     """The number of steps that this rank ran; rank ``signalled`` sends itself SIGTERM after its third."""
     rank = int(os.environ["RANK"])
     plan = build_plan(build_model(), size=SIZE, dp=2, micro=2)
-    with Engine(plan, program=lower(plan, rank), timeout_seconds=60) as engine, Stopping() as stopping:
+    with Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS) as engine, Stopping() as stopping:
         (Path(directory) / f"{rank}").write_text("steps")
         for step in range(1, STEPS):
             report = engine.train_step(build_batch(SIZE))
             if step == 3 and rank == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
             if signalled is None:
-                time.sleep(0.05)  # not done before the test's own signal
+                time.sleep(0.05)  # the test's own signal needs the processor too
             if stopping.agreed(report):
                 return step
     return STEPS
@@ -70,7 +70,7 @@ def step_until_told(directory: str, signalled: int | None) -> int:
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
-    assert launch(step_until_told, 2, str(tmp_path), 1, timeout_seconds=60) == [4, 4]
+    assert launch(step_until_told, 2, str(tmp_path), 1, timeout_seconds=HANG_SECONDS) == [4, 4]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def short_path() -> Iterator[Path]:
 
 def wait_for_ever(directory: str) -> None:
     (Path(directory) / os.environ["RANK"]).write_text("waits")
-    time.sleep(600)
+    time.sleep(2 * HANG_SECONDS)
 
 
 def started(job: str, arguments: str, path: Path) -> tuple[subprocess.Popen[str], Path]:
@@ -99,7 +99,7 @@ def started(job: str, arguments: str, path: Path) -> tuple[subprocess.Popen[str]
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + ENDS_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while len(list(marks.iterdir())) < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -109,7 +109,7 @@ def started(job: str, arguments: str, path: Path) -> tuple[subprocess.Popen[str]
 
 def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> None:
     """Neither a process of its session nor a file."""
-    deadline = time.monotonic() + ENDS_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         found = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True)
         left = found.stdout + "".join(map(str, temporary.iterdir()))
@@ -125,7 +125,7 @@ def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> N
 def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path, to_all: bool):
     process, temporary = started("step_until_told", ", None", short_path)
     os.killpg(process.pid, signal.SIGTERM) if to_all else process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=ENDS_SECONDS)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     first, second = eval(out)
     assert first == second < STEPS
@@ -140,6 +140,6 @@ def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(short_path):
     for number, process, _ in launchers:
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     for number, process, temporary in launchers:
-        process.communicate(timeout=ENDS_SECONDS)
+        process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == codes[number]
         assert_nothing_is_left(process, temporary)

@@ -80,7 +80,6 @@ def test_one_process_holds_what_the_plan_predicts(tmp_path: Path, recompute: str
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_pieces_save_what_the_plan_predicts(tmp_path: Path, recompute: str) -> None:
     more = f"recompute: {recompute}\ncompile: true\n"

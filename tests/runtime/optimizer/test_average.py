@@ -19,6 +19,7 @@ from runtime import Engine
 from runtime.cli import app
 from runtime.distributed.launch import launch
 from runtime.verify.reference import OneProcess
+from tests.tools.limits import HANG_SECONDS
 
 DECAY, STEPS = 0.8, 5
 SPEC: dict[str, Any] = {
@@ -42,7 +43,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def averaged(mesh: dict[str, int]) -> dict[str, Tensor]:
     """After STEPS updates, on rank 0."""
-    with Engine(plan(build(), SPEC | {"mesh": mesh}), timeout_seconds=60) as engine:
+    with Engine(plan(build(), SPEC | {"mesh": mesh}), timeout_seconds=HANG_SECONDS) as engine:
         for step in range(STEPS):
             engine.train_step(batch(step))
         with engine.averaged_weights():
@@ -57,7 +58,7 @@ def averaged(mesh: dict[str, int]) -> dict[str, Tensor]:
 )
 def test_it_is_the_mean_that_torch_keeps_of_one_process(mesh: dict[str, int]) -> None:
     size = mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
-    found = launch(averaged, size, mesh, timeout_seconds=120)[0] if size > 1 else averaged(mesh)
+    found = launch(averaged, size, mesh, timeout_seconds=HANG_SECONDS)[0] if size > 1 else averaged(mesh)
     one = OneProcess(build(), Spec.load(SPEC))
     mean = AveragedModel(one.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     mean.update_parameters(one.model)  # the first is a copy

@@ -12,6 +12,7 @@ from planner.sharding.parts import part_of
 from runtime.distributed.launch import launch
 from runtime.weights.shards import shard
 from tests.tools import expert_ranks as ranks
+from tests.tools.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 PLACES = {name: [mesh.place(rank) for rank in range(ranks.WORLD)] for name, mesh in ranks.MESHES.items()}
@@ -25,7 +26,7 @@ def name_of(case: tuple[str, int, int | None]) -> str:
 @pytest.fixture(scope="module")
 def results() -> list[dict[Any, list[dict[str, Any]]]]:
     """results[rank][case][step] of one launch."""
-    return launch(ranks.run_cases, ranks.WORLD, timeout_seconds=200)
+    return launch(ranks.run_cases, ranks.WORLD, timeout_seconds=HANG_SECONDS)
 
 
 def whole_gradient(on: str, name: str, step: int) -> Tensor:

@@ -18,6 +18,7 @@ from tests.models import families
 from tests.numeric.test_muon import RULE
 from tests.tools.captures import plan_again
 from tests.tools.laboratory import session_lab
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.optimizer_ranks import spec_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,7 +32,7 @@ def calls_of(decided: Plan, batch: dict[str, Tensor]) -> tuple[list[tuple[int, s
     """Of this rank in its second step: bytes and group of each exchange, and the matrices that it orthogonalised."""
     seen: list[tuple[int, str]] = []
     shapes: list[tuple[int, int]] = []
-    with Engine(decided, timeout_seconds=60) as engine, pytest.MonkeyPatch.context() as patch:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         engine.train_step(batch)
         names = {id(group): axis for axis, group in engine.groups.combined.items()}
         names |= {id(engine.groups.over(axis)): axis for axis in ("tp", "dp")}
@@ -77,7 +78,7 @@ def test_each_matrix_is_orthogonalised_on_one_rank(layout: str) -> None:
 
 
 def steps_from(decided: Plan, batches: list[dict[str, Tensor]], save: Path, start: Path | None) -> dict[str, Tensor]:
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         if start is not None:
             engine.load(start)
         for batch in batches:

@@ -14,6 +14,7 @@ from passes.parameters import LocalParameter
 from passes.types.types import I
 from runtime.optimizer.norm import squared_norm
 from tests.tools.chosen_cases import chosen
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
@@ -38,7 +39,7 @@ def results(request, tmp_path_factory):
         for rank in range(ranks.WORLD)
     ]
     try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
+        errors = [process.communicate(timeout=HANG_SECONDS)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -15,6 +15,7 @@ from runtime.distributed.opening import open_groups
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Transport
 from tests.tools.handmade_stages import boundary
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.scale_stages import scale_batches, scale_loss, scale_stages
 
 NUM_MESSAGES = 12
@@ -32,7 +33,7 @@ def values(microbatch: int) -> list[torch.Tensor]:
 
 def exchange() -> list[list]:
     """Two pp ranks: stage 0 sends many microbatches, stage 1 receives them in reverse and sends gradients back."""
-    groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=HANG_SECONDS)
     transport, count = Transport(groups, 2), NUM_MESSAGES
     received = []
     if groups.pp_rank == 0:
@@ -54,7 +55,7 @@ def exchange() -> list[list]:
 
 @pytest.mark.slow
 def test_tensors_of_every_kind_cross_and_only_those_with_gradients_come_back():
-    gradients, arrived = launch(exchange, 2, timeout_seconds=60)
+    gradients, arrived = launch(exchange, 2, timeout_seconds=HANG_SECONDS)
     count = NUM_MESSAGES
     assert arrived == [[t.tolist() for t in values(m)] for m in reversed(range(count))]
     assert gradients == [(values(m)[0] * 2).tolist() for m in range(count)]
@@ -93,7 +94,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
     found = []
     for kind, microbatches, vpp, group_size in SCHEDULES[pp]:
         schedule = build_schedule(kind, pp, microbatches, vpp, group_size)
-        groups = open_groups(Mesh(pp=pp, vpp=vpp, fold=schedule.fold), {}, [], timeout_seconds=20)
+        groups = open_groups(Mesh(pp=pp, vpp=vpp, fold=schedule.fold), {}, [], timeout_seconds=HANG_SECONDS)
         stages = scale_stages(groups.pp_rank, schedule, NUM_ELEMENTS)
         held: list[int] = []
         transport = Transport(groups, pp * vpp, schedule.orders)
@@ -115,7 +116,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", SCHEDULES)
 def test_every_schedule_ends_whatever_the_size_of_its_groups(pp):
-    ranks = launch(run_schedules, pp, pp, timeout_seconds=90)
+    ranks = launch(run_schedules, pp, pp, timeout_seconds=HANG_SECONDS)
     for index, (kind, microbatches, vpp, _) in enumerate(SCHEDULES[pp]):
         total = scale_loss(pp * vpp, microbatches, NUM_ELEMENTS)
         assert sum(rank[index][0] for rank in ranks) == pytest.approx(total, rel=1e-6)
@@ -127,13 +128,13 @@ def test_every_schedule_ends_whatever_the_size_of_its_groups(pp):
 
 @pytest.mark.slow
 def test_a_send_is_held_until_a_message_shows_that_it_was_used():
-    assert launch(count_held, 2, timeout_seconds=60)[0] == [3, 2, 1, 0]
+    assert launch(count_held, 2, timeout_seconds=HANG_SECONDS)[0] == [3, 2, 1, 0]
 
 
 def count_held() -> list[int]:
     """Rank 0's held sends: after three forwards, after the peer's first backward (which used one), second, and last."""
     schedule = build_schedule("1f1b", 2, 3)
-    groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=60)
+    groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=HANG_SECONDS)
     transport, held = Transport(groups, 2, schedule.orders), []
     for microbatch in range(3):
         if groups.pp_rank == 0:

@@ -30,6 +30,7 @@ from runtime.profiling.spans import Change, Waited, spans_of
 from runtime.profiling.trace import MEASURED, PLANNED
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.traces import check_causes, check_nesting, check_trace, tracks
 
 MODEL = """
@@ -196,7 +197,7 @@ def test_four_ranks_with_clocks_of_their_own_are_traced_by_one(tmp_path):
     chunks = {"schedule": "interleaved_1f1b"}
     job = profiled(tmp_path, {"tp": 2, "pp": 2, "vpp": 2}, "2", pipeline=chunks)
     job = replace(job, log=str(tmp_path / "log.jsonl"))
-    launch(run_by_another_clock, 4, job, timeout_seconds=240)
+    launch(run_by_another_clock, 4, job, timeout_seconds=HANG_SECONDS)
     trace = json.loads((tmp_path / "trace.json").read_text())
     orders, mesh = orders_of(job)
     check_trace(trace, orders, mesh, [2, 3])

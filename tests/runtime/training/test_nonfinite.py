@@ -19,6 +19,7 @@ from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
 from tests.tools.laboratory import Case, Lab, session_lab, spec_of
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.own_parameters import own_parameters
 from tests.tools.paths import ROOT
 
@@ -78,7 +79,7 @@ WEIGHTS = [
 def breaking(decided: Any, batches: list[dict[str, Tensor]], faults: list[Fault]) -> list[tuple[Any, ...]]:
     """A good step before each fault: what the guard says, what it found, whether anything was updated."""
     found = []
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         guard = NonFiniteGuard(engine)
         for fault in faults:
             guard.check(batches[0], engine.train_step(batches[0]), engine.step_index - 1)
@@ -162,7 +163,7 @@ BIAS = "layers.1.mlp.up.bias"
 def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: int) -> list[Any]:
     """NaN on one dp rank alone, in a weight of each layer, then in a gradient, once; what is found after each step."""
     found: list[Any] = []
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         is_broken, own = engine.groups.rank == broken, own_parameters(engine)
         for layer in range(4):
             weight, kept = own[WEIGHT_OF_ONE.format(layer)], {name: tensor.clone() for name, tensor in own.items()}
@@ -215,7 +216,7 @@ def test_a_weight_that_was_bad_on_several_ranks_is_named_with_all_of_them():
 
 def skipping(decided: Any, batches: list[dict[str, Tensor]], scale: float) -> list[Any]:
     """Bad steps from a scale on, until the guard has had enough."""
-    with Engine(decided, timeout_seconds=60) as engine:
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         guard, scales = NonFiniteGuard(engine), []
         if engine.loss_scale.tensor is not None:
             engine.loss_scale.tensor.fill_(scale)
@@ -281,7 +282,7 @@ def test_training_ends_with_exit_code_1_and_one_message(tmp_path):
         [sys.executable, "-m", "runtime.cli", *command, "--nproc", "2"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -22,6 +22,7 @@ from runtime.distributed.memory import peak_bytes
 from runtime.train import largest_difference
 from runtime.training.job import AUTO, Job
 from runtime.training.loop import run_rank
+from tests.tools.limits import HANG_SECONDS
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "num_key_value_heads": 2}
@@ -73,7 +74,7 @@ def test_a_rank_of_dp_holds_what_the_plan_says_and_one_parameter_more(tmp_path: 
     decided = plan(load_model(job.model), job.spec)
     of_model = sum(4 * p.num_elements for p in decided.parameters)
     largest = max(4 * p.num_elements for p in decided.parameters)
-    for planned, whole in launch(peaks, 2, job, small, timeout_seconds=240):
+    for planned, whole in launch(peaks, 2, job, small, timeout_seconds=HANG_SECONDS):
         assert planned < 24 * MIB < of_model / 4, (planned / MIB, of_model / MIB)
         assert whole < decided.memory[0].total + 2 * largest + 64 * MIB, (whole / MIB, decided.memory[0].total / MIB)
 
@@ -83,7 +84,7 @@ def test_a_rank_of_dp_holds_what_the_plan_says_and_one_parameter_more(tmp_path: 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_the_ranks_begin_with_the_values_of_the_model_built_whole(tmp_path: Path, mesh: dict[str, int]):
     job = job_in(tmp_path, SMALL, mesh, compare=True)
-    rows = launch(run_rank, 2, job, timeout_seconds=120)[0].rows
+    rows = launch(run_rank, 2, job, timeout_seconds=HANG_SECONDS)[0].rows
     assert len(rows) == 2
     assert largest_difference(rows) < 1e-6
 
@@ -100,9 +101,9 @@ def resumed_without_a_draw(job: Job) -> list[float]:
 @pytest.mark.slow
 def test_a_resume_draws_nothing(tmp_path: Path):
     job = job_in(tmp_path, SMALL, {"dp": 2}, save=str(tmp_path / "saves"), save_every=1)
-    whole = [row.loss for row in launch(run_rank, 2, job, timeout_seconds=120)[0].rows]
+    whole = [row.loss for row in launch(run_rank, 2, job, timeout_seconds=HANG_SECONDS)[0].rows]
     assert len(whole) == 2
     for later in sorted(p for p in (tmp_path / "saves").iterdir() if p.name.endswith("2")):
         later.rename(tmp_path / "later")
-    again = launch(resumed_without_a_draw, 2, replace(job, resume=AUTO), timeout_seconds=120)[0]
+    again = launch(resumed_without_a_draw, 2, replace(job, resume=AUTO), timeout_seconds=HANG_SECONDS)[0]
     assert again == whole[1:]

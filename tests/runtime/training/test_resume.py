@@ -23,6 +23,7 @@ from runtime.checkpoint.saves import saves_in
 from runtime.distributed.launch import RankError, launch
 from runtime.training.job import AUTO, Job
 from runtime.training.loop import run_rank
+from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
@@ -92,7 +93,7 @@ def _struck(method: Callable[..., Any], blow: Blow) -> Callable[..., Any]:
 
 def run(job: Job, blows: tuple[Blow, ...] = (), num_ranks: int = 2, max_restarts: int = 0) -> list[float]:
     """The losses of the log, after the run."""
-    launch(run_with_blows, num_ranks, job, blows, timeout_seconds=240, max_restarts=max_restarts)
+    launch(run_with_blows, num_ranks, job, blows, timeout_seconds=HANG_SECONDS, max_restarts=max_restarts)
     return losses(job)
 
 
@@ -159,9 +160,12 @@ def test_only_so_many_saves_stay(tmp_path: Path) -> None:
     assert [save.name for save in saves_in(tmp_path / "saves")] == ["step-00000009", "step-00000012"]
 
 
+SHORT_SECONDS = 20.0  # ranks plan each in its own time before they meet
+
+
 def run_and_hang(job: Job) -> Any:
     if os.environ["RANK"] == "1":
-        Engine.train_step = lambda *_, **__: time.sleep(200)  # pyright: ignore[reportAttributeAccessIssue]
+        Engine.train_step = lambda *_, **__: time.sleep(2 * HANG_SECONDS)  # pyright: ignore[reportAttributeAccessIssue]
     return run_rank(job)
 
 
@@ -170,7 +174,7 @@ def run_and_hang(job: Job) -> Any:
 def test_the_timeout_of_a_run_is_that_of_its_groups(tmp_path: Path) -> None:
     """A rank that hangs is named when it is over, not after ten minutes."""
     with pytest.raises(RankError, match=r"rank 1 .*: stuck for \d+ s at test_resume.py"):
-        launch(run_and_hang, 2, job_in(tmp_path, timeout=4.0), timeout_seconds=100)
+        launch(run_and_hang, 2, job_in(tmp_path, timeout=SHORT_SECONDS), timeout_seconds=HANG_SECONDS)
 
 
 @pytest.mark.thorough

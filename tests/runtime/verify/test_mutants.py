@@ -16,6 +16,7 @@ from runtime.engine import Engine
 from runtime.verify.comparison import compare_gradients, compare_value
 from runtime.verify.mutants import num_collectives, without_collective
 from runtime.verify.reference import OneProcess
+from tests.tools.limits import HANG_SECONDS
 
 SPEC = {
     "mesh": {"tp": 2},
@@ -46,7 +47,7 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
     for number in (None, *range(num_collectives(decided))):
         rank = int(os.environ["RANK"])
         program = None if number is None else without_collective(decided, rank, number)
-        with Engine(decided, program=program, timeout_seconds=60) as engine:
+        with Engine(decided, program=program, timeout_seconds=HANG_SECONDS) as engine:
             found.append((str(number), engine.forward_backward(batch()), engine.gather_gradients()))
     return found
 
@@ -57,7 +58,7 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
     ("mesh", "at_least"), [({"tp": 2}, 10), ({"tp": 2, "pp": 2}, 10), ({"cp": 2}, 2), ({"cp": 2, "pp": 2}, 2)], ids=str
 )
 def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
-    found = launch(run_each_mutant, 2 * mesh.get("pp", 1), mesh, timeout_seconds=250)[0]
+    found = launch(run_each_mutant, 2 * mesh.get("pp", 1), mesh, timeout_seconds=HANG_SECONDS)[0]
     assert len(found) > at_least
     one = OneProcess(build(), _spec())
     loss = one.forward_backward(batch())

@@ -17,6 +17,7 @@ from tests.models.plannable import MODELS, spec_of
 from tests.tools.captures import plan_again
 from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
+from tests.tools.limits import HANG_SECONDS
 
 MESHES = {
     "dp4 ep2": {"dp": 4, "ep": 2},
@@ -49,7 +50,7 @@ def run_case(made: Plan) -> dict[str, Any]:
     batch = {
         n: torch.randint(0, x["high"], (8, *x["shape"]), generator=generator) for n, x in made.spec["inputs"].items()
     }
-    with Engine(made, timeout_seconds=60) as engine:
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batch)
         engine.optimizer.wait_parameters()
         stages = engine.program.stages

@@ -14,6 +14,7 @@ from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
+from tests.tools.limits import HANG_SECONDS
 
 SIZE = 8
 
@@ -22,7 +23,7 @@ def gather_without_the_device_group() -> dict[str, torch.Tensor]:
     """The group for the device carries nothing from host memory: it is not there."""
     rank = int(os.environ["RANK"])
     plan = build_plan(build_model(), size=SIZE, pp=2)
-    with Engine(plan, program=lower(plan, rank), timeout_seconds=60) as engine:
+    with Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS) as engine:
         engine.forward_backward(build_batch(SIZE, 0))
         no_group: Any = "no group"
         engine.groups.world = engine.groups.pp = no_group
@@ -35,7 +36,7 @@ def gather_without_the_device_group() -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_weights_and_objects_go_over_the_host_group_alone():
-    found, nothing = launch(gather_without_the_device_group, 2, timeout_seconds=60)
+    found, nothing = launch(gather_without_the_device_group, 2, timeout_seconds=HANG_SECONDS)
     expected = dict(build_model().named_parameters())
     assert nothing == {}
     assert set(found) == set(expected)

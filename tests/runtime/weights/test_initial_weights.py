@@ -19,6 +19,7 @@ from runtime.distributed.launch import launch
 from runtime.engine import Engine
 from runtime.verify.reference import OneProcess
 from runtime.weights.initial_weights import held_tensors
+from tests.tools.limits import HANG_SECONDS
 
 LENGTH, VOCABULARY, SIZE = 8, 37, 8
 LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "pp": 2}, {"tp": 2, "dp": 2})
@@ -57,7 +58,7 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, spec: dict[str, Any]) -> dict[str, Any]:
-    with Engine(plan(model, spec), timeout_seconds=60) as engine:
+    with Engine(plan(model, spec), timeout_seconds=HANG_SECONDS) as engine:
         begun = engine.gather_parameters()
         losses = [engine.train_step(batch(step)).loss for step in range(3)]
         return {"begun": begun, "losses": losses, "parameters": engine.gather_parameters()}
@@ -72,7 +73,7 @@ def own_seed_each() -> list[dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_without_a_common_seed_equal_one_process_with_the_weights_of_rank_0():
-    for found in launch(own_seed_each, 4, timeout_seconds=200)[0]:
+    for found in launch(own_seed_each, 4, timeout_seconds=HANG_SECONDS)[0]:
         begun = dict(build(seed=0).named_parameters(remove_duplicate=False))
         assert found["begun"].keys() == begun.keys()
         assert all(torch.equal(found["begun"][name], value) for name, value in begun.items())
@@ -88,7 +89,7 @@ def values_on_one_rank() -> list[dict[str, Tensor]]:
     for rank_with_values in (0, 1):
         with nullcontext() if int(os.environ["RANK"]) == rank_with_values else meta_parameters():
             model = build(seed=3)
-        with Engine(plan(model, spec_of(mesh={"pp": 2})), timeout_seconds=60) as engine:
+        with Engine(plan(model, spec_of(mesh={"pp": 2})), timeout_seconds=HANG_SECONDS) as engine:
             found.append(engine.gather_parameters())
     return found
 
@@ -96,7 +97,7 @@ def values_on_one_rank() -> list[dict[str, Tensor]]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_where_one_rank_alone_holds_weights_all_begin_as_rank_0_does():
-    first, second = launch(values_on_one_rank, 2, timeout_seconds=200)[0]
+    first, second = launch(values_on_one_rank, 2, timeout_seconds=HANG_SECONDS)[0]
     assert all(torch.equal(first[name], value) for name, value in build(seed=3).named_parameters())
     with meta_parameters():
         model = build(seed=3)
@@ -112,7 +113,7 @@ def errors_of_engines(pairs: tuple[tuple[int, int], ...]) -> list[str]:
     for seeds in pairs:
         decided = plan(build(seeds[int(os.environ["RANK"])]), spec_of(mesh={"tp": 2}, initial_weights="require_equal"))
         try:
-            Engine(decided, timeout_seconds=60).close()
+            Engine(decided, timeout_seconds=HANG_SECONDS).close()
             found.append("equal")
         except PlanError as error:
             found.append(str(error))
@@ -122,7 +123,7 @@ def errors_of_engines(pairs: tuple[tuple[int, int], ...]) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent():
-    found = launch(errors_of_engines, 2, ((1, 2), (1, 1)), timeout_seconds=200)
+    found = launch(errors_of_engines, 2, ((1, 2), (1, 1)), timeout_seconds=HANG_SECONDS)
     assert found[0] == found[1]
     refused, equal = found[0]
     assert refused.startswith("rank 1 starts with other weights than rank 0: parameter frozen (and ")

@@ -13,6 +13,7 @@ import pytest
 from runtime.distributed.faults.board import Pulse
 from runtime.distributed.faults.judge import REMOTE_SECONDS, STOPPED_SECONDS, Judge
 from runtime.distributed.faults.processes import host_key, start_of, state_of
+from tests.tools.limits import HANG_SECONDS
 
 
 def pulse(beat: int, host: str = "here", **more: bool) -> Pulse:
@@ -58,7 +59,7 @@ def test_a_judge_that_was_held_up_itself_counts_anew():
 
 
 def test_what_the_kernel_says_of_a_process():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({2 * HANG_SECONDS})"])
     start = start_of(child.pid)
     assert (state_of(child.pid, start), state_of(child.pid, "1"), state_of(child.pid, "")) == (
         "runs",
@@ -69,7 +70,7 @@ def test_what_the_kernel_says_of_a_process():
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     assert state_of(child.pid, start) == "stopped"
     child.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while state_of(child.pid, start) != "gone":  # not yet waited for
         assert time.monotonic() < deadline
     child.wait()

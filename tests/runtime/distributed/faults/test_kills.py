@@ -1,4 +1,4 @@
-"""A rank that dies, stands still or raises is named by every other rank's last line, within 15 s, and all end.
+"""A rank that dies, stands still or raises is named by every other rank's last line, long before the groups' timeout.
 
 The ranks (pp 2 · dp 2) train and save; one has a fault in its third step. Several launches run at once: most of their
 time they wait.
@@ -15,10 +15,10 @@ import pytest
 
 from passes.errors import RunError
 from runtime.distributed.launch import RankError, launch
-from tests.tools.faulty_ranks import seconds_since, train_and_fail
+from tests.tools.faulty_ranks import has_failed, train_and_fail
+from tests.tools.limits import HANG_SECONDS
 
-NAMED_SECONDS = 15.0
-SLACK_SECONDS = 10.0  # of this process, which notes the end of a launch on a machine that does other things
+SHORT_SECONDS = 20.0  # the timeout of groups
 pytestmark = pytest.mark.slow
 
 DIED = "(killed by SIGKILL|its process has died)"
@@ -61,31 +61,31 @@ CASES: dict[str, tuple[int, str, str, tuple[Any, ...], str]] = {
 }
 
 
-def last_lines(directory: Path, case: str) -> tuple[dict[int, str], float]:
-    """Of each rank, and how long after the fault all had ended."""
+def last_lines(directory: Path, case: str) -> dict[int, str]:
+    """Of each rank."""
     failing, phase, fault, more, _ = CASES[case]
     directory.mkdir()
     with pytest.raises(RankError) as caught:
-        launch(train_and_fail, 4, failing, phase, fault, str(directory), *more, timeout_seconds=150)
+        launch(train_and_fail, 4, failing, phase, fault, str(directory), *more, timeout_seconds=HANG_SECONDS)
     assert isinstance(caught.value, RunError)
-    return caught.value.last_lines, seconds_since(directory)
+    assert has_failed(directory)
+    return caught.value.last_lines
 
 
 def test_every_survivor_names_the_rank_and_what_it_was_at_in_its_last_line(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         ended = list(pool.map(lambda named: last_lines(tmp_path / str(named[0]), named[1]), enumerate(CASES)))
-    for (case, (failing, *_, told)), (lines, seconds) in zip(CASES.items(), ended, strict=True):
+    for (case, (failing, *_, told)), lines in zip(CASES.items(), ended, strict=True):
         assert lines.keys() == {0, 1, 2, 3}, case
         for rank in lines.keys() - {failing}:
             assert re.fullmatch(told, lines[rank]), (case, lines)
-        assert seconds < NAMED_SECONDS + SLACK_SECONDS, case
 
 
 @pytest.mark.thorough
 def test_a_rank_that_stands_still_is_named_with_its_line_after_the_groups_timeout(tmp_path):
     with pytest.raises(RankError) as caught:
-        launch(train_and_fail, 4, 2, "forward", "hang", str(tmp_path), 10.0, timeout_seconds=150)
+        launch(train_and_fail, 4, 2, "forward", "hang", str(tmp_path), SHORT_SECONDS, timeout_seconds=HANG_SECONDS)
     told = rf"rank 2 \(tp 0 · pp 1 · dp 0\){AT_STEP_3}forward \(F\d.0\): stuck for \d+ s at faulty_ranks.py:\d+ in hang"
     lines = {rank: line for rank, line in caught.value.last_lines.items() if rank != 2}
     assert all(re.fullmatch(told, line) for line in lines.values()), lines
-    assert seconds_since(tmp_path) < 10.0 + NAMED_SECONDS + SLACK_SECONDS
+    assert has_failed(tmp_path)
