@@ -36,8 +36,9 @@ class Piece:
     captured.
 
     ``needed``: for each freed memory, the values in it. ``kept``: values at which the rerun begins, beside inputs from
-    outside. ``insides``: captured names of the ops with freed internal tensors. ``again``: calls of the rerun. As
-    memory of the stage's trace (planner.saved.trace): ``let_go`` after the forward, ``sources`` held for the rerun.
+    outside. ``insides``: captured names of the ops with freed internal tensors. ``overwrites``: of the ops that run
+    again because they overwrite an operand. ``again``: calls of the rerun. As memory of the stage's trace
+    (planner.saved.trace): ``let_go`` after the forward, ``sources`` held for the rerun.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Piece:
     needed: tuple[frozenset[Key], ...] = ()
     kept: frozenset[Key] = frozenset()
     insides: frozenset[str] = frozenset()
+    overwrites: frozenset[str] = frozenset()
     again: tuple[AgainCall, ...] = ()
     let_go: frozenset[int] = frozenset()
     sources: frozenset[int] = frozenset()

@@ -100,7 +100,8 @@ def _let_go(part: _Part, context: LowerContext) -> None:
     dropped = sorted(n for n in firsts if n is not None)
     insides = [n for n in members if part.has_insides(n)]
     kept = {n for n in tensors if part.has(piece.kept, n)}
-    rerun = _Rerun(members, dropped, insides, kept)
+    overwriting = [n for n in members if not piece.overwrites.isdisjoint(ops_of(n))]
+    rerun = _Rerun(members, dropped, insides, kept, overwriting)
     if not dropped and not insides:
         return
     axes = [context.tp, context.data, *context.axes.values()]
@@ -135,17 +136,23 @@ def _mark(
 class _Rerun:
     """The graph that recomputes ``dropped`` and reruns ``insides``, made of copies of the members that they need.
 
+    ``overwriting``: members that overwrite what they read: the backward reads their values, not the earlier ones.
     ``sources``: its inputs, in the order of its arguments.
     """
 
     def __init__(
-        self, members: Sequence[fx.Node], dropped: Sequence[fx.Node], insides: Sequence[fx.Node], kept: set[fx.Node]
+        self,
+        members: Sequence[fx.Node],
+        dropped: Sequence[fx.Node],
+        insides: Sequence[fx.Node],
+        kept: set[fx.Node],
+        overwriting: Sequence[fx.Node],
     ) -> None:
         self.dropped, self.number = dropped, {node: number for number, node in enumerate(insides)}
         inner = set(members) - kept
         # One of several results of a call outside is read itself: to hold the call's tuple would hold all of them.
         inner -= {n for n in inner if n.target is operator.getitem and n.args[0] not in inner}
-        needed = _needed([*dropped, *(n for n in insides if n.target not in OF_SHAPE_ALONE)], inner)
+        needed = _needed([*dropped, *overwriting, *(n for n in insides if n.target not in OF_SHAPE_ALONE)], inner)
         self.blank = {n for n in insides if n not in needed}
         self.nodes = [n for n in members if n in needed or n in self.blank]
         made = set(needed)

@@ -34,7 +34,7 @@ def decide_recompute(asked: str | Mapping[str, str], lowered: Lowered) -> tuple[
 
 
 def _decide(piece: Piece, memories: Memories) -> None:
-    once = {m for m, call in memories.maker.items() if memories.runs_once(call)}
+    once = {m for call in memories.calls if memories.runs_once(call) for m in memories.written(call)}
     worth = [call for call in memories.calls if call.hidden and _reruns(piece, memories, call)]
     kept = memories.seen | once
     if piece.kind != FULL:
@@ -46,6 +46,7 @@ def _decide(piece: Piece, memories: Memories) -> None:
     piece.needed = tuple(frozenset(keys[m]) for m in needed)
     piece.kept = frozenset(key for m in kept if m in memories.maker for key in keys.get(m, ()))
     piece.insides = frozenset(name for call in insides for name in call.ops)
+    piece.overwrites = frozenset(name for call in again if call.overwrites for name in call.ops)
     piece.let_go, piece.sources = frozenset(needed), frozenset(sources_of(memories, needed, again))
     piece.again = tuple(row for call in again for row in _rows(memories, call, needed, insides))
 

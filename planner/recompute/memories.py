@@ -15,6 +15,7 @@ from passes.pieces import Homes, Key, Piece
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
+from planner.recompute.asked import FULL
 from planner.saved.trace import Call, StageTrace
 
 
@@ -94,7 +95,7 @@ class Scene:
 @dataclass
 class Memories:
     """One piece of a stage. ``maker``: memory → the call that made it, of those made here. ``writers``: all calls with
-    results in it, views and in-place sums too.
+    results in it, views and in-place sums too, and those that overwrite it.
 
     ``given``: memory from outside that its calls read. ``seen``: made here and read elsewhere, so there anyway.
     ``saved``: made here, and only this piece's backward reads it, so it may be freed.
@@ -117,14 +118,32 @@ class Memories:
             for memory in call.makes:
                 if memory not in self.given and memory not in call.reads:
                     self.maker.setdefault(memory, call)
-                if memory in self.maker:
-                    self.writers.setdefault(memory, []).append(call)
+            for memory in self.written(call):
+                self.writers.setdefault(memory, []).append(call)
         for memory in self.maker:
             others = scene.elsewhere.get(memory, set()) - {index}
             if others or memory in scene.leaving:
                 self.seen.add(memory)
             elif index in scene.kept_by.get(memory, ()) and memory in scene.keys:  # without a name it stays
                 self.saved.add(memory)
+
+    def written(self, call: Call) -> set[int]:
+        """Memory of the piece that ``call`` leaves values in."""
+        return {memory for memory in (*call.makes, *call.overwrites) if memory in self.maker}
+
+    @cached_property
+    def lost(self) -> set[int]:
+        """Memory that is overwritten and that no rerun makes: its earlier values cannot be read again."""
+        found = set[int]()
+        for call in self.calls:
+            found |= {memory for memory in call.overwrites if not self._comes_again(memory, call, found)}
+        return found
+
+    def _comes_again(self, memory: int, by: Call, lost: set[int]) -> bool:
+        """Whether a rerun can make ``memory`` and overwrite it by the same call; selective keeps it instead."""
+        if self.piece.kind != FULL or memory not in self.maker or memory in self.seen:
+            return False
+        return not any(self._is_no_op(call) or not lost.isdisjoint(call.reads) for call in (self.maker[memory], by))
 
     def made(self, call: Call) -> list[int]:
         """New memory that ``call`` makes."""
@@ -145,7 +164,11 @@ class Memories:
     # ---- calls
 
     def runs_once(self, call: Call) -> bool:
-        """Whether a call is never recomputed: those that are no op of PyTorch, but for a few of experts."""
+        """Whether a call is never recomputed: those that are no op of PyTorch, but for a few of experts, and readers of
+        lost values."""
+        return self._is_no_op(call) or not self.lost.isdisjoint(call.reads)
+
+    def _is_no_op(self, call: Call) -> bool:
         node = self.scene.node(call)
         if node.target in REPEATABLE:
             return False

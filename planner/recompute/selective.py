@@ -52,7 +52,7 @@ def _graph(memories: Memories, insides: list[Call]) -> nx.DiGraph:
     for call in memories.calls:
         dear = id(call) not in runs_anyway and is_dear(memories, call)
         if dear:  # a sum over ranks too, in the memory of its addend
-            graph.add_edges_from((_SOURCE, 2 * memory) for memory in call.makes if memory in memories.maker)
+            graph.add_edges_from((_SOURCE, 2 * memory) for memory in memories.written(call))
         for memory in memories.made(call):
             graph.add_edge(2 * memory, 2 * memory + 1, capacity=memories.costs_to_keep(memory))
             if memory in memories.seen:

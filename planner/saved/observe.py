@@ -80,7 +80,8 @@ class Gradient:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The memory that a call makes and saves. ``operands``, ``results``: numbers of those with saved memory;
-    ``hidden``: bytes of each saved memory that is neither; ``is_tuple``: whether its value is a tuple of the results.
+    ``hidden``: bytes of each saved memory that is neither; ``is_tuple``: whether its value is a tuple of the results;
+    ``overwritten``: numbers of the operands that its forward overwrites.
 
     ``peak``: the most new bytes at once in the forward, with results and saved tensors; ``backward_peak`` in the
     backward, with gradients. ``gradients``: of each operand; empty if the backward could not be seen. ``sent``: the
@@ -96,6 +97,7 @@ class Seen:
     gradients: tuple[Gradient | None, ...] = ()
     backward_peak: int = 0
     sent: tuple[Sent, ...] = ()
+    overwritten: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,16 @@ def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Li
             kept.setdefault(_memory(tensor), tensor)  # stays alive meanwhile: memory that is freed may be given again
             return tensor
 
+        versions = [tensor._version for tensor in tensors]
         with Allocations(tensors) as allocations:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = target(*_thawed(args, tensors), **_thawed(kwargs, tensors))
             made = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
             found = _found(tensors, made, not isinstance(value, Tensor), kept)
-            found = replace(found, peak=allocations.peak)
+            overwritten = (
+                n for n, (t, before) in enumerate(zip(tensors, versions, strict=True)) if t._version > before
+            )
+            found = replace(found, peak=allocations.peak, overwritten=tuple(overwritten))
             kept.clear()
             allocations.restart()
             gradients = _gradients(leaves, tensors, made, allocations)

@@ -48,6 +48,7 @@ class Call:
     ``node``: of the lowered stage. ``ops``: captured names of the ops that it computes: none for a change of type
     alone, several if lowering made one op of them (a product and its bias, f and the products after it).
     ``hidden``: bytes of each saved tensor outside the graph. ``operands``, ``results``: numbers of values.
+    ``overwrites``: memory that it reads and leaves other values in.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Call:
     results: tuple[int, ...]
     seen: Seen
     changed: TypeChange | None = None
+    overwrites: tuple[int, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -229,7 +231,9 @@ class _Tracer:
         makes = tuple(dict.fromkeys(v.memory for v in made))
         kept = tuple(dict.fromkeys(keeps))
         numbers = tuple(v.number for v in operands), tuple(v.number for v in made)
-        self.trace.calls.append(Call(name, node, ops_of(node), reads, makes, kept, seen.hidden, *numbers, seen, change))
+        overwrites = tuple(dict.fromkeys(operands[n].memory for n in seen.overwritten))
+        of_call = Call(name, node, ops_of(node), reads, makes, kept, seen.hidden, *numbers, seen, change, overwrites)
+        self.trace.calls.append(of_call)
         return made
 
     def _memory(self, result: Made, operands: list[Value], made: list[Value]) -> int:

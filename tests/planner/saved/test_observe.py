@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from passes.ops.vocabulary import cross_entropy_in_place
 from planner.saved.observe import Like, Operand, observe
 
 aten = torch.ops.aten
@@ -52,6 +53,12 @@ def test_what_has_no_gradient_keeps_nothing() -> None:
     seen = observe(aten.mul.Tensor, (X, Y), {}, [like(2, 3, grad=False), like(3, grad=False)])
     assert (seen.operands, seen.results, seen.hidden) == ((), (), ())
     assert not seen.made[0].like.requires_grad
+
+
+def test_a_loss_that_overwrites_its_logits_is_seen_to() -> None:
+    given = [like(4, 8), like(4, dtype=torch.int64, grad=False)]
+    assert observe(cross_entropy_in_place, (X, Y), {}, given).overwritten == (0,)
+    assert observe(aten.cross_entropy_loss.default, (X, Y), {}, given).overwritten == ()
 
 
 def test_one_and_true_are_different_constants() -> None:
