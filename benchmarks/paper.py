@@ -4,7 +4,7 @@ Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053): weak scaling (figure 5), 
 scaling (table 8), from specs/clusters/dgx-2h.yaml; nothing is fitted to a row. Narayanan et al. 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473): table 1, from
 specs/clusters/dgx-a100.yaml, three fractions of which were fitted to it. Runs that nothing was fitted to:
-`meshwright predict examples/runs.json`.
+`python -m benchmarks.predicted`.
 
 The models are GPT-2s of the sizes in the papers, on the meta device, with attention written out as in those years.
 Three layers are planned, and the middle one represents all between the first and the last: equal layers cost the same.

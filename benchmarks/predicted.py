@@ -1,204 +1,256 @@
-"""Measured beside predicted: seconds of a training step of a small GPT, on layouts of 4 and of 2 local processes.
+"""Published runs beside their estimates: seconds of a step and bytes of the fullest device.
 
-    python -m benchmarks.predicted [--rounds 5] [--cluster cpu-local] [--only "tp4 m4,dp4 m4"] [--measured FILE.json]
+    python -m benchmarks.predicted [FILE…]          default: benchmarks/published.json
 
-Every process holds all engines of its number of ranks at once, and all layouts take turns, step by step, so that other
-programs of the machine slow all alike. Measured is the fastest step of the rounds (and their median); predicted is
-``cost.step_seconds`` of the plan, from the cluster file and the captured model alone. ``--measured`` keeps the measured
-seconds in a file, and takes those of a file that is there.
+    {"defaults": {"sweep": "…", "model": {config.json}, "cluster": "dgx-a100" | {"base": "dgx-a100", "overlap": 0.0},
+                  "spec": {…}},
+     "runs": [{"name": "tp 2", "spec": {"mesh": {"tp": 2}},
+               "measured": {"seconds": 1.9, "memory": 6e10, "fits": true}}]}
+
+A run takes over the defaults, key by key. Each model is captured once on the meta device, and each run is one point of
+the search's own space, so that the figures are those that a search compares.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import sys
-import time
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from scipy.stats import spearmanr
+from torch import nn
 
-from examples.gpt import GPT
-from planner import plan
+from passes.errors import PlanError
+from planner.capture.model.reference import load_model
+from planner.captured import Captured, capture_model, inputs_of, prepare
+from planner.cluster.cluster import Cluster
 from planner.cluster.read import read_cluster
-from planner.frozen_plan import Plan
+from planner.cost.estimate import estimate
+from planner.pipeline.split import may_be_alone
+from planner.report.section import Section
+from planner.report.text import sections_text
+from planner.search.best_first import Candidate
+from planner.search.choice import Cut
+from planner.search.cuts import Cuts
+from planner.search.losers import gigabytes, percent, seconds_text
+from planner.search.search import memory_of, simplest_first
+from planner.search.space import Space
+from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
-from runtime.distributed.launch import launch
-from runtime.engine import Engine
-from runtime.verify.batches import random_batch
+from planner.undisturbed import undisturbed
 
-VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, BATCH = 1024, 128, 256, 8, 8, 16
-TIMEOUT_SECONDS = 1500.0
+PUBLISHED = Path(__file__).parent / "published.json"
+OF_LAYOUT = ("mesh", "batch", "pipeline", "recompute", "cluster", "devices")  # keys that need no other capture
+FEW = 2  # sequences of the microbatch that is captured
+FEWEST = 3  # timed runs that have an order
+YES = {True: "yes", False: "no", None: "-"}
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One layout. ``more``: keys of its spec beside mesh and batch."""
+@dataclass(frozen=True)
+class Run:
+    """One run of a file. Runs of one ``sweep`` are ranked against each other; null: not measured."""
 
     name: str
-    mesh: dict[str, int]
-    micro: int
-    more: dict[str, Any]
+    sweep: str
+    model: str | dict[str, Any]
+    cluster: Cluster
+    spec: Spec
+    seconds: float | None = None
+    memory: float | None = None
+    fits: bool | None = None
 
     @property
-    def num_ranks(self) -> int:
-        axes = {axis: size for axis, size in self.mesh.items() if axis != "vpp"}
-        return torch.Size(axes.values()).numel()
-
-    def spec(self, cluster: str | None) -> dict[str, Any]:
-        ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
-        return {
-            "mesh": self.mesh,
-            "batch": {"global": BATCH, "micro": self.micro},
-            "inputs": {"input_ids": ids, "targets": {"like": "input_ids"}},
-            "cluster": cluster,
-            **self.more,
-        }
+    def ran(self) -> bool | None:
+        return True if self.fits is None and self.seconds is not None else self.fits
 
 
-def _case(text: str, **more: Any) -> Case:
-    """``tp2·dp2 m4``: sizes of the axes, sequences of a microbatch."""
-    axes, _, micro = text.partition(" m")
-    mesh = {axis.rstrip("0123456789"): int(axis.lstrip("abcdefghijklmnopqrstuvwxyz")) for axis in axes.split("·")}
-    return Case(" ".join([text, *more.pop("said", [])]), mesh, int(micro), more)
+@dataclass(frozen=True)
+class Predicted:
+    run: Run
+    candidate: Candidate
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate.fullest.total <= memory_of(self.run.cluster)
+
+    @property
+    def error(self) -> float | None:
+        return self.candidate.seconds / self.run.seconds - 1 if self.run.seconds else None
+
+    @property
+    def is_within(self) -> bool:
+        low, high = self.candidate.estimate.cost.range
+        return low <= (self.run.seconds or 0.0) <= high
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.candidate.fullest.total / self.run.memory - 1 if self.run.memory else None
 
 
-INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
-CASES = (
-    _case("tp4 m4"),
-    _case("tp4 m16"),
-    _case("tp2·dp2 m2"),
-    _case("tp2·dp2 m8"),
-    _case("tp2·dp2 m2", said=["recompute"], recompute="full"),
-    _case("tp2·dp2 m2", said=["sp"], tensor_parallel={"sequence_parallel": True}),
-    _case("dp4 m1"),
-    _case("dp4 m4"),
-    _case("pp4 m1"),
-    _case("pp4 m4"),
-    _case("pp2·dp2 m1"),
-    _case("pp2·dp2 m4"),
-    _case("pp2·vpp2·dp2 m1", **INTERLEAVED),
-    _case("tp2·pp2 m2"),
-    _case("tp2·pp2 m8"),
-    _case("tp2 m2"),
-    _case("tp2 m16"),
-    _case("dp2 m2"),
-    _case("dp2 m8"),
-    _case("dp2 m8", said=["recompute"], recompute="full"),
-    _case("pp2 m1"),
-    _case("pp2 m4"),
-    _case("pp2·vpp2 m1", **INTERLEAVED),
-)
+def read_runs(path: Path) -> list[Run]:
+    value = json.loads(path.read_text())
+    return [_run(**_merged(value.get("defaults", {}), given)) for given in value["runs"]]
 
 
-def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS)
+def _run(*, name: str, model: Any, cluster: Any, spec: Any, measured: Mapping[str, Any], sweep: str = "all") -> Run:
+    return Run(name, sweep, model, cluster_of(cluster), Spec.load(spec), **measured)
 
 
-def planned(case: Case, cluster: str | None = None) -> Plan:
-    return plan(model(), case.spec(cluster))
+def cluster_of(given: str | Mapping[str, Any]) -> Cluster:
+    """A cluster file by name, or ``base`` with other values: links by their names."""
+    if isinstance(given, str):
+        return read_cluster(given)
+    base, more = read_cluster(given["base"]).to_dict(), dict(given)
+    links = more.pop("links", {})
+    values = _merged(base, {name: value for name, value in more.items() if name != "base"})
+    values["links"] = [_merged(link, links.get(link["name"], {})) for link in base["links"]]
+    return Cluster.model_validate(values)
 
 
-def measure(names: list[str], rounds: int) -> dict[str, list[float]]:
-    """On one of the ranks: seconds of each step of each layout, of the slowest rank."""
-    rank, cases = int(os.environ["RANK"]), [case for case in CASES if case.name in names]
-    dist.init_process_group("gloo")
-    engines = {case.name: Engine(planned(case)) for case in cases}
-    batch = random_batch(Spec.load(cases[0].spec(None)), planned(cases[0]), 0)
-    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number in range(rounds + 1):
-        if rank == 0:
-            print(f"  {len(names)} layouts, round {number} of {rounds}", file=sys.stderr, flush=True)
-        for name, engine in engines.items():
-            took = _step(engine, batch)
-            if number:  # the first includes one-time work
-                seconds[name].append(took)
-    for engine in engines.values():
-        engine.close()
-    dist.destroy_process_group()
-    return seconds
+def _merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for name, value in more.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(name), Mapping)
+        found[name] = _merged(found[name], value) if both else value
+    return found
 
 
-def _step(engine: Engine, batch: dict[str, torch.Tensor]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    assert engine.train_step(batch).loss > 0
-    engine.optimizer.wait_parameters()
-    took = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+@dataclass
+class Predictor:
+    """Owns the captures and cuts, by the keys that they depend on."""
+
+    captured: dict[str, Captured] = field(default_factory=dict)
+    cuts: dict[tuple[str, str, bool], Cuts] = field(default_factory=dict)
+
+    def of(self, run: Run) -> Predicted:
+        """Raises PlanError if the model, the batch or the cluster does not admit the layout."""
+        recompute = str(run.spec.recompute)
+        key = (_key(run), recompute, may_be_alone(run.spec.pipeline.split))
+        with undisturbed():
+            if key not in self.cuts:
+                self.cuts[key] = self._made(run, key[0], recompute)
+            return Predicted(run, _candidate(run, self.cuts[key], recompute))
+
+    def _made(self, run: Run, name: str, recompute: str) -> Cuts:
+        times = 1 if run.spec.num_microbatches == 1 else 2
+        batch = run.spec.batch.model_copy(update={"global_size": FEW * times, "micro": FEW})
+        spec = spec_to_capture(run.spec.model_copy(update={"batch": batch}), None)
+        if name not in self.captured:
+            self.captured[name] = capture_model(_built(run.model), spec, inputs_of(spec, None))
+        return Cuts(prepare(self.captured[name], spec), spec, (recompute,), run.cluster)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    case: Case
-    fastest: float
-    median: float
-    predicted: float
+def _candidate(run: Run, cuts: Cuts, recompute: str) -> Candidate:
+    mesh: Any = run.spec.mesh
+    space = Space(run.spec, mesh.tp * mesh.cp * mesh.pp * mesh.dp, run.cluster.links[0].devices, cuts.facts)
+    cut = Cut(mesh.tp, run.spec.tensor_parallel.sequence_parallel is True, mesh.cp, mesh.ep, mesh.etp)
+    points = list(space.points(cut, partial(cuts.stages, cut)))
+    if not points:
+        why = next(iter(space.pruned), "the batch or the model does not divide into it")
+        raise PlanError(f"this layout is not possible: {why}", where=run.name, fix="correct mesh, batch or pipeline")
+    work = cuts.works(points[0].cut)[recompute]
+    return Candidate(points[0], estimate(work, points[0].layout, run.cluster, run.spec))
 
-    def __str__(self) -> str:
-        ratio = self.predicted / self.fastest
-        seconds = f"{self.fastest:>9.3f} {self.median:>9.3f} {self.predicted:>9.3f} {ratio:>6.2f}"
-        return f"{self.case.name:<24} {self.case.num_ranks:>5} {seconds}"
+
+def _key(run: Run) -> str:
+    """Of runs that share a capture."""
+    values = {name: value for name, value in run.spec.to_dict().items() if name not in OF_LAYOUT}
+    sharded = {k: v for k, v in values.pop("tensor_parallel", {}).items() if k != "sequence_parallel"}
+    machine = run.cluster.device.is_gpu, run.cluster.links[0].devices
+    shared = (run.model, values, sharded, run.spec.num_microbatches == 1, machine)
+    return json.dumps(shared, sort_keys=True, default=str)
 
 
-def summary(rows: list[Row], title: str) -> str:
-    """Rank correlation, and the excess cost of the layout that is predicted best over the measured best."""
-    from scipy.stats import spearmanr
+def _built(model: str | dict[str, Any]) -> nn.Module:
+    if isinstance(model, str):
+        return load_model(model)
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "config.json"
+        file.write_text(json.dumps(model))
+        return load_model(f"hf:{file}")
 
-    if len(rows) < 3:
-        return f"{title}: too few layouts"
-    correlation = float(spearmanr([r.fastest for r in rows], [r.predicted for r in rows])[0])
-    chosen, best = min(rows, key=lambda r: r.predicted), min(rows, key=lambda r: r.fastest)
-    beyond = chosen.fastest / best.fastest - 1
-    return (
-        f"{title}: rank correlation {correlation:.2f} of {len(rows)} layouts; predicted best {chosen.case.name}, "
-        f"{beyond:.1%} behind the best measured ({best.case.name})"
+
+def runs_table(found: Sequence[Predicted]) -> Section:
+    columns = ("run", "measured", "predicted", "between", "error", "memory", "of", "fits", "did")
+    rows = tuple(
+        (p.run.name, seconds_text(p.run.seconds) if p.run.seconds else "-", seconds_text(p.candidate.seconds),
+         " and ".join(map(seconds_text, p.candidate.estimate.cost.range)), _signed(p.error),
+         gigabytes(p.candidate.fullest.total), gigabytes(memory_of(p.run.cluster)), YES[p.fits], YES[p.run.ran])
+        for p in found
+    )  # fmt: skip
+    note = "seconds of a step; memory of the fullest rank, of what a process may fill"
+    return Section("Predicted beside measured", columns, rows, note, frozenset(columns[1:7]))
+
+
+def sweeps_table(found: Sequence[Predicted]) -> Section:
+    columns = (
+        "sweep",
+        "runs",
+        "timed",
+        "median error",
+        "bias",
+        "in range",
+        "rank",
+        "chosen",
+        "behind",
+        "fits",
+        "memory",
     )
+    rows = tuple(sweep_row(name, list(of)) for name, of in groupby(found, key=lambda p: p.run.sweep))
+    note = (
+        "rank: Spearman's correlation of predicted and measured seconds; chosen: the layout that a search would take "
+        "of those that were timed; behind: how much slower it was than the fastest; fits: said rightly"
+    )
+    return Section("Sweeps", columns, rows, note, frozenset(columns[1:7]))
 
 
-def _measured(chosen: list[Case], rounds: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Load averages; of each layout the seconds of its steps."""
-    loads, found = [os.getloadavg()[0]], dict[str, list[float]]()
-    for size in sorted({case.num_ranks for case in chosen}, reverse=True):
-        names = [case.name for case in chosen if case.num_ranks == size]
-        found |= launch(measure, size, names, rounds, timeout_seconds=TIMEOUT_SECONDS)[0]
-        loads.append(os.getloadavg()[0])
-    return loads, found
+def sweep_row(name: str, of: list[Predicted]) -> tuple[str, ...]:
+    timed = [p for p in of if p.run.seconds]
+    measured = [p.run.seconds or 0.0 for p in timed]
+    errors = [p.error for p in timed if p.error is not None]
+    judged = [p for p in of if p.run.ran is not None]
+    sized = [abs(p.memory_error) for p in of if p.memory_error is not None]
+    ranked = len(timed) >= FEWEST
+    chosen = _chosen(timed) if ranked else None
+    return (
+        name, str(len(of)), str(len(timed)), percent(median(map(abs, errors))) if errors else "-",
+        _signed(median(errors)) if errors else "-",
+        f"{sum(p.is_within for p in timed)} of {len(timed)}" if timed else "-",
+        f"{spearmanr(measured, [p.candidate.seconds for p in timed])[0]:.2f}" if ranked else "-",
+        chosen.run.name if chosen else "-",
+        percent((chosen.run.seconds or 0.0) / min(measured) - 1) if chosen else "-",
+        f"{sum(p.fits == p.run.ran for p in judged)} of {len(judged)}" if judged else "-",
+        percent(median(sized)) if sized else "-",
+    )  # fmt: skip
+
+
+def _chosen(timed: Sequence[Predicted]) -> Predicted | None:
+    """As a search would, of those that were timed and fit by their prediction."""
+    fitting = sorted((p for p in timed if p.fits), key=lambda p: p.candidate.order)
+    if not fitting:
+        return None
+    first = simplest_first([p.candidate for p in fitting], fitting[0].run.cluster.uncertainty)[0]
+    return next(p for p in fitting if p.candidate is first)
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cluster", default="cpu-local")
-    parser.add_argument("--only", default="", help="names of layouts, by commas")
-    parser.add_argument("--measured", type=Path, help="keep what was measured here, or take it from here")
-    given = parser.parse_args()
-    chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
-    cluster = read_cluster(given.cluster)
-    if given.measured is not None and given.measured.exists():
-        loads, found = json.loads(given.measured.read_text())
-    else:
-        loads, found = _measured(chosen, given.rounds)
-    if given.measured is not None:
-        given.measured.write_text(json.dumps([loads, found]))
-    rows = []
-    for case in chosen:
-        cost, took = planned(case, given.cluster).cost, found[case.name]
-        rows.append(Row(case, min(took), statistics.median(took), cost.step_seconds if cost else float("nan")))
-    print(f"{cluster.name}; load average {', '.join(f'{load:.1f}' for load in loads)} before, between and after")
-    print(f"{'layout':<24} {'ranks':>5} {'fastest':>9} {'median':>9} {'predicted':>9} {'ratio':>6}")
-    for row in sorted(rows, key=lambda row: row.fastest):
-        print(row)
-    for size in (4, 2):
-        print(summary([row for row in rows if row.case.num_ranks == size], f"{size} processes"))
-    print(summary(rows, "all"))
+    parser.add_argument("files", nargs="*", type=Path, default=[PUBLISHED])
+    for file in parser.parse_args().files:
+        predictor = Predictor()
+        found = [predictor.of(run) for run in read_runs(file)]
+        print(sections_text([runs_table(found), sweeps_table(found)]))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from runtime.commands import (
     export,
     fuzz,
     generate,
-    predict,
     prepare,
     report,
     train,
@@ -172,7 +171,6 @@ app.command("checkpoint", epilog=checkpoint.EPILOG)(checkpoint.checkpoint_comman
 app.command("export", epilog=export.EXPORT_EPILOG)(export.export_command)
 app.command("import", epilog=export.IMPORT_EPILOG)(export.import_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
-app.command("predict", epilog=predict.EPILOG)(predict.predict_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
 app.command("report", epilog=report.EPILOG)(report.report_command)
 app.command("cache", epilog=cache.EPILOG)(cache.cache_command)

@@ -1,1 +1,0 @@
-"""Predictions of runs that were measured, and their errors."""
