@@ -119,8 +119,8 @@ def _check_adapters(job: Job, decided: Plan) -> None:
 
 def _newest(job: Job) -> tuple[Path, int] | None:
     """The save that ``--resume auto`` takes, and when it was written."""
-    saves = by_newest(job.save)[0] if job.save is not None else []
-    with suppress(OSError):
+    with suppress(OSError, PlanError):
+        saves = by_newest(job.save)[0] if job.save is not None else []
         return (saves[0], (saves[0] / MANIFEST).stat().st_mtime_ns) if saves else None
     return None
 

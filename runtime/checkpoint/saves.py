@@ -16,7 +16,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from runtime.checkpoint.pieces import PieceReader, check_files
 from runtime.checkpoint.regular_files import check_size, read_small
 
 LATEST, LOCK = "latest", ".lock"
+_NO_LATEST = f"there is no {LATEST}"
 _STEP = re.compile(r"step-([0-9]{8,12})(?:-([0-9a-f]{8}))?")
 
 
@@ -67,11 +68,21 @@ def on_line(saves: Iterable[Path], line: Line) -> tuple[list[Path], list[Path]]:
 
 
 def latest_in(directory: str | PathLike[str]) -> Path | None:
-    """The save that was written last; None if there is none. Raises PlanError, naming the file, if it is damaged."""
+    """The save that was written last; None if there is none. Without ``latest`` it is the last of the youngest line.
+
+    Raises PlanError if ``latest`` is damaged, naming the file, or absent and the lines leave a choice.
+    """
     directory = Path(directory)
+    if (named := _named_in(directory)) is not None:
+        return named
+    return saves[-1] if (saves := _on_youngest_line(saves_in(directory), _NO_LATEST)) else None
+
+
+def _named_in(directory: Path) -> Path | None:
+    """The save that ``latest`` names; None without that file. Raises PlanError if it is damaged."""
     path = directory / LATEST
     if not os.path.lexists(path):
-        return saves[-1] if (saves := saves_in(directory)) else None
+        return None
     name, _, told = read_small(path, 200).decode("latin-1").removesuffix("\n").partition(" ")
     if not _STEP.fullmatch(name) or told != checksum(name.encode()):
         raise PlanError("latest is damaged", where=str(path), fix=f"name a save: {directory}/step-…")
@@ -139,16 +150,51 @@ def read_step(save: Path) -> tuple[Manifest, str]:
 def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanError]]:
     """The saves to resume from, the best first: the one that ``latest`` names, then the others from the last step down.
 
-    Also returns the error of ``latest``, if any. If ``latest`` names a save, those of other lines are left out.
+    Those of other lines are left out. Without a usable ``latest`` the line is the youngest, which all others lead to.
+    Also returns what was lost of ``latest``. Raises PlanError if lines leave a choice: steps do not order them.
     """
-    candidates = saves_in(directory)[::-1]
+    directory, saves = Path(directory), saves_in(directory)
+    errors: list[PlanError] = []
+    last, lost = None, _NO_LATEST
     try:
-        last = latest_in(directory)
+        last = _named_in(directory)
     except PlanError as error:
-        return candidates, [error]
+        errors, lost = [error], error.what
     place = None if last is None else place_of(last)
-    others = [] if place is None else on_line(candidates, place.line)[1]
-    return sorted((path for path in candidates if path not in others), key=lambda path: path != last), []
+    if last is not None and place is not None:
+        own = [save for save in saves if save not in on_line(saves, place.line)[1]]
+        return sorted(own[::-1], key=lambda path: path != last), errors
+    if last is not None:
+        lost = f"{LATEST} names {last.name}, which is {'damaged' if last in saves else 'gone'}"
+    own = _on_youngest_line(saves, lost)
+    if not errors and (len(own) < len(saves) if last is None else last not in saves):
+        errors = [PlanError(lost, where=str(directory / LATEST), fix=f"name a save: {directory}/step-…")]
+    return own[::-1], errors
+
+
+def _on_youngest_line(saves: list[Path], lost: str) -> list[Path]:
+    """The saves of the line that all others lead to, and those of which no line is known.
+
+    Raises PlanError, with ``lost`` and the last save of each line, if there is no such line.
+    """
+    last = {place.line.id: (save, place) for save in saves if (place := place_of(save)) is not None}
+    lines = [place.line for _, place in last.values()]
+    youngest = [line for line in lines if last.keys() <= {line.id, *(before for before, _ in line.before)}]
+    if len(youngest) == 1 or not lines:
+        return [save for save in saves if not lines or save not in on_line(saves, youngest[0])[1]]
+    told = [f"{save.name} (step {place.step}, written {_written(save)})" for save, place in last.values()]
+    raise PlanError(
+        f"{lost}, and {len(told)} lines of saves are there of which none continues all others; their last saves: "
+        + ", ".join(told),
+        where=str(saves[0].parent),
+        fix="name the save to go on from: " + " or ".join(f"--resume {save}" for save, _ in last.values()),
+    )
+
+
+def _written(save: Path) -> str:
+    with suppress(PlanError):
+        return read_manifest(save)[0].written
+    return "at an unknown time"
 
 
 def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
@@ -175,7 +221,12 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     if keep < 1:
         raise PlanError(f"keep is {keep}", fix="keep at least one save")
     directory = Path(directory)
-    best, _ = by_newest(directory)
+    try:
+        best, _ = by_newest(directory)
+    except PlanError:
+        if line is None:
+            raise
+        best = []
     if line is None and best and (place := place_of(best[0])) is not None:
         line = place.line
     own = saves_in(directory) if line is None else on_line(saves_in(directory), line)[0]

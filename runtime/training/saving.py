@@ -130,7 +130,7 @@ class RunSaves:
                 skipped.append(str(error))
                 continue
             for told in skipped:
-                self._say(f"skipped a newer save: {told}")
+                self._say(f"lost: {told}")
             return taken
         if first is not None or skipped:
             raise first or PlanError(

@@ -13,12 +13,14 @@ import xxhash
 from planner import PlanError, plan
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, read_manifest
-from runtime.checkpoint.saves import latest_in, saves_in
+from runtime.checkpoint.saves import by_newest, latest_in, prune, saves_in, write_latest
 from runtime.engine import Engine
 from runtime.training.job import AUTO, Job, check_saves
 from runtime.training.saving import RunSaves
 from tests.tools.checkpoints import Own
+from tests.tools.small_saves import save
 
 SPEC = {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": {"ids": {"shape": [3], "dtype": "int64"}}}
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -150,3 +152,81 @@ def test_a_save_that_lost_its_manifest_is_named(runs: Runs, tmp_path: Path, capf
     (tmp_path / "step-00000004" / MANIFEST).unlink()
     assert runs.start("second", 3, resume=AUTO) == 2
     assert f"warning: step-00000004 in {tmp_path} have no manifest and are not saves" in capfd.readouterr().err
+
+
+def damaged(directory: Path) -> str:
+    (directory / "latest").write_text("damaged")
+    return "latest is damaged"
+
+
+def absent(directory: Path) -> str:
+    (directory / "latest").unlink()
+    return "there is no latest"
+
+
+def gone(directory: Path) -> str:
+    write_latest(directory, "step-00000008")
+    return "latest names step-00000008, which is gone"
+
+
+def of_a_damaged_save(directory: Path) -> str:
+    write_latest(directory, "step-00000002")
+    (directory / "step-00000002" / MANIFEST).write_text("damaged")
+    return "latest names step-00000002, which is damaged"
+
+
+LOSSES = [damaged, absent, gone, of_a_damaged_save]
+ABANDONED, BEGUN = Line(id="a" * 32), Line(id="b" * 32, before=(("a" * 32, 4),))
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_without_latest_the_youngest_line_counts_and_not_the_largest_step(tmp_path: Path, lose) -> None:
+    for step in (2, 4, 30):
+        save(tmp_path, step, 1.0, ABANDONED)
+    save(tmp_path, 5, 2.0, BEGUN)
+    save(tmp_path, 6, 2.0, BEGUN)
+    lost = lose(tmp_path)
+    found, told = by_newest(tmp_path)
+    assert [each.name for each in found] == [f"step-{step:08d}" for step in (6, 5, 4, 2)]
+    assert [error.what for error in told] == (
+        [] if lose is of_a_damaged_save else [lost]
+    )  # the save is tried, and told
+    if lose is absent:
+        assert latest_in(tmp_path) == tmp_path / "step-00000006"
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_without_latest_two_lines_that_are_no_chain_are_one_error_with_the_last_save_of_each(
+    tmp_path: Path, lose
+) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step, 1.0, ABANDONED)
+    for line in (BEGUN, BEGUN.model_copy(update={"id": "c" * 32})):
+        save(tmp_path, 5, 2.0, line)
+    lost = lose(tmp_path)
+    with pytest.raises(PlanError) as caught:
+        by_newest(tmp_path)
+    assert caught.value.what.startswith(f"{lost}, and 3 lines of saves are there of which none continues all others; ")
+    for name in ("step-00000006", "step-00000005", "step-00000005-cccccccc"):
+        written = read_manifest(tmp_path / name)[0].written
+        assert f"{name} (step {int(name[5:13])}, written {written})" in caught.value.what
+        assert f"--resume {tmp_path / name}" in caught.value.fix
+    with pytest.raises(PlanError):
+        prune(tmp_path, 1)
+    assert prune(tmp_path, 1, BEGUN)[-1] == tmp_path / "step-00000004"  # a run knows its own line
+
+
+def test_a_run_that_goes_on_by_itself_says_what_was_lost_and_where_it_cannot_know(
+    runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs.start("first", 6)
+    runs.start("second", 4, resume=str(tmp_path / "step-00000002"))
+    damaged(tmp_path)
+    assert runs.start("third", 4, resume=AUTO) == 4
+    told = capfd.readouterr().err
+    assert "lost: latest is damaged" in told
+    assert f"resuming from {tmp_path / names(tmp_path)[2]}" in told
+    runs.start("fourth", 8, resume=str(tmp_path / "step-00000006"))
+    absent(tmp_path)
+    with pytest.raises(PlanError, match="there is no latest, and 3 lines of saves are there"):
+        runs.start("fifth", 8, resume=AUTO)
