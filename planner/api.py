@@ -23,6 +23,7 @@ from passes.moe.open import open_experts
 from passes.partition.placements import Placements
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.own_keys import keep_own_keys
+from passes.partition.sequence.refusals import Undivided
 from passes.program.program import Program
 from planner.capture.again.earlier import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
@@ -34,7 +35,7 @@ from planner.cost.planned import cost_row, costs_of_stages
 from planner.cost.resharding import decide_reshard
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
-from planner.lengths import Held, plan_lengths
+from planner.lengths import Held, of_length, plan_lengths
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned
@@ -110,9 +111,12 @@ def plan(
         check_rate_function(checked.optimizer.schedule.kind)
         earlier = (model.earlier if isinstance(model, Captured) else None) or _earlier(checked)
         decide = _decide_the_fastest if checked.mesh.has_auto else _decide
-        found = decide(model, checked.longest, example_inputs, earlier=earlier)
         if not checked.lengths:
-            return found
+            return decide(model, checked, example_inputs, earlier=earlier)
+        try:
+            found = decide(model, checked.longest, None, earlier=earlier)
+        except Undivided as error:
+            raise of_length(error, checked, checked.lengths[-1]) from error.__cause__
         alone = model.model if isinstance(model, Captured) else model
         return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held, earlier))
 

@@ -77,7 +77,7 @@ class Plan(Tables):
             told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
             raise PlanError(f"the plan has no length {length}: {told}", where="--length", fix="name one of its lengths")
         if len(self.of_all_lengths) < len(known):
-            raise PlanError("a plan loaded from JSON has the tables of its greatest length alone", fix="plan again")
+            raise PlanError("a plan loaded from JSON has the tables of its longest length alone", fix="plan again")
         return self.of_all_lengths[known.index(length)]
 
     def to_run(self) -> tuple[Decisions, Shards]:

@@ -1,6 +1,6 @@
 """Plans of several lengths of a sequence: one set of weights, and the same shard of each, whatever the length.
 
-The greatest length decides; the plan of every other length holds its parameters as that one does, on the same stages.
+The longest length decides; the plan of every other length holds its parameters as that one does, on the same stages.
 All else follows the length: values and messages, what is freed, schedules, graphs.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import PlanError
+from passes.partition.sequence.refusals import Undivided
 from passes.types.types import Placement
 from planner.cost.memory import MemoryRow
 from planner.decisions import Decisions
@@ -45,23 +46,41 @@ def plan_lengths(spec: Spec, longest: Plan, decide: Callable[[Spec, Held], Plan]
             found = decide(spec.chosen(chosen).at(place), held)
             _check_alike(longest, found)
         except PlanError as error:
-            what = f"at length {length}: {error.what}"
-            raise PlanError(what, where=error.where, fix=error.fix) from error.__cause__
+            if error.__cause__ is not None and (fixed := _of_one_length(spec)):
+                raise fixed from error
+            raise of_length(error, spec, length) from error.__cause__
         shorter.append(found)
     plans = [*shorter, longest]
     rows = tuple(_row(length, found) for length, found in zip(spec.lengths, plans, strict=True))
     return replace(longest, shorter=tuple(shorter), lengths=rows, memory=_greatest([p.memory for p in plans]))
 
 
+def of_length(error: PlanError, spec: Spec, length: int) -> PlanError:
+    """The same error, of one of the lengths; a size of cp that it proposes is one for all of them."""
+    fix = error.fix_for(spec.lengths) if isinstance(error, Undivided) else error.fix
+    return PlanError(f"at length {length}: {error.what}", where=error.where, fix=fix)
+
+
+def _of_one_length(spec: Spec) -> PlanError | None:
+    """The error if the model fails at another length, and an input has the longest one at each of them."""
+    for name, given in spec.inputs.items():
+        if spec.lengths[-1] in given.shape:
+            shape = [list(spec.lengths) if n == spec.lengths[-1] else n for n in given.shape]
+            path = f"inputs.{name}.shape"
+            what = f"{path} has one length, {spec.lengths[-1]}, and other inputs have {list(spec.lengths)}"
+            return spec.error(path, what, f"write shape: {shape}")
+    return None
+
+
 def _check_alike(longest: Plan, other: Plan) -> None:
     """Raise PlanError unless every rank holds the same tensors, in the same buffers, for both."""
     for ours, theirs in zip(longest.parameters, other.parameters, strict=True):
         if _layout(ours) != _layout(theirs):
-            what = f"the shard of {ours.name} would be another than at the greatest length"
+            what = f"this length would shard {ours.name} differently than the longest one does"
             fix = f"pin it with tensor_parallel: {{overrides: {{{ours.name}: {ours.style}}}}}, or use one length"
             raise PlanError(what, where="inputs", fix=fix)
     if longest.to_run()[1].buffers != other.to_run()[1].buffers:
-        what = "its gradients would be summed in another order than at the greatest length"
+        what = "this length would sum gradients in a different order than the longest one does"
         raise PlanError(what, where="inputs", fix="use one length")
 
 

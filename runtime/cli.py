@@ -142,15 +142,15 @@ def memory_command(
     model: Model,
     spec: SpecFile,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Compare an evaluation instead, by engines that hold nothing to train.")
+        bool, typer.Option("--evaluate", help="Compare the memory of an evaluation instead, without gradients and optimizer state.")
     ] = False,
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
     peft: Peft = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Run a step and set the memory that the plan predicts beside what each rank holds. Exit 1 if they differ: by more
-    than 1 % in parameters, gradients and optimizer, 3 % in activations.
+    """Run a step and compare predicted memory with what each rank holds. Exit 1 if they differ by more than 1 % in
+    parameters, gradients and optimizer state, or 3 % in activations.
 
     Starts the local processes itself.
     """

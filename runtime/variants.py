@@ -1,6 +1,6 @@
 """The stages of a rank as they run at one length and number of sequences; all of them share weights and optimizer.
 
-The greatest length is there from the start, and each other when a batch of it first comes: its stages are lowered
+The longest length is there from the start, and each other when a batch of it first comes: its stages are lowered
 then, over the tensors of the first. A number of sequences that was not planned has the planned stages, in a schedule of
 its own.
 """

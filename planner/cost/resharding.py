@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
 from planner.cluster.cluster import Cluster
 from planner.cost.allocator.replay import rows_of_plan
@@ -30,8 +31,14 @@ def decide_reshard(
     compiled: Sequence[CompiledPiece],
     cluster: Cluster | None,
 ) -> Lowered:
-    """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true."""
+    """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true. Raises
+    PlanError for a number above that of the model's blocks."""
     if isinstance(asked, int) and not isinstance(asked, bool):
+        blocks = sum(map(len, lowered.decisions.stages.blocks_of_stage))
+        if asked > blocks:
+            fix = f"set a number up to {blocks}, or false to gather all weights once a step"
+            what = f"optimizer.reshard is {asked}, and the model has {blocks} blocks"
+            raise PlanError(what, where="optimizer.reshard", fix=fix)
         return replace(lowered, shards=replace(lowered.shards, kept=_last(asked, lowered)))
     has_choice = schedule.num_microbatches > 1 and any(buffer.gathers for buffer in lowered.shards.buffers)
     if asked != AUTO or cluster is None or not has_choice:

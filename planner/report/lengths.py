@@ -21,5 +21,5 @@ def lengths_section(plan: Tables) -> Section:
         for row in plan.lengths
     )
     columns = ("length", "sequences", "microbatches", "fullest rank", "exchanged", "a step")
-    note = "parameters, stages and optimizer are the same at all lengths; the other tables are of the greatest"
+    note = "parameters, stages and optimizer are the same at all lengths; the other tables are of the longest"
     return Section("Lengths", columns, rows, note, frozenset(columns))

@@ -10,7 +10,7 @@ from passes.errors import PlanError, SpecError
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
 from planner.spec.fields import AUTO
-from planner.spec.lengths import batch_problems, length_problems
+from planner.spec.lengths import batch_problems, length_problems, tokens_of
 from planner.spec.sections import needs_auto_mesh
 from planner.spec.update_rules import MATRIX_RULES
 
@@ -70,6 +70,10 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
 
 def _size_problems(spec: Spec) -> Iterator[PlanError]:
     """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
+    mean, tokens = spec.data.mean_document, tokens_of(spec.longest.inputs)
+    if spec.inputs and mean is not None and mean > tokens:
+        what = f"data.mean_document is {mean}, and a sequence has {tokens} tokens"
+        yield SpecError(what, where="data.mean_document", fix=f"set it to {tokens} or less, or remove it")
     for name, tensor in spec.longest.inputs.items():
         elements = spec.batch.global_size * math.prod(tensor.sizes)
         if elements > _MOST_ELEMENTS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,19 @@ def _missing_key(at: _Key, name: str) -> SpecError | None:
     return SpecError(f"{path} is missing", where=path, fix=f"add `{flow(example)}`")
 
 
+_UNQUOTED = re.compile(r"true|false|-?[0-9]{1,18}(\.[0-9]+)?")
+
+
+def _unquoted(at: _Key, words: list[str]) -> bool:
+    """Whether the value would have an allowed type without the quotes around it."""
+    if not isinstance(at.value, str) or not _UNQUOTED.fullmatch(at.value):
+        return False
+    kinds = (
+        {"boolean"} if at.value in ("true", "false") else {"number"} | ({"integer"} if "." not in at.value else set())
+    )
+    return at.value in words or any(option.get("type") in kinds for option in at.options)
+
+
 def _wrong_value(at: _Key) -> SpecError:
     words = [str(c) for o in at.options for c in o.get("enum", [o["const"]] if "const" in o else [])]
     kinds = [o for o in at.options if "enum" not in o and "const" not in o and o["type"] != "null"]
@@ -149,11 +163,11 @@ def _wrong_value(at: _Key) -> SpecError:
         words.append("null")
     if kinds:
         what, fix = _out_of_range(at, kinds) or _wrong_type(at, kinds[0], words)
-        return SpecError(what, where=at.path, fix=fix)
-    nearest = _nearest(at.value, words)
-    hint = f"did you mean '{nearest}'? " if nearest else ""
-    what, fix = f"{at.path} cannot be {describe_value(at.value)}", f"{hint}choose one of: {', '.join(words)}"
-    return SpecError(what, where=at.path, fix=fix)
+    else:
+        nearest = _nearest(at.value, words)
+        hint = f"did you mean '{nearest}'? " if nearest else ""
+        what, fix = f"{at.path} cannot be {describe_value(at.value)}", f"{hint}choose one of: {', '.join(words)}"
+    return SpecError(what, where=at.path, fix=f"write {at.value}, without quotes" if _unquoted(at, words) else fix)
 
 
 def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | None:

@@ -181,7 +181,7 @@ class Spec(Section):
         return with_auto(value)
 
     def fill_in(self) -> None:
-        """``batch.global`` by ``batch.tokens``: sequences of a step at the greatest length."""
+        """``batch.global`` by ``batch.tokens``: sequences of a step at the longest length."""
         is_open = self.batch.tokens is not None and not self.batch.global_size
         if is_open and self.inputs and not list(length_problems(self.inputs)):
             object.__setattr__(self, "batch", self._filled().batch)  # frozen for all others
@@ -222,7 +222,7 @@ class Spec(Section):
 
     @property
     def longest(self) -> Spec:
-        """The same of the greatest length alone."""
+        """The same of the longest length alone."""
         return self.at(-1)
 
     def chosen(self, one: Spec) -> Spec:

@@ -38,7 +38,7 @@ def fuzz_command(
     """Draw random models and specs, and compare each plan with one process: loss, gradients and three updates.
 
     Also the plan's file, its memory, and a save that another layout goes on from. Runs on CPUs alone. A failing case is
-    made as small as it still fails and written as a file. Exit 1 on a failure.
+    shrunk to a minimal one and written to a file. Exit 1 on a failure.
     """
     from runtime.fuzz.campaign import COLUMNS, Campaign, processor_seconds, told
     from runtime.fuzz.case import Case

@@ -36,7 +36,7 @@ def generate_command(
         float | None,
         typer.Option(metavar="P", help="Sample among the most probable tokens that have the share P together."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of sampled tokens.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for sampling.")] = 0,
     nproc: NumRanks = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,

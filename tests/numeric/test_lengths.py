@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.errors import PlanError
+from passes.errors import PlanError, SpecError
 from planner import Plan, plan
 from runtime import Engine
 from tests.models import families
@@ -105,7 +105,7 @@ def test_a_saved_plan_has_all_lengths(tmp_path: Any) -> None:
         first = [engine.train_step(batch).loss for batch in batches]
     assert len(set(first)) == 3
     made.save(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="greatest length alone"):
+    with pytest.raises(PlanError, match="longest length alone"):
         Plan.load(tmp_path / "plan.json").at_length(4)
 
 
@@ -135,10 +135,21 @@ def test_lengths_that_do_not_go_together_are_refused(shape: Any, batch: dict[str
         plan(entry.model, spec)
 
 
-def test_cp_divides_every_length() -> None:
+@pytest.mark.parametrize(("lengths", "odd", "sizes"), [([8, 12, 16], 12, "1, 2"), ([8, 12], 12, "1, 2")])
+def test_cp_divides_every_length(lengths: list[int], odd: int, sizes: str) -> None:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, [6, 12], PLANNED, mesh={"cp": 2})
-    with pytest.raises(PlanError, match=r"at length 6: .*6"):
+    spec = length_ranks.spec_of(entry, lengths, PLANNED, mesh={"cp": 4})
+    with pytest.raises(PlanError, match=f"at length {odd}: cp = 4: a sequence of {odd} tokens") as error:
+        plan(entry.model, spec)
+    assert error.value.fix == f"choose cp from {{{sizes}}}, or lengths that 8 divides"
+
+
+def test_an_input_of_one_length_beside_one_of_several_is_told() -> None:
+    entry = families.build("gpt")
+    spec = length_ranks.spec_of(entry, [6, 12], PLANNED, mesh={})
+    name = list(spec["inputs"])[-1]
+    spec["inputs"][name] = {**spec["inputs"]["input_ids"], "shape": [12]}
+    with pytest.raises(SpecError, match=rf"inputs.{name}.shape has one length, 12, and other inputs have \[6, 12\]"):
         plan(entry.model, spec)
 
 

@@ -27,7 +27,7 @@ def next_token(
     """Windows of ``length``. Raises PlanError if the tokens make none."""
     if data.packing is True and within != ALL:
         raise PlanError(
-            "packing: true fills every sequence to the greatest length: no batch would be of another",
+            "packing: true fills every sequence to the longest length: no batch would be of another",
             where="data.packing",
             fix="set packing: documents or false, or write one length under inputs",
         )

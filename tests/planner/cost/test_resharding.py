@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from planner import plan
+from planner import PlanError, plan
 from tests.models.plannable import build, spec_of
 
 SHIPPED = Path(__file__).parents[3] / "specs/clusters/dgx-a100.yaml"
@@ -62,3 +62,8 @@ def test_the_plan_chooses_by_memory_and_says_why(tmp_path: Path, asked, share, r
 def test_one_microbatch_leaves_no_choice(tmp_path: Path):
     made = planned(tmp_path, "auto", 1.0, **{"global": 2, "micro": 1})
     assert (made.shards.reshards, notes(made)) == (True, [])
+
+
+def test_more_blocks_than_the_model_has_are_refused(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"optimizer\.reshard is 99, and the model has \d+ blocks"):
+        planned(tmp_path, 99, None, **SEVERAL)

@@ -216,6 +216,27 @@ def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ({"optimizer": {"zero": "3"}}, "3"),
+        ({"batch": {"global": "4", "micro": 2}}, "4"),
+        ({"optimizer": {"weight_decay": "0.1"}}, "0.1"),
+        ({"tensor_parallel": {"sequence_parallel": "true"}}, "true"),
+    ],
+)
+def test_a_value_that_is_right_without_quotes_is_told_so(keys, value):
+    with pytest.raises(SpecError) as caught:
+        Spec.load(MINIMAL | keys)
+    assert caught.value.fix == f"write {value}, without quotes"
+
+
+def test_documents_longer_than_a_sequence_are_refused():
+    inputs = {"input_ids": {"shape": [32], "dtype": "int64", "high": 9}}
+    with pytest.raises(SpecError, match="mean_document is 33, and a sequence has 32 tokens"):
+        Spec.load(MINIMAL | {"inputs": inputs, "data": {"packing": "documents", "mean_document": 33}})
+
+
 def test_a_list_or_a_choice_tells_the_item_that_is_wrong():
     assert "pipeline.split.1 is 0, it must be at least 1" in dict_error(pipeline={"split": [4, 0]})
     assert "inputs.x.shape.0 must be a whole number, not the string 'a'" in dict_error(inputs={"x": {"shape": ["a"]}})
