@@ -142,7 +142,7 @@ def memory_command(
     model: Model,
     spec: SpecFile,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Compare the memory of an evaluation instead, without gradients and optimizer state.")
+        bool, typer.Option("--evaluate", help="Compare an evaluation instead: no gradients, no optimizer state.")
     ] = False,
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,

@@ -103,7 +103,9 @@ def resolve(directory: str | PathLike[str]) -> Path:
     if found is None:
         is_there = "the directory has no saves" if directory.is_dir() else "directory not found"
         raise PlanError(
-            f"nothing to load: {is_there}", where=str(directory), fix="give a directory that engine.save has written"
+            f"nothing to load: {is_there}",
+            where=str(directory),
+            fix="name the directory that `train --save` or engine.save has written",
         )
     return found
 

@@ -54,7 +54,9 @@ def checkpoint_command(
     saves = [directory] if is_one else saves_in(directory)
     if not saves:
         raise PlanError(
-            "this directory has no saves", where=str(directory), fix="give a directory that engine.save has written"
+            "this directory has no saves",
+            where=str(directory),
+            fix="name the directory that `train --save` or engine.save has written",
         )
     problem = ""
     try:

@@ -21,7 +21,8 @@ EPILOG = (
 )
 
 
-COLUMNS = ("length", "documents", "tokens", "padding", "mean document")
+TABLE = "Documents by the shortest sequence that holds them; longer ones are cut"
+COLUMNS = ("up to", "documents", "tokens", "padding", "mean document")
 
 
 def prepare_command(
@@ -72,7 +73,7 @@ def prepare_command(
         )
     write_text(summary(header, output))
     if lengths:
-        show_table("Documents by length", COLUMNS, rows_of(read_tokens(str(output)), lengths))
+        show_table(TABLE, COLUMNS, rows_of(read_tokens(str(output)), lengths))
 
 
 def _lengths(text: str | None) -> list[int]:

@@ -117,12 +117,15 @@ def check_lengths(sequences: Sequence[Sequence[int]], max_new_tokens: int, most:
         what = f"max_new_tokens is {max_new_tokens}"
         raise PlanError(what, where="max_new_tokens", fix="ask for one token or more")
     for number, ids in enumerate(sequences):
+        if len(ids) >= most:
+            what = f"prompt {number} has {len(ids)} tokens, and a planned sequence has {most}"
+            raise PlanError(what, where=f"prompts[{number}]", fix="shorten the prompt, or plan a longer sequence")
         if len(ids) + max_new_tokens > most:
             raise PlanError(
                 f"prompt {number} has {len(ids)} tokens, and with {max_new_tokens} new ones more than the {most} of a "
                 "planned sequence",
                 where="max_new_tokens",
-                fix=f"ask for {max(0, most - len(ids))} or fewer, shorten the prompt, or plan a greater length",
+                fix=f"ask for {most - len(ids)} or fewer, shorten the prompt, or plan a longer sequence",
             )
 
 

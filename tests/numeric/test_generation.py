@@ -91,6 +91,7 @@ def test_one_row_of_logits_and_one_token_are_exchanged_for_each(lab: Lab, mesh: 
 
 BAD: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "prompt 1 has 9 tokens, and with 4 new ones more than the 12 of a planned sequence": ([[1], [2] * 9], 4, {}),
+    "prompt 0 has 12 tokens, and a planned sequence has 12": ([[2] * 12], 4, {}),
     "prompt 1 holds the token 97; the embedding": ([[1], [97]], 1, {}),
     "prompt 0 holds the token -1; the embedding": ([[-1]], 1, {}),
     "prompt 1 is empty": ([[1], []], 1, {}),
