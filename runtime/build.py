@@ -20,7 +20,6 @@ from planner.lower import lower
 from planner.mesh import REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.sharding.buffers import Buffer
-from planner.sharding.factored import factored_of, parts_of
 from planner.sharding.homes import combined_axes, homes_of
 from planner.sharding.residency import Residency
 from planner.spec.sections import FULL_ITERATION
@@ -39,7 +38,6 @@ from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
 from runtime.mode import Mode
-from runtime.optimizer.factored import FactoredBucket
 from runtime.optimizer.matrices import BucketExchange, Member
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
@@ -212,7 +210,6 @@ def _optimizer(
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups) if mode == "train" else {},
-        factored=_factored(plan, groups, buffers) if mode == "train" else {},
         residency=residency if mode == "train" else Residency(reshards=True),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
@@ -235,16 +232,4 @@ def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchan
         if homes is not None:
             member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))
             found |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
-    return found
-
-
-def _factored(plan: Plan, groups: Groups, buffers: tuple[Buffer, ...]) -> dict[tuple[int, int], FactoredBucket]:
-    """Of this rank's buckets that are updated by rows and columns."""
-    found: dict[tuple[int, int], FactoredBucket] = {}
-    for number, buffer in enumerate(buffers):
-        by_name = {f.local.fqn: f for f in factored_of([buffer], plan.mesh, groups.place["ep"])}
-        for bucket in buffer.layout.buckets if by_name else ():
-            held = [by_name[slot.name] for slot in bucket.slots]
-            parts = [(f, tuple(parts_of(f, bucket, buffer, plan.mesh, groups.place))) for f in held]
-            found[number, bucket.index] = parts
     return found

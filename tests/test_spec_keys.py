@@ -123,7 +123,7 @@ OF_UPDATE_RULES = [
     "optimizer.split",
     "optimizer.options",
 ]
-# tests/numeric/test_update_rules.py, tests/numeric/test_muon.py, tests/numeric/test_adafactor.py
+# tests/numeric/test_update_rules.py, tests/numeric/test_muon.py
 OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/memory/test_imbalance.py
     "data.mean_document",  # tests/planner/tables/test_documents.py

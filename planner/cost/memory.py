@@ -4,7 +4,7 @@ parameters, gradients   the buffers that the runtime allocates, padding and all;
                         buffers and constants
 optimizer               two moments, or the values that another update rule keeps; a mean of the weights with
                         ``optimizer.ema``; a float32 main parameter and gradient if the buffers are less precise. Under
-                        ZeRO-1 of this rank's shard alone, but for the rows and columns of adafactor
+                        ZeRO-1 of this rank's shard alone
 
 parameters, gradients     not sharded     ZeRO-1 over d ranks, bytes an element
 half, half                    20          4 + 16/d
@@ -52,8 +52,6 @@ from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
 from planner.saved.trace import StageTrace
-from planner.sharding.factored import factored_of
-from planner.sharding.factored import update_bytes as bytes_of_factors
 from planner.sharding.homes import homes_of
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
@@ -185,7 +183,7 @@ def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
     buffers = shards.buffers_of_rank(rank)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     of_matrices = [home.update_bytes for home in homes if home is not None]
-    return max(*of_matrices, 0, bytes_of_factors(factored_of(buffers, decisions.mesh), buffers))
+    return max(of_matrices, default=0)
 
 
 def after_blocks(decisions: Decisions) -> list[str]:

@@ -24,7 +24,7 @@ from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.visits import units_of
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
-from planner.spec.update_rules import MATRIX_RULES, is_factored, moments_of
+from planner.spec.update_rules import MATRIX_RULES, moments_of
 from planner.updates.rules import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -166,31 +166,15 @@ class Buffer:
         return {p.fqn: p for p in self.parameters}
 
     @property
-    def is_factored(self) -> bool:
-        """Whether statistics of the rows and columns of its parameters are kept, each on all ranks that share it."""
-        return is_factored(self.rule, len(self.parameters[0].global_shape))
-
-    @property
     def optimizer_bytes(self) -> int:
-        """Bytes of one rank's moments, or statistics of rows and columns, of a mean of the weights if there is one, and
-        of its main parameters and gradients if the buffers are less precise.
+        """Bytes of one rank's moments, of a mean of the weights if there is one, and of its main parameters and
+        gradients if the buffers are less precise.
         """
         if self.is_frozen:
             return 0
         main = self.main_dtype.itemsize
         copies = (self.dtype != self.main_dtype) + (self.gradient_dtype != self.main_dtype)
-        statistics = sum(map(num_statistics, self.parameters)) * main if self.is_factored else 0
-        return self.layout.shard_elements() * main * (len(self.moments) + self.averaged + copies) + statistics
-
-
-def num_statistics(local: LocalParameter) -> int:
-    """Of the rows and the columns of a parameter [.., a, b]; of a stack of experts, those of an ep rank."""
-    shape, expert = list(local.global_shape), local.expert
-    if len(shape) < 2:
-        return 0
-    if expert is not None and 0 <= expert.dim < len(shape) - 2:
-        shape[expert.dim] = local.shape[expert.dim]
-    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+        return self.layout.shard_elements() * main * (len(self.moments) + self.averaged + copies)
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
@@ -242,7 +226,6 @@ def buffers_of_rank(
             rule = rules.of(p.fqn)
             key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment, rule)
             key += (p.placement.is_sharded,) if rule in MATRIX_RULES else ()  # other ranks hold parts of a matrix
-            key += (is_factored(rule, len(p.global_shape)),)  # it has no moments
             groups.setdefault(key, {}).setdefault(p.fqn, p)
     made = []
     for group in groups.values():
@@ -255,7 +238,7 @@ def buffers_of_rank(
             units = {**units, **{p.fqn: p.fqn for p in members}}  # stages read them at other places
         layout = _layout(optimizer, sizes[members[0].reduced_over], members, units)
         rule = FROZEN if is_frozen else rules.of(members[0].fqn)
-        moments = () if is_frozen else moments_of(rule, optimizer, len(members[0].global_shape))
+        moments = () if is_frozen else moments_of(rule, optimizer)
         averaged = optimizer.ema is not None and not is_frozen
         made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.planned_zero))
     return tuple(made)

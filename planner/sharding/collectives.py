@@ -6,8 +6,6 @@ tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial
 replica              the same, if parameters are in shards within groups of dp
 tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
                      ranks, and back (planner.sharding.homes)
-tp, dp, ep, …        all-reduces of sums over rows and columns, and of sizes, of parameters that adafactor updates
-                     (planner.sharding.factored)
 dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
 world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
 
@@ -27,7 +25,6 @@ from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.sharding import buckets
 from planner.sharding.buffers import Buffer
-from planner.sharding.factored import SUM_BYTES, all_reduces, factored_of
 from planner.sharding.homes import SENT_BYTES, Homes, exchanged_elements, homes_of
 from planner.updates.rules import UpdateRules
 
@@ -56,8 +53,6 @@ def step_collectives(
     for i, buffer in enumerate(all_buffers):
         homes = homes_of(buffer, mesh, rules or UpdateRules())
         rows += [] if homes is None or not homes.axis else _of_matrices(mesh, i, homes)
-    for pp_rank in sorted({buffer.pp_rank for buffer in all_buffers}):
-        rows += _of_factored(mesh, [buffer for buffer in all_buffers if buffer.pp_rank == pp_rank])
     if mesh.world_size > 1:
         where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
         notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # asked to stop, then those of each rank
@@ -120,16 +115,6 @@ def _of_matrices(mesh: Mesh, index: int, homes: Homes) -> Iterator[CollectivePla
             place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({count} matrices {what})"
             size = elements * SENT_BYTES
             yield CollectivePlan("all_to_all", homes.axis, "step", place, size, 1, "step", buffer.pp_rank)
-
-
-def _of_factored(mesh: Mesh, buffers: list[Buffer]) -> Iterator[CollectivePlan]:
-    factored = factored_of(buffers, mesh)
-    for of_sizes, what in ((False, "rows and columns"), (True, "weights and updates")):
-        for axis, members in all_reduces(factored, of_sizes=of_sizes):
-            elements = sum(2 if of_sizes else factored[number].num_statistics for number in members)
-            place = f"optimizer: squares over {what} of {len(members)} parameters"
-            size = elements * SUM_BYTES
-            yield CollectivePlan("all_reduce", axis, "step", place, size, 1, "step", buffers[0].pp_rank)
 
 
 def _contents(bucket: buckets.Bucket) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from passes.errors import PlanError, SpecError
-from planner.spec.adafactor import adafactor_options
 from planner.spec.fields import (
     AUTO,
     MOST_NAMES,
@@ -30,13 +29,11 @@ from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
 from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
 from planner.spec.update_rules import (
-    FACTORED_RULES,
     MEAN_RULES,
     UPDATE_RULES,
     keys_read,
     moments_of,
     momentum_of,
-    options_of,
 )
 
 if TYPE_CHECKING:
@@ -84,21 +81,17 @@ class GroupSpec(Section):
 class OptimizerSpec(Section):
     name: RuleOrClass = key(
         "adamw",
-        "adamw | adam | sgd | lion | adagrad | adafactor | schedule_free_adamw | muon (of hidden matrices; adamw of "
+        "adamw | adam | sgd | lion | adagrad | schedule_free_adamw | muon (of hidden matrices; adamw of "
         "all other parameters), or an element-wise class of torch: torch.optim:RMSprop",
     )
     lr: NotNegative = key(1.5e-4, "learning rate after the warm-up")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay rates of the first and second moments")
     eps: Positive = key(1.0e-8, "added to the denominator of the update")
-    weight_decay: NotNegative = key(
-        0.01, "decoupled for adamw, lion, muon and adafactor; for others added to the gradient"
-    )
+    weight_decay: NotNegative = key(0.01, "decoupled for adamw, lion and muon; for others added to the gradient")
     momentum: Fraction | None = key(None, "null: 0 for sgd, 0.95 for muon")
     nesterov: Flag | None = key(None, "for sgd with momentum, and muon; null: false for sgd, true for muon")
-    options: dict[Name, Flag | Number | list[Number | None]] = key(
-        {},
-        "arguments of a class of torch, beside lr and weight_decay: {alpha: 0.9}; of adafactor: {beta2_decay, eps, d, "
-        "maximize}",
+    options: dict[Name, Flag | Number | list[Number]] = key(
+        {}, "arguments of a class of torch, beside lr and weight_decay: {alpha: 0.9}"
     )
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
@@ -158,12 +151,8 @@ class OptimizerSpec(Section):
         try:
             if self.name.startswith(PREFIX):
                 moments_of(self.name, self)
-            if FACTORED_RULES & self.rules:
-                adafactor_options(options_of(self))
         except PlanError as error:
-            own = self.name.removeprefix(PREFIX).lower()
-            fix = f"write name: {own}" if own in FACTORED_RULES - {self.name} else error.fix
-            yield SpecError(error.what, where=error.where, fix=fix)
+            yield SpecError(error.what, where=error.where, fix=error.fix)
         if self.schedule.min_lr > self.lr:
             at = "optimizer.schedule.min_lr"
             what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"

@@ -108,5 +108,5 @@ def _refused(name: str, what: str) -> PlanError:
     return PlanError(
         f"{name} {what}: it cannot run on the shards of ZeRO-1",
         where="optimizer.name",
-        fix="choose an optimizer that updates each element by itself, such as torch.optim:RMSprop",
+        fix="choose adamw, muon, or a class that updates each element by itself, such as torch.optim:RMSprop",
     )

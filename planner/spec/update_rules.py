@@ -4,7 +4,6 @@ adamw     decoupled weight decay            adam, adagrad, sgd   weight decay is
 lion      the sign of a mean of gradients   sgd                  keeps nothing without momentum
 schedule_free_adamw   gradients at a point between the steps and their mean, which is evaluated; adamw otherwise
 muon      the orthogonal factor of a mean of gradients, for each matrix; adamw for all that is no hidden matrix
-adafactor the gradient over a root mean square that is known of each row and each column; of vectors, of each element
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from planner.spec.torch_optimizers import PREFIX, Options, tried_moments
 class UpdateRule:
     """``moments``: kinds of values of an element. ``keys``: of the spec's section, beside lr and weight_decay.
 
-    ``statistics``: kinds of values of a row, and of a column, kept of parameters of several dims in place of moments.
-
     ``for_others``: the rule of parameters that are no hidden matrices, if this one is for matrices alone. ``of_torch``:
     the class of torch.optim that computes the same, with which ``verify`` compares it. ``evaluates_mean``: whether the
     weights that it trains are not those to evaluate.
@@ -30,7 +27,6 @@ class UpdateRule:
     keys: tuple[str, ...] = ()
     for_others: str = ""
     of_torch: str = ""
-    statistics: tuple[str, ...] = ()
     evaluates_mean: bool = False
 
 
@@ -42,27 +38,18 @@ UPDATE_RULES = {
     "adagrad": UpdateRule(("sum",), ("eps",), of_torch="Adagrad"),
     "schedule_free_adamw": UpdateRule(("exp_avg_sq", "distance"), ("betas", "eps"), evaluates_mean=True),
     "muon": UpdateRule(("momentum_buffer",), ("momentum", "nesterov", "adjust_lr", "split"), for_others="adamw"),
-    "adafactor": UpdateRule(("variance",), ("options",), of_torch="Adafactor", statistics=("row_var", "col_var")),
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
 MEAN_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.evaluates_mean)
-FACTORED_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.statistics)
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 
 
-def is_factored(rule: str, num_dims: int) -> bool:
-    """Whether the rule keeps statistics of rows and columns of a parameter with so many dims."""
-    return rule in FACTORED_RULES and num_dims > 1
-
-
-def moments_of(rule: str, optimizer: Any, num_dims: int = 1) -> tuple[str, ...]:
-    """The moments of a rule, under the spec's section. ``num_dims``: of the parameters.
+def moments_of(rule: str, optimizer: Any) -> tuple[str, ...]:
+    """The moments of a rule, under the spec's section.
 
     Raises PlanError for one of torch.optim that is refused.
     """
-    if is_factored(rule, num_dims):
-        return ()
     if rule.startswith(PREFIX):
         return tried_moments(rule, options_of(optimizer))
     momentum, _ = momentum_of(optimizer)

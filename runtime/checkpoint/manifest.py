@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Validati
 from passes.errors import PlanError
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
-from planner.spec.update_rules import UPDATE_RULES
 from runtime.checkpoint.lines import NO_LINE, Line, Place
 from runtime.checkpoint.regular_files import read_small
 
@@ -34,7 +33,7 @@ _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 paramete
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
 _DIGITS = 32
-STATISTICS = tuple(dict.fromkeys(kind for rule in UPDATE_RULES.values() for kind in rule.statistics))
+STATISTICS = {"row_var", "col_var"}  # of saves by adafactor, which was a rule: their weights can be read
 NO_OPTIMIZER = "none"  # of a save of weights alone
 
 Size = Annotated[int, Field(ge=0, le=2**48)]
@@ -79,8 +78,8 @@ class TensorEntry(_Strict):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it holds values of the rows or columns of a parameter: its name is that of ``statistic_of``."""
-        return self.values.keys() <= set(STATISTICS)
+        """Whether it holds values of the rows or columns of a parameter."""
+        return self.values.keys() <= STATISTICS
 
     @property
     def bytes_per_element(self) -> int:
@@ -157,11 +156,6 @@ class Manifest(_Strict):
 def key_of(kind: str, name: str, start: Iterable[int]) -> str:
     """The name of a piece in its safetensors file."""
     return f"{kind}/{name}@{','.join(map(str, start))}"
-
-
-def statistic_of(name: str, kind: str) -> str:
-    """The name of values of a parameter's rows or columns. No parameter has it: its module would be a parameter."""
-    return f"{name}.{kind}"
 
 
 def checksum(data: bytes) -> str:

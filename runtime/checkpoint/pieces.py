@@ -6,7 +6,7 @@ rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.sharding.boxes import Box
-from runtime.checkpoint.manifest import STATISTICS, FileEntry, Manifest, TensorEntry, key_of, statistic_of
+from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
 from runtime.checkpoint.pretrained_save import Entry, header_of
 from runtime.checkpoint.regular_files import check_whole, opened
 from runtime.checkpoint.safetensors_files import DTYPES
@@ -98,7 +98,6 @@ def tables_of(
             values.setdefault(name, {})[kind] = dtype
             places.setdefault(name, {})[box] = index
     tensors = {}
-    names = [(name, aliases) for given, of_given in names for name, aliases in _with_own(given, of_given, places)]
     assert {name for name, _ in names} == places.keys(), "the ranks have written other tensors than the plan has"
     for name, aliases in names:
         held = places[name]
@@ -106,14 +105,6 @@ def tables_of(
         pieces = tuple((index, box.start, box.stop) for box, index in held.items())
         tensors[name] = TensorEntry(shape=shape, values=values[name], aliases=aliases, pieces=pieces)  # pyright: ignore[reportArgumentType]
     return tuple(files), tensors
-
-
-def _with_own(name: str, aliases: tuple[str, ...], held: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A tensor, and behind it the statistics of its rows and columns, if there are any."""
-    yield name, aliases
-    for kind in STATISTICS:
-        if (own := statistic_of(name, kind)) in held:
-            yield own, ()
 
 
 class PieceReader:

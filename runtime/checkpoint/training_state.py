@@ -22,8 +22,7 @@ from planner.sharding.boxes import Box, Piece, pieces_of_run
 from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
 from planner.sharding.parts import part_of
-from runtime.checkpoint.factored_state import misfits, statistics_of, written
-from runtime.checkpoint.manifest import STATISTICS, LossScaleEntry, Manifest, statistic_of
+from runtime.checkpoint.manifest import LossScaleEntry, Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
@@ -36,6 +35,10 @@ from runtime.weights.shards import Kept
 
 Reads = Literal["all", "weights", "average"]
 _SPREAD_FROM = 1 << 16  # elements: of equal copies of fewer the first rank writes all
+BEGIN_ANEW = (
+    "load a save with this optimizer; or begin with the weights alone, and adamw, muon or a class of torch.optim: "
+    "meshwright checkpoint DIR --export HF_DIR"
+)
 OTHER = "load a save of this model with this precision, or export it: meshwright checkpoint DIR --export HF_DIR"
 
 
@@ -64,8 +67,6 @@ class TrainingState:
                 if not (piece.is_shared and self.groups.place[run.local.axis]):
                     for kind, values in run.values.items():
                         yield WrittenPiece(run.local.fqn, kind, piece.box, view_of(values, piece))
-        if self.num_updates:
-            yield from written(self.optimizer, self.groups)
         for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
             for name, tensor in tensors.items():
                 yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
@@ -100,7 +101,7 @@ class TrainingState:
             raise PlanError("the save has no running mean of the weights", where="optimizer.ema", fix=fix)
         is_whole = self.reads == "all" and not manifest.has_weights_alone
         if is_whole and manifest.optimizer.name != self.plan.optimizer.name:
-            raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=OTHER)
+            raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=BEGIN_ANEW)
         saved = {name: entry for name, entry in manifest.tensors.items() if not entry.is_statistic}
         given = {name for name, entry in saved.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
@@ -115,7 +116,6 @@ class TrainingState:
         if extra := [n[:200] for n in saved if n not in (known if n in given else buffers)]:
             problems.append(f"unexpected: {listed(extra)}")
         problems += self._misfits(manifest, [name for name in known if name in given])[:1]
-        problems += misfits(self.plan, manifest)[:1] if is_whole else []
         if problems:
             raise PlanError(f"the save is of another model: {'; '.join(problems)}", fix=OTHER)
 
@@ -153,7 +153,7 @@ class TrainingState:
         held = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
         found = set()
         for _, name, kind, box in self._targets():
-            if kind in ("parameter", "buffer", *STATISTICS) and name in held:
+            if kind in ("parameter", "buffer") and name in held:
                 found |= {index for (index, *_), other in held[name] if other.intersection(box) is not None}
         return {manifest.files[index].name for index in found}
 
@@ -163,8 +163,6 @@ class TrainingState:
             for piece in self._of_run(run, Range(0, len(run.range))):
                 for kind, values in run.values.items():
                     yield view_of(values, piece), run.local.fqn, kind, piece.box
-        for p, kind, values, box in statistics_of(self.optimizer):
-            yield values, statistic_of(p.factored.local.fqn, kind), kind, box
         for name, tensor in self.kept.parameters.items():
             yield tensor, name, "parameter", _all_of(tensor.shape)
         for name in hub_of(self.plan).persistent_buffers:

@@ -6,8 +6,7 @@ value, moments and count of updates, like a parameter with gradient None in torc
 
 A kernel (runtime.optimizer.rules) does the arithmetic. Whether a part rests is known on the device, where it is read.
 A rule of whole matrices has two kernels: between them the updates, which take the place of the gradients, are exchanged
-for their orthogonal factors (runtime.optimizer.matrices). A rule of rows and columns has no kernel: it sees whole
-parameters (runtime.optimizer.factored).
+for their orthogonal factors (runtime.optimizer.matrices).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from planner.spec.torch_optimizers import PREFIX
 from planner.updates.groups import Settings
-from runtime.optimizer.factored import FactoredRule
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
 from runtime.optimizer.of_torch import torch_kernel
 from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel
@@ -64,7 +62,7 @@ class FlatOptimizer:
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
     ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but
     those of ``runs``, of each shard in order, disjoint. ``exchanges``: of the shards with a rule of
-    matrices. ``factored``: updates those with a rule of rows and columns.
+    matrices.
     """
 
     def __init__(
@@ -76,12 +74,11 @@ class FlatOptimizer:
         moments: Sequence[tuple[str, ...]],
         runs: Sequence[Sequence[Run]] = (),
         exchanges: Mapping[Tensor, BucketExchange] | None = None,
-        factored: FactoredRule | None = None,
     ) -> None:
         self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
         self.moments = dict(zip(self.shards, moments, strict=True))
         self._bases = {s: replace(settings, rule=rule) for s, rule in zip(self.shards, rules, strict=True)}
-        self._exchanges, self.factored = dict(exchanges or {}), factored
+        self._exchanges = dict(exchanges or {})
         self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
@@ -101,8 +98,6 @@ class FlatOptimizer:
                 self.state[shard][kind].zero_()
         for asked, own in self._groups.items():
             self._counts[asked].fill_((updates_of or {}).get(own[0][1].fqn, updates))
-        if self.factored is not None:
-            self.factored.begin(updates, updates_of or {})
 
     def updates_of(self) -> dict[str, int]:
         """Of each parameter that may rest, and lies here, how often it was updated."""
@@ -118,8 +113,6 @@ class FlatOptimizer:
         batches = list(self._batches(found_inf, asked))
         for batch in batches:
             self._run(batch, KERNELS, lr, grad_scale)
-        if self.factored is not None:
-            self.factored.step(lr, grad_scale, found_inf, asked, self._state)
         for shard in self.shards:
             self._state(shard)["step"].add_(1 - found_inf)
         for batch in batches[1:]:

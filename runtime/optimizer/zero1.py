@@ -28,7 +28,6 @@ from planner.spec.update_rules import MEAN_RULES
 from planner.updates.groups import Settings, base_of
 from runtime.optimizer.average import ScheduleFreeMean, WeightAverage
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
-from runtime.optimizer.factored import FactoredBucket, FactoredRule
 from runtime.optimizer.flat import FlatOptimizer, Part, Run
 from runtime.optimizer.in_place import all_gather
 from runtime.optimizer.main_shards import MainShard, in_common_order, size_and_rank, tied_order, whole_indices
@@ -80,14 +79,13 @@ class DistributedOptimizer:
         asked: Mapping[str, tuple[int, ...]] | None = None,
         own: Mapping[str, Settings] | None = None,
         exchanges: Mapping[tuple[int, int], BucketExchange] | None = None,
-        factored: Mapping[tuple[int, int], FactoredBucket] | None = None,
         chunk_of: Mapping[int, int] | None = None,
         residency: Residency | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
         each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
         parameters that have others than the section's. ``exchanges``: by buffer and bucket, of those that are updated
-        matrix by matrix; ``factored``: of those that are updated by rows and columns.
+        matrix by matrix.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
         (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; "embedding" as {stages: group}.
@@ -112,9 +110,7 @@ class DistributedOptimizer:
             if exchanges
             else {}
         )
-        by_rows = {main: factored[at] for main, at in zip(mains, places, strict=True) if factored and at in factored}
-        rule = FactoredRule(by_rows, base, own or {}, asked or {}, self.groups) if by_rows else None
-        self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found, rule) if self.shards else None
+        self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found) if self.shards else None
         self.average = self._mean_of(mains)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
@@ -238,7 +234,7 @@ class DistributedOptimizer:
             "gradients": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_gradients],
             "main_parameters": [shard.main for shard in self.shards],
             "main_gradients": [shard.grad for shard in self.shards],
-            "optimizer": [*moments, *self._statistics(), *(self.average.held if self.average is not None else ())],
+            "optimizer": [*moments, *(self.average.held if self.average is not None else ())],
         }
         seen: set[int] = set()
         return {kind: _new_bytes(tensors, seen) for kind, tensors in kinds.items()}
@@ -250,10 +246,6 @@ class DistributedOptimizer:
         return rank, size
 
     # ---- pieces
-
-    def _statistics(self) -> list[Tensor]:
-        rule = None if self.optimizer is None else self.optimizer.factored
-        return [] if rule is None else [mean for p in rule.parameters for mean in p.state.values()]
 
     def _shared_over(self, axis: str) -> DataParallel:
         group = self.groups.get(axis)

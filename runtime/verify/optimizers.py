@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from passes.program.matrices import Matrices
-from planner.spec.adafactor import adafactor_options
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.torch_optimizers import PREFIX, class_of
-from planner.spec.update_rules import FACTORED_RULES, UPDATE_RULES, options_of
+from planner.spec.update_rules import UPDATE_RULES, options_of
 from planner.updates.groups import Settings, base_of, settings_of
 
 
@@ -134,24 +133,9 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
         own = [{key: group[key] for key in ("params", "factor", "weight_decay")} for group in groups]
         made: Any = class_of(rule)
         return made(own, lr=lr, **dict(options_of(o)))
-    if rule in FACTORED_RULES:
-        return torch.optim.Adafactor([part for group in groups for part in _of_adafactor(group, o)], lr=lr)
     own_classes: dict[str, Any] = {"lion": Lion, "schedule_free_adamw": ScheduleFree, "muon": WholeMatrices}
     made = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
     return made(groups, lr=lr)
-
-
-def _of_adafactor(group: dict[str, Any], o: OptimizerSpec) -> Iterator[dict[str, Any]]:
-    """The group in parts of one dtype: the least mean square is that of main weights, never in half precision."""
-    options = adafactor_options(options_of(o))
-    made = {key: group[key] for key in ("factor", "weight_decay")}
-    made |= {key: getattr(options, key) for key in ("beta2_decay", "d", "maximize")}
-    for dtype in (torch.float64, torch.float32):
-        held = [p for p in group["params"] if (p.dtype == torch.float64) == (dtype == torch.float64)]
-        least, size = options.eps
-        eps = torch.finfo(dtype).eps if least is None else least, size
-        if held:
-            yield made | {"params": held, "eps": eps}
 
 
 @dataclass(frozen=True, slots=True)

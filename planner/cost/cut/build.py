@@ -42,12 +42,10 @@ from planner.saved.lowered import Lowered
 from planner.saved.trace import Call, StageTrace
 from planner.sharding.boundaries import value_at
 from planner.sharding.buckets import padded, start_multiple
-from planner.sharding.factored import factored_of_one
 from planner.sharding.homes import matrices_of, shared_over
 from planner.sharding.parameters import local_parameter
 from planner.spec.sections import FULL_ITERATION, GLOBAL
 from planner.spec.spec import Spec
-from planner.spec.update_rules import FACTORED_RULES
 
 
 class _Side:
@@ -238,11 +236,7 @@ class Builder:
         sizes = Counter(matrix.shape for matrix in matrices_of(local, rules, mesh))
         matrices = tuple((count, *shape) for shape, count in sizes.items())
         shared = shared_over(local, mesh, sharded=self.spec.optimizer.zero != 0) if matrices else ""
-        kept = replace(kept, rule=rules.of(local.fqn), matrices=matrices, shared_by=shared)
-        if kept.rule not in FACTORED_RULES:
-            return kept
-        factored = factored_of_one(local, mesh, is_sharded=self.spec.optimizer.zero != 0)
-        return replace(kept, statistics=factored.num_statistics, summed_over=factored.row_axes)
+        return replace(kept, rule=rules.of(local.fqn), matrices=matrices, shared_by=shared)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
         """For each unit, the values that are sent if a stage ends with it."""

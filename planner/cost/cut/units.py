@@ -71,7 +71,6 @@ class HeldParameter:
     """One rank's part of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
     ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot.
     ``rule``: its update rule; ``matrices``: (how many, rows, columns) of those updated whole, over ``shared_by``.
-    ``statistics``: of its rows and columns, if the rule keeps these and no moments, summed over ``summed_over``.
     """
 
     elements: int
@@ -84,8 +83,6 @@ class HeldParameter:
     rule: str = "adamw"
     matrices: tuple[tuple[int, int, int], ...] = ()
     shared_by: str = ""
-    statistics: int = 0
-    summed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from planner.cost.layout import Layout
 from planner.cost.seconds.sharded import SIZES, whole_bytes
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
-from planner.spec.update_rules import FACTORED_RULES, moments_of
+from planner.spec.update_rules import moments_of
 
 LOW = ("bfloat16", "float16")
 
@@ -26,8 +26,7 @@ class HeldBuffer:
 
     ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, if they are tied.
     ``averaged``: a running mean of the weights is kept; ``num_moments``: values that the update rule keeps.
-    ``matrices``: (how many, rows, columns) of those that it updates whole, over ``shared_by``. ``statistics``: of rows
-    and columns that it keeps, summed over ``summed_over``; ``is_factored``: by such a rule.
+    ``matrices``: (how many, rows, columns) of those that it updates whole, over ``shared_by``.
     """
 
     elements: int
@@ -44,9 +43,6 @@ class HeldBuffer:
     matrices: tuple[tuple[int, int, int], ...] = ()
     shared_by: str = ""
     zero: int = 1
-    statistics: int = 0
-    summed_over: tuple[str, ...] = ()
-    is_factored: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -60,11 +56,10 @@ class HeldBuffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """The moments and statistics, a mean of the weights if there is one, main parameters and gradients if the
-        buffer is less precise.
+        """The moments, a mean of the weights if there is one, main parameters and gradients if the buffer is less
+        precise.
         """
-        elements = self.shard * (self.num_moments + self.averaged + self._copies) + self.statistics
-        return elements * self.main_itemsize
+        return self.shard * (self.num_moments + self.averaged + self._copies) * self.main_itemsize
 
     @property
     def _copies(self) -> int:
@@ -74,10 +69,9 @@ class HeldBuffer:
     def update_bytes(self) -> int:
         """Moved by norm, copies and the update: gradient, moments and parameters read, all but the gradient written.
 
-        A mean of the weights: difference, product and sum, each read and written by itself. So are squares, estimate,
-        update and step of a rule of rows and columns.
+        A mean of the weights: difference, product and sum, each read and written by itself.
         """
-        main, copies = self.main_itemsize, 8 * self.main_itemsize * (self.averaged + 2 * self.is_factored)
+        main, copies = self.main_itemsize, 8 * self.main_itemsize * self.averaged
         if self.gradient_itemsize != main:
             copies += self.gradient_itemsize + main
         if self.itemsize != main:
@@ -112,7 +106,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
                spec: Spec) -> RankHolds:  # fmt: skip
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
-    groups: dict[tuple[str, str, tuple[str, ...], bool, str, str, bool], _Sums] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], bool, str, str], _Sums] = {}
     frozen, low = 0, False
     held: list[tuple[HeldParameter, int, bool]] = []
     for first, end in chunks:
@@ -132,17 +126,15 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
             shards = layout.mesh.size(p.reduced_over) if layout.zero == 3 else 1
             frozen += -(-p.elements * p.itemsize * count // shards)
             continue
-        key = p.dtype, p.reduced_over, p.partial_over, tied, p.rule, p.shared_by, p.statistics > 0
+        key = p.dtype, p.reduced_over, p.partial_over, tied, p.rule, p.shared_by
         sums = groups.setdefault(key, _Sums(p.itemsize))
         sums.elements += p.starts * count
-        sums.statistics += p.statistics * count
-        sums.summed_over.update(dict.fromkeys(p.summed_over))
         for number, *shape in p.matrices:
             sums.matrices[tuple(shape)] += number * count
     asked = spec.precision.gradients or ("float32" if low else None)
     buffers = tuple(
         _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, layout, spec)
-        for (dtype, over, partial, tied, rule, shared_by, _), sums in groups.items()
+        for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
     )
     return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, asked))
 
@@ -153,8 +145,6 @@ class _Sums:
 
     itemsize: int
     elements: int = 0
-    statistics: int = 0
-    summed_over: dict[str, None] = field(default_factory=dict)
     matrices: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
@@ -171,9 +161,8 @@ def _buffer(
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
     gradient = SIZES[asked] if asked else itemsize
-    kept = optimizer.ema is not None, len(moments_of(rule, optimizer, 2 if sums.statistics else 1))
+    kept = optimizer.ema is not None, len(moments_of(rule, optimizer))
     shard = elements // num_ranks
     matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())
     kept = (*kept, matrices, shared_by, layout.zero if ranks > 1 else min(1, layout.zero))
-    kept = (*kept, sums.statistics, tuple(sums.summed_over), rule in FACTORED_RULES)
     return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)

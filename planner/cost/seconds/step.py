@@ -18,7 +18,6 @@ from planner.cost.cut.kernels import Op, Size
 from planner.cost.seconds.buffers import HeldBuffer, RankHolds
 from planner.cost.seconds.phases import Pricing
 from planner.sharding.collectives import NOTES_OF_A_RANK, SUMS
-from planner.sharding.factored import SUM_BYTES
 from planner.sharding.homes import SENT_BYTES
 from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
 
@@ -55,7 +54,6 @@ def end_of_step(
             first_bucket = max(first_bucket, each)
         sums += _sums(buffer, pricing)
         update += pricing.roofline.moving(buffer.update_bytes) + _matrices(buffer, pricing)
-        update += _statistics(buffer, pricing)
     hidden = overlap * min(reduce - last_bucket, last_backward)
     waited = gather - overlap * min(gather - first_bucket, until_first_forward_ends)
     return EndOfStep(reduce - hidden + sums, update, waited)
@@ -77,12 +75,6 @@ def _matrices(buffer: HeldBuffer, pricing: Pricing) -> float:
     ranks = pricing.mesh.size(buffer.shared_by)
     exchange = pricing.collective("all_to_all", buffer.shared_by, elements * SENT_BYTES / ranks / buffer.num_buckets)
     return seconds / ranks + 2 * buffer.num_buckets * exchange
-
-
-def _statistics(buffer: HeldBuffer, pricing: Pricing) -> float:
-    """Of rows and columns, then of two sizes, which take a latency alone."""
-    sizes = (buffer.statistics * SUM_BYTES, SUM_BYTES)
-    return sum(pricing.collective("all_reduce", axis, size) for axis in buffer.summed_over for size in sizes)
 
 
 def _bytes(sides: tuple[int, int, int, int]) -> float:

@@ -173,11 +173,8 @@ def test_one_part_of_the_scope_may_stand_without_a_list_and_no_graphs_need_no_wa
     [
         ({"name": "torch.optim:LBFGS"}, "LBFGS cannot update a flat tensor"),
         ({"name": "torch.optim:Adafactor"}, "updates an element by the values of others"),
-        ({"name": "torch.optim:Adafactor"}, "fix: write name: adafactor"),
-        ({"name": "adafactor", "options": {"foreach": True}}, "adafactor has no option foreach"),
-        ({"name": "adafactor", "options": {"d": 0.5}}, "Clipping threshold d should be >= 1 but is: 0.5"),
-        ({"name": "adafactor", "options": {"eps": [1e-8]}}, "adafactor's eps is a pair"),
-        ({"name": "adafactor", "eps": 1e-6}, "optimizer.eps is not for adafactor"),
+        ({"name": "adafactor"}, "torch.optim:Adafactor updates an element by the values of others"),
+        ({"name": "adafactor"}, "fix: choose adamw, muon, or a class that updates each element by itself"),
         ({"name": "torch.optim:NAdam"}, "keeps mu_product, a value that is not of an element"),
         ({"name": "torch.optim:RMSpro"}, "torch.optim has no RMSpro"),
         ({"name": "torch.optim:RMSprop", "options": {"alfa": 0.9}}, "does not take these options: TypeError"),
@@ -211,8 +208,8 @@ def test_unknown_optimizer_is_named_with_the_known_ones(name, hint):
     assert dict_error(optimizer={"name": name}).splitlines() == [
         f"optimizer.name cannot be the string '{name}'",
         "  at:  optimizer.name",
-        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, schedule_free_adamw, muon, adafactor; or name a "
-        "class of torch: torch.optim:RMSprop",
+        f"  fix: {hint}choose one of: adamw, adam, sgd, lion, adagrad, schedule_free_adamw, muon; or name a class of "
+        "torch: torch.optim:RMSprop",
     ]
 
 

@@ -5,20 +5,32 @@ from __future__ import annotations
 import os
 import re
 import threading
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from planner import PlanError
+from planner.mesh import Mesh
+from planner.sharding.boxes import Box
 from runtime.checkpoint import saver
+from runtime.checkpoint.export import export
+from runtime.checkpoint.pieces import WrittenPiece
+from runtime.checkpoint.safetensors_files import SINGLE
+from runtime.checkpoint.saver import write_save
 from runtime.checkpoint.saves import resolve, saves_in, verify
+from runtime.distributed.groups import Groups
 from runtime.engine import Engine
 from tests.tools.checkpoints import Own, own_engine
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.resumed import same_state, state_of
+from tests.tools.small_saves import content
 
+MEANS = {"row_var": (5, 1), "col_var": (1, 4)}
 FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
 
 
@@ -80,6 +92,28 @@ def test_what_was_trained_and_is_frozen_now_is_refused_by_name(tmp_path: Path) -
     model.up.bias.requires_grad_(False)
     with pytest.raises(PlanError, match=r"up\.bias was saved with parameter, exp_avg, exp_avg_sq, and resuming needs"):
         own_engine(model).load(tmp_path)
+
+
+def test_a_save_of_another_optimizer_says_how_to_begin_anew(tmp_path: Path) -> None:
+    first = engine_of(0, optimizer={"name": "sgd"})
+    first.train_step(ids())
+    first.save(tmp_path)
+    with pytest.raises(PlanError, match="the save is of the optimizer sgd") as caught:
+        engine_of(1).load(tmp_path)
+    assert "adamw, muon or a class of torch.optim: meshwright checkpoint DIR --export HF_DIR" in str(caught.value)
+
+
+def test_weights_of_a_save_with_means_of_rows_and_columns_can_be_exported(tmp_path: Path) -> None:
+    """Adafactor wrote such saves."""
+    given = content(1, 2.0)
+    means = [WrittenPiece(f"up.{kind}", kind, Box((0, 0), shape), torch.ones(shape)) for kind, shape in MEANS.items()]
+    pieces = [piece for piece in given.pieces if piece.kind == "parameter"]
+    names = {"up": (), **{piece.name: () for piece in means}, "bias": ()}
+    old = replace(given, pieces=[*pieces, *means], names=names, optimizer="adafactor")
+    write_save(Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=HANG_SECONDS)), tmp_path / "run", old)
+    save = resolve(tmp_path / "run")
+    export(save, verify(save), tmp_path / "weights")
+    assert load_file(tmp_path / "weights" / SINGLE).keys() == {"up", "bias"}
 
 
 def test_a_later_save_of_the_same_step_takes_the_place_of_the_first(tmp_path: Path) -> None:
