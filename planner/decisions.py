@@ -64,6 +64,10 @@ class Decisions:
         """The user's model, while someone keeps it alive."""
         return self._model if self._model is not None else self._reference() if self._reference is not None else None
 
+    def take_model(self, model: nn.Module, hub: HubFormat) -> None:
+        """Hold ``model``, in place of the one that was planned. ``hub``: its format."""
+        self._model, self.hub = model, hub
+
     def release(self) -> None:
         """Keep only a weak reference: the full model must not outlive the copying of shards."""
         if self._model is not None:

@@ -31,11 +31,12 @@ from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.report.step_row import StepRow
+from runtime.shared_plan import shared
 from runtime.training.data import check_source, run_data
 from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
-from runtime.training.planned import plan_of
+from runtime.training.planned import Planned, plan_of
 from runtime.training.samples import Samples
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -56,28 +57,28 @@ def train(
         if not launched(os.environ).rank:
             check_outputs(job)
         return run_rank(job)
-    world_size = _checked(job, num_ranks, show_plan)
+    world_size, made = _checked(job, num_ranks, show_plan)
     if world_size == 1 and not max_restarts:
-        return run_rank(job)
+        return run_rank(job, made)
+    with shared(made.plan, is_saved=job.plan is not None) as file:
+        del made  # with the model: each rank builds its own
+        return _launched(replace(job, planned=file), world_size, max_restarts)
+
+
+def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
     signals: list[int] = []
     before = _newest(job)
+    options: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS, "max_restarts": max_restarts}
     try:
-        trained: Trained = launch(
-            run_rank,
-            world_size,
-            job,
-            timeout_seconds=TIMEOUT_SECONDS,
-            max_restarts=max_restarts,
-            on_stop=signals.append,
-        )[0]
+        trained: Trained = launch(run_rank, world_size, job, on_stop=signals.append, **options)[0]
     except RankError:
         _tell_how_to_go_on(job, before)
         raise
     return replace(trained, stopped=signals[0]) if signals and trained.stopped else trained
 
 
-def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] | None) -> int:
-    """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
+def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] | None) -> tuple[int, Planned]:
+    """The number of ranks, and the plan. Raises PlanError for all that is known to be wrong before a process starts."""
     check_saves(job)
     if job.save is not None:
         with owned(job.save):  # a run that already uses the directory is reported here, before ranks start
@@ -86,7 +87,8 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
-    decided, _ = plan_of(job, spec)
+    made = plan_of(job, spec)
+    decided = made.plan
     if spec.audit.every is not None:
         check_audit(decided)
     if weights := pretrained_directory(job.model):
@@ -98,7 +100,7 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     check_outputs(job)
     if show_plan is not None:
         show_plan(decided)
-    return world_size
+    return world_size, made
 
 
 def _check_adapters(job: Job, decided: Plan) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.program.program import Program
 from planner.capture.kept.sources import our_sources
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.meta_init import buffer_value
@@ -35,10 +36,10 @@ from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
-VERSION = 2
+VERSION = 3
 DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
-    "own_tokens", "documents", "rules",
+    "own_tokens", "documents", "rules", "imbalance",
 )  # fmt: skip
 PARTS = ("regions", "recomputed", "pieces", "flops")
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted", "adapted"))
@@ -83,6 +84,8 @@ def write(plans: Sequence[Stored], path: Path) -> None:
 def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     decisions, writer = plans[-1].decisions, Writer()
     try:
+        for plan in plans:
+            _check_constants(plan.decisions.program)
         of_lengths, model = [_of_length(plan, writer) for plan in plans], writer.write(_model_of(decisions))
     except Unstorable as error:
         raise PlanError(
@@ -98,6 +101,14 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
         "texts": list(writer.texts),
     }
     return content, writer.tensors
+
+
+def _check_constants(program: Program) -> None:
+    """A constant comes back contiguous, on the host, without a gradient; ops may read strides. Raises Unstorable."""
+    for name, value in program.constants.items():
+        is_plain = type(value) is Tensor and value.device.type == "cpu" and value.is_contiguous()
+        if not value.is_meta and (not is_plain or value.requires_grad):
+            raise Unstorable(f"the constant {name} is no plain tensor of the host")
 
 
 def _of_length(plan: Stored, writer: Writer) -> dict[str, Any]:

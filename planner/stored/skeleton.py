@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,3 +38,25 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
             root.add_module(part, nn.Module())
         root = root._modules[part]  # pyright: ignore[reportAssignmentType]
     return root, leaf
+
+
+def difference(planned: nn.Module, model: nn.Module) -> str | None:
+    """The first parameter or buffer of ``model`` that is not as in ``planned``: by name, shape, dtype, whether it is
+    trained, under which names it is one tensor. None if all are. Values are not compared.
+    """
+    found, wanted = dict(_facts(model)), dict(_facts(planned))
+    names = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    if not names:
+        return None if model.training == planned.training else "it is planned in another mode (train or eval)"
+    name = names[0]
+    return f"{name} is {found.get(name, 'absent')}, planned {wanted.get(name, 'none')}"
+
+
+def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    first: dict[int, str] = {}
+    for name, held in model.named_parameters(remove_duplicate=False):
+        tied = first.setdefault(id(held), name)
+        words = [f"{list(held.shape)}", str(held.dtype), "trained" if held.requires_grad else "frozen"]
+        yield name, " ".join([*words, *([f"one with {tied}"] if tied != name else [])])
+    for name, held in model.named_buffers(remove_duplicate=False):
+        yield name, f"a buffer {list(held.shape)} {held.dtype}"

@@ -42,7 +42,8 @@ class Job:
     ``mixture``: several texts in place of ``data``, with the share of each. ``keep_best``: the save with the least
     validation loss stays; ``patience``: validations without a smaller one before the run ends, None for no such end.
     ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to. ``plan``: a saved
-    plan that the ranks run in place of a capture. ``save_adapters``, ``save_merged``: directories for the adapters of
+    plan that the ranks run in place of a capture; ``planned``: the file of the launcher's plan
+    (``runtime.shared_plan``). ``save_adapters``, ``save_merged``: directories for the adapters of
     peft, and for the base with these merged, at the end.
     """
 
@@ -71,6 +72,7 @@ class Job:
     callback: str | None = None
     wandb: str | None = None
     plan: str | None = None
+    planned: str | None = None
     save_adapters: str | None = None
     save_merged: str | None = None
     sample_every: int | None = None

@@ -27,7 +27,7 @@ from runtime.training.best import Best
 from runtime.training.data import RunData, require_same_data, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
-from runtime.training.planned import FRESH, plan_of
+from runtime.training.planned import FRESH, Planned, plan_of
 from runtime.training.samples import Samples
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
@@ -92,8 +92,9 @@ class _Run:
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
 
 
-def run_rank(job: Job) -> Trained:
+def run_rank(job: Job, made: Planned | None = None) -> Trained:
     """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
+    ``made``: the plan, if this process has it.
 
     After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
     rank ends it after a complete step, with a save if the job has saves.
@@ -101,13 +102,15 @@ def run_rank(job: Job) -> Trained:
     spec = spec_of(job)
     weights = pretrained_directory(job.model)
     leads = not launched(os.environ).rank
-    decided, model = plan_of(job, spec, materialize=weights is None, later=True)
+    made = made or plan_of(job, spec)
+    decided, model = made.plan, made.model
     alone = _with_values(model, job, spec) if model is not None and job.compare and leads else None
-    del model
+    made.model = model = None
     data = run_data(job, spec, decided)
     showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
+        made.forget_file()
         require_same_data(data, engine.groups)
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from planner.capture.model.with_adapters import OPTION as OF_PEFT
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from planner.stored.plan_file import SUFFIX
+from runtime.shared_plan import planned
 from runtime.training.job import Job
 
 OPTION = "--plan"
@@ -21,19 +24,40 @@ FRESH = (
 )
 
 
-def plan_of(job: Job, spec: Spec, *, materialize: bool = False, later: bool = False) -> tuple[Plan, nn.Module | None]:
-    """The plan of a job, and its model unless the plan is a saved one.
+@dataclass
+class Planned:
+    """``model``: None for a saved plan. ``directory``: of the file by which ranks of this host got the plan."""
 
-    ``materialize``, ``later``: of the model's values (planner.capture.model.reference.load_model). Raises PlanError.
+    plan: Plan
+    model: nn.Module | None
+    directory: TemporaryDirectory[str] | None = None
+
+    def forget_file(self) -> None:
+        """Once all ranks have read it."""
+        if self.directory is not None:
+            self.directory.cleanup()
+
+
+def plan_of(job: Job, spec: Spec) -> Planned:
+    """The plan of a job, made here or by another process of the launch. Raises PlanError.
+
+    Values of the model that are not in files are real, or drawn when an engine needs them.
     """
     if job.plan is not None:
-        return stored_plan(job, spec), None
-    # not above: a rank with a saved plan starts in half the time without the planner and torch.export
-    from planner.api import plan
-    from planner.capture.model.reference import load_model
+        return Planned(stored_plan(job, spec), None)
+    from planner.capture.model.reference import load_model, pretrained_directory
 
-    model = load_model(job.model, materialize=materialize, seed=spec.seed, values_later=later)
-    return plan(model, spec), model
+    is_drawn = pretrained_directory(job.model) is None
+    model = load_model(job.model, materialize=is_drawn, seed=spec.seed, values_later=True)
+
+    def made() -> Plan:
+        # not above: a rank that is given a plan starts in half the time without the planner and torch.export
+        from planner.api import plan
+
+        return plan(model, spec)
+
+    decided, directory = planned(model, spec, made, job.planned, job.timeout)
+    return Planned(decided, model, directory)
 
 
 def stored_plan(job: Job, spec: Spec) -> Plan:
@@ -57,9 +81,9 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
             )
     found = Plan.load(job.plan)
     lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
-    for key, asked, planned in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
+    for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
         raise PlanError(
-            f"the plan was made with {key}: {planned}, the spec has {asked}",
+            f"the plan was made with {key}: {had}, the spec has {asked}",
             where=job.plan,
             fix="save the plan again with this spec, or train with the spec of the plan",
         )

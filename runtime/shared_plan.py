@@ -1,0 +1,131 @@
+"""One process plans for the ranks of its host: they read its decisions, and export and place nothing.
+
+    the launcher, or under torchrun the first rank of a host     plans, writes the plan to a private directory
+    each other rank                                              builds the model for its values, reads the plan
+
+The file lies in a directory of mode 0700, for the time of the launch. If the plan has no form on disk (its graph calls
+a function of the user's own, for example), each rank plans by itself, and one line says why.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import nn
+from torch.distributed import Store
+
+from passes.errors import PlanError
+from planner.capture.model.hub_format import hub_format
+from planner.capture.own_loss.functions import loss_function
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from planner.stored.plan_file import SUFFIX
+from planner.stored.skeleton import difference
+from runtime.distributed.default_group import next_store
+from runtime.distributed.devices import known_rank, launched
+from runtime.distributed.loopback import stay_on_one_host
+from runtime.distributed.signatures import Signer
+
+NONE = ""  # in place of a file: each rank plans by itself
+_SAME = "build the same model in every process: from the spec's seed, without regard to the rank"
+
+
+@contextmanager
+def shared(plan: Plan, *, is_saved: bool = False) -> Iterator[str]:
+    """The file of ``plan`` for ranks that are started inside, or NONE. ``is_saved``: the ranks know a file of it."""
+    if is_saved:
+        yield NONE
+        return
+    # of the fork server, which orphaned ranks remove too
+    with TemporaryDirectory(dir=multiprocessing.util.get_temp_dir()) as directory:
+        file = _written(plan, directory)
+        del plan  # and the model with its weights
+        yield file
+
+
+def _written(plan: Plan, directory: str) -> str:
+    file = os.path.join(directory, f"plan{SUFFIX}")
+    try:
+        plan.save(file)
+    except PlanError as error:
+        print(f"each rank captures the model by itself: {error.what}", file=sys.stderr, flush=True)
+        return NONE
+    return file
+
+
+def read_shared(file: str, model: nn.Module, spec: Spec) -> Plan:
+    """The plan of ``file``, of ``model``, which was built here. Raises PlanError if that is not the planned one."""
+    loss_function(spec.loss)  # its file may register ops
+    found = Plan.load(file)
+    hub = hub_format(model)
+    for each in found.of_all_lengths:
+        decisions, _ = each.to_run()
+        assert decisions.model is not None
+        if (other := difference(decisions.model, model)) is not None:
+            raise PlanError(f"this rank has another model than the one that was planned: {other}", fix=_SAME)
+        decisions.take_model(model, hub)
+    return found
+
+
+def planned(
+    model: nn.Module, spec: Spec, plan: Callable[[], Plan], file: str | None, timeout_seconds: float
+) -> tuple[Plan, TemporaryDirectory[str] | None]:
+    """The plan of a rank. ``file``: that of the launcher; None if there was none: then the first rank of each host
+    plans, and gets the directory of its file, to remove when all ranks have read it. ``plan`` captures ``model`` here.
+    """
+    if file:
+        return read_shared(file, model, spec), None
+    place = launched(os.environ)
+    if file == NONE or place.world_size == 1 or place.local_rank is None or place.local_world_size == 1:
+        return plan(), None
+    stay_on_one_host()
+    timeout = timedelta(seconds=timeout_seconds)
+    store = next_store(known_rank(place), place.world_size, timeout)
+    if place.local_rank == 0:
+        return _lead(store, plan)
+    told = _told(store, timeout)
+    return (plan() if told is None else read_shared(told, model, spec)), None
+
+
+def _lead(store: Store, plan: Callable[[], Plan]) -> tuple[Plan, TemporaryDirectory[str]]:
+    directory, file, key = TemporaryDirectory(), NONE, _key()
+    try:
+        made = plan()
+        file = _written(made, directory.name)
+    finally:  # others of this host wait; after an error each plans, and raises it too
+        store.set(key, Signer.of(os.environ).signed(key, file))
+    return made, directory
+
+
+def _told(store: Store, timeout: timedelta) -> str | None:
+    """The file of this host's first rank; None if it has none, or this process cannot see it."""
+    key = _key()
+    try:
+        store.wait([key], timeout)
+        stored = store.get(key)
+    except RuntimeError:  # time is up, or the host of the store is gone
+        return None
+    file = Path(Signer.of(os.environ).checked(key, stored, "the file of the plan"))
+    return str(file) if _is_own(file.parent, stat.S_ISDIR) and _is_own(file, stat.S_ISREG) else None
+
+
+def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether no other user can have written it."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _key() -> str:
+    return f"plan/{socket.gethostname()}"
