@@ -9,17 +9,12 @@ from planner.shadow import refuse_shadows
 refuse_shadows()
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.stream_group import receive_weights
     from runtime.engine import Engine
     from runtime.report.step_report import StepReport
 
-__all__ = ["Engine", "StepReport", "receive_weights"]
+__all__ = ["Engine", "StepReport"]
 
-_HOMES = {
-    "Engine": "runtime.engine",
-    "StepReport": "runtime.report.step_report",
-    "receive_weights": "runtime.checkpoint.stream_group",
-}
+_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report.step_report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Weights of an engine as a stream, to a function, a directory, a process group, or a loop."""
+"""Weights of an engine as a stream, to a function, a directory, or a loop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from os import PathLike
 from typing import Any, overload
 
 from passes.errors import PlanError, first_line
-from planner.frozen_plan import Plan
-from runtime.checkpoint.stream import BUCKET_BYTES, Bucket, Item, Recut, Shards, Stream, stream_of
-from runtime.checkpoint.stream_group import Group
+from runtime.checkpoint.stream import BUCKET_BYTES, Bucket, Item, Stream, stream_of
 from runtime.checkpoint.stream_targets import Target, target_of
 from runtime.distributed.agreement import agreed
 from runtime.distributed.exchange_json import broadcast_json
@@ -18,7 +16,7 @@ from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.patience import until_rank_0_is_done
 from runtime.engine_adapters import EngineAdapters
 
-Reader = Callable[[Any], object] | str | PathLike[str] | Group
+Reader = Callable[[Any], object] | str | PathLike[str]
 
 
 class StreamWarning(UserWarning):
@@ -34,10 +32,9 @@ class EngineStream(EngineAdapters):
         to: None = None,
         *,
         names: str = "hf",
-        layout: Plan | None = None,
         merged: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> Iterator[Bucket | Shards]: ...
+    ) -> Iterator[Bucket]: ...
 
     @overload
     def stream_weights(
@@ -45,7 +42,6 @@ class EngineStream(EngineAdapters):
         to: Reader,
         *,
         names: str = "hf",
-        layout: Plan | None = None,
         merged: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> bool: ...
@@ -55,51 +51,41 @@ class EngineStream(EngineAdapters):
         to: Reader | None = None,
         *,
         names: str = "hf",
-        layout: Plan | None = None,
         merged: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> Iterator[Bucket | Shards] | bool:
+    ) -> Iterator[Bucket] | bool:
         """Full tensors in the model's own names, in buckets of ``bucket_bytes``, without a second copy of the model.
 
         The same call on every rank, between steps; rank 0 has the tensors, on the CPU, the others get empty buckets.
-        ``to``: a function of a bucket; a directory, which gets a safetensors file for each bucket and last an index; or
-        a process group of rank 0 and its readers (``runtime.receive_weights``). Only rank 0's counts. Left out: an
-        iterator of buckets, for a loop that every rank runs.
+        ``to``: a function of a bucket; or a directory, which gets a safetensors file for each bucket and last an
+        index. Only rank 0's counts. Left out: an iterator of buckets, for a loop that every rank runs.
 
-        ``names``: "hf", those of ``save_pretrained``; "all", a tied tensor under each of its names. ``layout``: a plan
-        of this model; a bucket is then, for each rank of that plan, its shards by name (only rank 0's counts).
-        ``merged``: the base with the adapters of peft merged into it.
+        ``names``: "hf", those of ``save_pretrained``; "all", a tied tensor under each of its names. ``merged``: the
+        base with the adapters of peft merged into it.
 
         Returns whether the reader took all; if it fails, rank 0 warns once, and training can continue. Raises PlanError
-        on every rank for a layout of another model, and a directory that cannot be written.
+        on every rank for a directory that cannot be written.
         """
-        stream, recut = self._opened_stream(to, names, layout, merged, bucket_bytes)
-        if to is None:
-            return self._iterated(stream, recut)
-        return self._streamed(to, stream, recut)
+        stream = self._opened_stream(names, merged, bucket_bytes)
+        return self._iterated(stream) if to is None else self._streamed(to, stream)
 
     @shared_call("stream")
-    def _opened_stream(
-        self, to: Reader | None, names: str, layout: Plan | None, merged: bool, bucket_bytes: int
-    ) -> tuple[Stream, Recut | None]:
+    def _opened_stream(self, names: str, merged: bool, bucket_bytes: int) -> Stream:
         self._ready()
-        stream = stream_of(self.plan, self.groups, self._kept, names, bucket_bytes, merged=merged)
-        with agreed(self.groups):
-            is_recut = layout is not None and self.groups.rank == 0
-            return stream, Recut.to(layout, stream) if is_recut else None
+        return stream_of(self.plan, self.groups, self._kept, names, bucket_bytes, merged=merged)
 
-    def _iterated(self, stream: Stream, recut: Recut | None) -> Iterator[Bucket | Shards]:
+    def _iterated(self, stream: Stream) -> Iterator[Bucket]:
         """Buckets until the loop ends; after an early end on this rank it still sends its shards."""
         step, rest = self.step_index, list(stream.buckets)
         try:
             while rest:
-                yield self._next_bucket(stream, rest.pop(0), recut, step)
+                yield self._next_bucket(stream, rest.pop(0), step)
         finally:
             while rest and not self.groups.faults.activity.is_failing:
-                self._next_bucket(stream, rest.pop(0), None, self.step_index)
+                self._next_bucket(stream, rest.pop(0), self.step_index)
 
     @shared_call("stream")
-    def _next_bucket(self, stream: Stream, items: Sequence[Item], recut: Recut | None, step: int) -> Bucket | Shards:
+    def _next_bucket(self, stream: Stream, items: Sequence[Item], step: int) -> Bucket:
         if step != self.step_index:
             raise PlanError(
                 "a step has changed the weights in the middle of a stream",
@@ -108,17 +94,16 @@ class EngineStream(EngineAdapters):
             )
         self._ready()
         with self._own() as own:
-            bucket = stream.bucket(items, own)
-        return recut.shards(bucket) if recut is not None else bucket
+            return stream.bucket(items, own)
 
     @shared_call("stream")
-    def _streamed(self, to: Reader, stream: Stream, recut: Recut | None) -> bool:
+    def _streamed(self, to: Reader, stream: Stream) -> bool:
         reading = Reading(self.groups.rank == 0)
         with agreed(self.groups):
-            target = target_of(to, stream.texts, recut) if self.groups.rank == 0 else None
+            target = target_of(to, stream.texts) if self.groups.rank == 0 else None
         reading.call(target, lambda target: target.begin(len(stream.buckets)))
         for items in stream.buckets:
-            bucket = self._next_bucket(stream, items, recut if reading.is_on else None, self.step_index)
+            bucket = self._next_bucket(stream, items, self.step_index)
             reading.call(target, lambda target, bucket=bucket: target.take(bucket))
             del bucket
         reading.call(target, lambda target: target.end())

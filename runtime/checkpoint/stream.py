@@ -15,21 +15,17 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part, part_of
 from runtime.checkpoint.adapters_save import adapted_of, gathered
 from runtime.checkpoint.filled import filled
 from runtime.checkpoint.merged_save import Merge, Merging
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.pretrained_save import Entry, entries_of, texts_of, whole_entry
-from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept, shard
+from runtime.weights.shards import Kept
 
 BUCKET_BYTES = 256 << 20
 NAMES = ("hf", "all")
 Bucket = dict[str, Tensor]
-Shards = dict[int, Bucket]  # by rank of another layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,55 +99,3 @@ def _merged(plan: Plan, groups: Groups, kept: Kept, bucket_bytes: int) -> Stream
 
 def in_buckets(items: Iterable[Item], most: int) -> tuple[tuple[Item, ...], ...]:
     return tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, most)))
-
-
-@dataclass(frozen=True)
-class Recut:
-    """The shards of the ranks of another plan, cut from full tensors."""
-
-    plan: Plan
-    rows: dict[str, ParameterPlan]
-
-    @classmethod
-    def to(cls, layout: object, stream: Stream) -> Recut:
-        """Raises PlanError unless ``layout`` is a plan of this model."""
-        if not isinstance(layout, Plan):
-            what = f"the layout is a {type(layout).__name__}, not a plan"
-            raise PlanError(what, where="layout", fix="give plan(model, spec) of the layout that the reader has")
-        rows = {name: row for row in layout.parameters for name in (row.name, *row.aliases)}
-        items = {name: item for bucket in stream.buckets for item in bucket for name in item.names}
-        wrong = [n for n, item in items.items() if n in rows and tuple(rows[n].shape) != item.entry.shape]
-        absent = [row.name for row in layout.parameters if not {row.name, *row.aliases} & items.keys()]
-        absent += [name for name, item in items.items() if item.entry.row is not None and name not in rows]
-        if wrong or absent:
-            raise PlanError(
-                f"the layout is of another model: {listed(wrong or absent)}",
-                where="layout",
-                fix="plan the model that this engine trains",
-            )
-        return cls(layout, rows)
-
-    def shards(self, bucket: Mapping[str, Tensor]) -> Shards:
-        """By rank: its shard of each parameter that it holds, with padding; views where they can be. Tensors that
-        are no parameters go to every rank whole."""
-        mesh = self.plan.mesh
-        return {rank: self._of_rank(mesh.place(rank), bucket) for rank in range(mesh.world_size)}
-
-    def _of_rank(self, place: Mapping[str, int], bucket: Mapping[str, Tensor]) -> Bucket:
-        found: Bucket = {}
-        for name, tensor in bucket.items():
-            row = self.rows.get(name)
-            if row is None:
-                found[name] = tensor
-            elif (part := self._part(row, place)) is not None:
-                found[name] = shard(tensor, part)
-        return found
-
-    def _part(self, row: ParameterPlan, place: Mapping[str, int]) -> Part | None:
-        """None on a rank that does not hold the parameter."""
-        mesh = self.plan.mesh
-        if place["pp"] not in {mesh.pp_rank_of(stage) for stage in row.stages}:
-            return None
-        if row.expert is not None and not row.expert.is_held(mesh.ep, place["ep"]):
-            return None
-        return part_of(row, mesh, place)

@@ -1,8 +1,8 @@
-"""Readers of a stream of weights: a function, a directory of safetensors, or a process group.
+"""Readers of a stream of weights: a function, or a directory of safetensors.
 
     begin(number of buckets)      take(bucket) …      end()         on rank 0
 
-Any error of a function or a group means that the reader is gone. A directory that cannot be written is a PlanError.
+Any error of a function means that the reader is gone. A directory that cannot be written is a PlanError.
 """
 
 from __future__ import annotations
@@ -15,43 +15,34 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from torch._C._distributed_c10d import Backend
-from torch.distributed import ProcessGroup
-
 from passes.errors import PlanError
 from planner.files.atomic import name_beside, write_whole
 from runtime.checkpoint.atomic_directory import sync
 from runtime.checkpoint.pretrained_save import Entry, index_of, is_weights, write_safetensors
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE
-from runtime.checkpoint.stream import Bucket, Recut, Shards
-from runtime.checkpoint.stream_group import GroupTarget
+from runtime.checkpoint.stream import Bucket
 
 
 class Target(Protocol):
-    """A reader of a stream. ``bucket``: by name; or of another layout by rank, then by name."""
+    """A reader of a stream."""
 
     def begin(self, num_buckets: int) -> None: ...
 
-    def take(self, bucket: Bucket | Shards) -> None: ...
+    def take(self, bucket: Bucket) -> None: ...
 
     def end(self) -> None: ...
 
 
-def target_of(to: object, texts: Mapping[str, Any], recut: Recut | None) -> Target:
-    """Raises PlanError for anything else than a function, a directory or a process group."""
-    if isinstance(to, (ProcessGroup, Backend)):
-        return GroupTarget(to, recut)
+def target_of(to: object, texts: Mapping[str, Any]) -> Target:
+    """Raises PlanError for anything else than a function or a directory."""
     if isinstance(to, (str, PathLike)):
-        if recut is not None:
-            what = "a directory gets full tensors, not those of a layout"
-            raise PlanError(what, where="stream_weights", fix="leave out layout, or give a function or a process group")
         return DirectoryTarget(Path(cast(Any, to)), texts)
     if callable(to):
         return FunctionTarget(to)
     raise PlanError(
         f"weights cannot be streamed to a {type(to).__name__}",
         where="stream_weights",
-        fix="give a function of a bucket, a directory or a process group; or iterate over engine.stream_weights()",
+        fix="give a function of a bucket or a directory; or iterate over engine.stream_weights()",
     )
 
 
@@ -64,7 +55,7 @@ class FunctionTarget:
     def begin(self, num_buckets: int) -> None:
         pass
 
-    def take(self, bucket: Bucket | Shards) -> None:
+    def take(self, bucket: Bucket) -> None:
         self._function(bucket)
 
     def end(self) -> None:
@@ -89,15 +80,14 @@ class DirectoryTarget:
             for name, content in self._texts.items():
                 write_whole(self._directory / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
-    def take(self, bucket: Bucket | Shards) -> None:
-        tensors = cast(Bucket, bucket)
+    def take(self, bucket: Bucket) -> None:
         name = f"model-{len(self._files) + 1:05d}-of-{self._num_buckets:05d}.safetensors"
         name = SINGLE if self._num_buckets == 1 else name
-        entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
+        entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in bucket.items()]
         entries.sort(key=lambda entry: -entry.dtype.itemsize)  # every tensor at a multiple of its element's size
         with self._told():
             partial = name_beside(self._directory / name)
-            write_safetensors(partial, entries, iter(tensors[entry.name] for entry in entries))
+            write_safetensors(partial, entries, iter(bucket[entry.name] for entry in entries))
             os.replace(partial, self._directory / name)
         self._files[name] = entries
 

@@ -1,24 +1,20 @@
-"""Streams of weights in one process: process groups, merged adapters, directories, and bad input as one error."""
+"""Streams of weights in one process: merged adapters, directories, and bad input as one error."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.gpt import GPT
 from planner import Plan, PlanError, plan
-from runtime import Engine, receive_weights
+from runtime import Engine
 from runtime.engine_stream import StreamWarning
-from tests.tools.limits import HANG_SECONDS
 
 LENGTH, VOCABULARY = 8, 64
 
@@ -37,63 +33,6 @@ def plan_of(model: torch.nn.Module, **more: Any) -> Plan:
 def batch() -> dict[str, Tensor]:
     ids = torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(4))
     return {"input_ids": ids, "targets": ids}
-
-
-class Readers:
-    """Threads that receive what the first rank of a gloo group streams. ``found``: by reader, name → tensor."""
-
-    def __init__(self, number: int, most: int = 1000) -> None:
-        self.store, self.size, self.most = dist.HashStore(), number + 1, most
-        self.found: list[dict[str, Tensor]] = [{} for _ in range(number)]
-        self.num_buckets = [0] * number
-        self._threads = [threading.Thread(target=self._read, args=(i,)) for i in range(number)]
-        for thread in self._threads:
-            thread.start()
-        self.group = self._group(0)
-
-    def _group(self, rank: int) -> Any:
-        return dist.ProcessGroupGloo(self.store, rank, self.size, timedelta(seconds=HANG_SECONDS))
-
-    def _read(self, reader: int) -> None:
-        for bucket in receive_weights(self._group(reader + 1)):
-            self.found[reader] |= bucket
-            self.num_buckets[reader] += 1
-            if self.num_buckets[reader] == self.most:
-                return
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(HANG_SECONDS)
-
-
-def test_a_process_group_gets_full_tensors():
-    with Engine(plan_of(gpt(), precision={"parameters": "bfloat16"})) as engine:
-        engine.train_step(batch())
-        readers = Readers(2)
-        assert engine.stream_weights(readers.group, bucket_bytes=10_000)
-        readers.join()
-        parameters = engine.gather_parameters()
-    for found in readers.found:
-        assert found.keys() == parameters.keys() - {"head.weight"}
-        assert all(found[name].equal(parameters[name]) for name in found)
-        assert found["tokens.weight"].dtype == torch.bfloat16
-    assert readers.num_buckets[0] > 3
-
-
-@pytest.mark.thorough
-def test_each_reader_gets_its_shards_of_a_layout():
-    layout = plan_of(gpt(), mesh={"tp": 2})
-    with Engine(plan_of(gpt())) as engine:
-        engine.train_step(batch())
-        parameters = engine.gather_parameters()
-        readers = Readers(2)
-        assert engine.stream_weights(readers.group, layout=layout, bucket_bytes=10_000)
-        readers.join()
-    first, second = readers.found
-    up = "blocks.0.mlp.up.weight"
-    assert torch.cat([first[up], second[up]]).equal(parameters[up])
-    assert first["norm.weight"].equal(parameters["norm.weight"])
-    assert all(tuple(first[row.name].shape) == row.local_shape for row in layout.parameters)
 
 
 def test_a_reader_that_goes_away_is_reported_once_and_training_continues():
@@ -158,24 +97,9 @@ def test_adapters_are_merged_on_the_way(tmp_path):
 BAD: dict[str, tuple[Callable[[Engine, Path], object], str]] = {
     "names": (lambda engine, path: engine.stream_weights(names="vllm"), "unknown names 'vllm'"),
     "bytes": (lambda engine, path: engine.stream_weights(bucket_bytes=0), "bucket_bytes is 0"),
-    "layout": (lambda engine, path: engine.stream_weights(layout={"tp": 2}), "the layout is a dict, not a plan"),  # pyright: ignore
-    "another model": (
-        lambda engine, path: engine.stream_weights(layout=plan_of(GPT(VOCABULARY, LENGTH, 16, 1, 2))),
-        "the layout is of another model: ",
-    ),
     "reader": (lambda engine, path: engine.stream_weights(7), "weights cannot be streamed to a int"),  # pyright: ignore
     "a file": (lambda engine, path: engine.stream_weights(path / "file"), "cannot write the weights: "),
     "no adapters": (lambda engine, path: engine.stream_weights(merged=True), "has no adapters of peft"),
-    "a directory of shards": (
-        lambda engine, path: engine.stream_weights(path / "weights", layout=engine.plan),
-        "a directory gets full tensors",
-    ),
-    "too few readers": (
-        lambda engine, path: engine.stream_weights(
-            dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=HANG_SECONDS)), layout=engine.plan
-        ),
-        "has 0 readers, and the layout 1 ranks",
-    ),
 }
 
 

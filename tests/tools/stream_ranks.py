@@ -21,7 +21,7 @@ BUCKET_BYTES = 40_000
 class Streamed(NamedTuple):
     """``wrong``: names of tensors that differ, by the reader. ``most``: bytes of yielded tensors that lived at once.
 
-    ``taken``: of each reader, whether it took all. ``shards``: by rank of another plan. ``losses``: of later steps.
+    ``taken``: of each reader, whether it took all. ``losses``: of later steps.
     """
 
     wrong: dict[str, list[str]]
@@ -29,7 +29,6 @@ class Streamed(NamedTuple):
     most: int
     taken: list[bool]
     warned: list[str]
-    shards: dict[int, dict[str, Tensor]]
     losses: list[float]
 
 
@@ -47,16 +46,16 @@ class Living:
         self.most = max(self.most, sum(size for _, _, size in self.refs))
 
 
-def streamed(plan: Any, batches: Batches, directory: str, other: Any) -> Streamed:
-    """Weights after a step, to a loop, a directory, a function, one that fails, and as shards of another plan."""
+def streamed(plan: Any, batches: Batches, directory: str) -> Streamed:
+    """Weights after a step, to a loop, a directory, a function, and one that fails."""
     is_first, living = dist.get_rank() == 0, Living()
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         parameters = engine.gather_parameters()
         seen: dict[str, Tensor] = {}
         for bucket in engine.stream_weights(bucket_bytes=BUCKET_BYTES, names="all"):
-            living.see(bucket)  # pyright: ignore
-            seen |= {name: value.clone() for name, value in bucket.items()}  # pyright: ignore
+            living.see(bucket)
+            seen |= {name: value.clone() for name, value in bucket.items()}
         wrong = {"loop": differing(seen, parameters)}
         taken = [engine.stream_weights(directory, bucket_bytes=BUCKET_BYTES)]
         if is_first:
@@ -78,21 +77,8 @@ def streamed(plan: Any, batches: Batches, directory: str, other: Any) -> Streame
         assert len(calls) == (2 if is_first else 0)
         for _ in engine.stream_weights(bucket_bytes=BUCKET_BYTES):
             break  # the others' shards are taken to the end
-        shards: dict[int, dict[str, Tensor]] = {}
-        for bucket in engine.stream_weights(layout=other, bucket_bytes=BUCKET_BYTES):
-            for rank, own in bucket.items() if is_first else ():
-                held = shards.setdefault(rank, {})  # pyright: ignore
-                held |= {name: value.clone() for name, value in own.items()}  # pyright: ignore
         losses = [engine.train_step(batch).loss for batch in batches[1:]]
-    return Streamed(wrong, len(seen), living.most, taken, warned, shards, losses)
-
-
-def parts_of(plan: Any, batches: Batches, directory: str) -> dict[str, Tensor]:
-    """The parts of this rank that it reads from a directory."""
-    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
-        engine.load_pretrained(directory)
-        engine.optimizer.wait_parameters()
-        return {p.fqn: s.parameter(p.fqn).data.clone() for s in engine.program.stages for p in s.parameters}
+    return Streamed(wrong, len(seen), living.most, taken, warned, losses)
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], *, all_names: bool = True) -> list[str]:
