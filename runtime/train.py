@@ -27,6 +27,7 @@ from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, check_writable, owned
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
+from runtime.distributed import early_server
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
@@ -53,7 +54,7 @@ def train(
     ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. Raises PlanError
     for bad input, RankError when a rank fails.
     """
-    if "RANK" in os.environ or launched(os.environ).world_size > 1:
+    if is_rank():
         if not launched(os.environ).rank:
             check_outputs(job)
         return run_rank(job)
@@ -62,7 +63,14 @@ def train(
         return run_rank(job, made)
     with shared(made.plan, is_saved=job.plan is not None) as file:
         del made  # with the model: each rank builds its own
+        if not file and job.plan is None:
+            early_server.end()  # ranks capture: all that they import is to be imported once
         return _launched(replace(job, planned=file), world_size, max_restarts)
+
+
+def is_rank() -> bool:
+    """Whether another launcher has started this process."""
+    return "RANK" in os.environ or launched(os.environ).world_size > 1
 
 
 def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:

@@ -35,8 +35,14 @@ def train_command(
     saving: Saving,
 ) -> None:
     """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
-    from runtime.train import largest_difference, train
+    from planner.capture.model.reference import import_packages
+    from planner.capture.model.with_adapters import named
+    from runtime.distributed import early_server
+    from runtime.train import is_rank, largest_difference, train
 
+    if not is_rank():
+        import_packages(named(model, running.peft))
+        early_server.begin()
     if running.secret_file is not None:
         _take_secret(running.secret_file)
     job = job_of(model, spec, running, reading, checking, showing, saving)

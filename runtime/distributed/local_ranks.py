@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+from runtime.distributed import early_server
 from runtime.distributed.default_group import BOARD, BOARD_TIMEOUT
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.failure import Failure
@@ -33,9 +34,16 @@ from runtime.distributed.rank_process import run_rank
 from runtime.distributed.signatures import SECRET, Signer
 from runtime.distributed.standstill import Standstill
 
-FORK_SERVER = "runtime.distributed.fork_server"
 PRELOADED = ["torch", "torch.distributed"]
-AS_HERE = {"torch._dynamo", "torch.export", "planner.api", "runtime.engine", "runtime.training.loop", "transformers"}
+AS_HERE = {
+    "peft",
+    "torch._dynamo",
+    "torch.export",
+    "planner.api",
+    "runtime.engine",
+    "runtime.training.loop",
+    "transformers",
+}
 GRACE_SECONDS = 3.0  # for ranks to end by themselves after the first failure
 WATCHED_SECONDS = 12.0  # the same for ranks that watch each other
 LOOK_SECONDS = 0.5
@@ -167,17 +175,22 @@ class LocalRanks:
 def _context() -> Any:
     """A fork server that has imported torch before any rank starts; spawn if there is none."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    method = early_server.METHOD if early_server.METHOD in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    if method == "forkserver":
+    if method == early_server.METHOD:
         slow = [name for name in sys.modules if _is_slow_to_import(name)]
-        context.set_forkserver_preload([FORK_SERVER, *PRELOADED, *slow])
+        early_server.end_without(filter(_is_model_file, slow))
+        context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])
     return context
 
 
 def _is_slow_to_import(name: str) -> bool:
     """Each rank will need the modules that this process has imported: Hugging Face model files take seconds."""
-    return name in AS_HERE or (name.startswith("transformers.models.") and ".modeling_" in name)
+    return name in AS_HERE or _is_model_file(name)
+
+
+def _is_model_file(name: str) -> bool:
+    return name.startswith("transformers.models.") and ".modeling_" in name
 
 
 def _join_all(processes: list[Any], seconds: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,6 +65,14 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
             where=Where(file=str(path)),
             fix="change the config until transformers builds the model",
         ) from error
+
+
+def import_class(path: Path) -> None:
+    """Import the file of the model's class, which takes seconds; an error of the config is for later to report."""
+    with suppress(PlanError, ImportError):
+        import transformers
+
+        _model_class(transformers, _read_config(path))
 
 
 def _recorded(build: Callable[[], nn.Module], seeded: Callable[[], None]) -> nn.Module:

@@ -15,7 +15,9 @@ import logging
 import os
 import random
 import warnings
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import nn
 
 from passes.errors import PlanError, first_line
 from planner.capture.kept.sources import files_read, note_origin
-from planner.capture.model.hugging_face import hugging_face_model
+from planner.capture.model.hugging_face import hugging_face_model, import_class
 from planner.capture.model.with_adapters import OPTION, with_adapters
 from planner.files.text import is_directory, shorten
 from planner.named_code import NamedCode, line_of
@@ -45,6 +47,17 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, v
         model = _built(reference, materialize, seed, values_later)
     note_origin(model, reference, seed, read)
     return model
+
+
+def import_packages(reference: str) -> None:
+    """Import what ``load_model`` will need of packages, and none of the user's files."""
+    base, option, _ = reference.partition(OPTION)
+    if base.startswith("hf:"):
+        quiet_transformers()
+        import_class(Path(base.removeprefix("hf:")))
+    if option:
+        with suppress(ImportError):
+            import_module("peft")
 
 
 def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> nn.Module:

@@ -1,0 +1,48 @@
+"""Ranks of a command are forked from it as it was at its beginning, if they need nothing that it imported later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools.paths import ROOT
+
+PROGRAM = """
+import sys
+from types import ModuleType
+from runtime.distributed import early_server
+from runtime.distributed.launch import launch
+
+sys.seen = "early"
+early_server.begin()
+sys.seen = "late"
+if sys.argv[1:] == ["model file"]:
+    name = "transformers.models.new.modeling_new"
+    sys.modules[name] = ModuleType(name)
+print(launch(eval, 2, "getattr(__import__('sys'), 'seen', 'new'), __import__('os').environ['RANK']"))
+"""
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+
+
+def seen(program: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_from_the_command_at_its_beginning() -> None:
+    assert seen(PROGRAM) == "[('early', '0'), ('early', '1')]"
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["a thread", "model file"])
+def test_a_new_server_begins_if_a_fork_would_not_do(why: str) -> None:
+    program = THREAD + PROGRAM if why == "a thread" else PROGRAM
+    assert seen(program, why) == "[('new', '0'), ('new', '1')]"
