@@ -29,8 +29,8 @@ from passes.program.documents import NO_DOCUMENTS, Documents, find_documents
 from passes.program.program import Program
 from passes.rng.places import name_draws
 from planner.capture.again.earlier import Earlier
+from planner.capture.export import capture
 from planner.capture.inferred_rules import infer_rules
-from planner.capture.kept.captures import capture
 from planner.capture.kept.same_model import ModelState
 from planner.capture.own_loss.functions import loss_function
 from planner.capture.own_loss.with_loss import apply_loss

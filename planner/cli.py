@@ -10,7 +10,6 @@ PlanError from anywhere below becomes one message on stderr and exit code 2, Run
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from planner.report.section import Section
 
 MOST_PRINTED_RANKS = 1 << 17
-CACHE = "MESHWRIGHT_CACHE"
 
 
 app = App(
@@ -71,25 +69,6 @@ Peft = Annotated[
 ]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
-]
-
-
-def _leave_cache(context: typer.Context, asked: bool) -> None:
-    if not asked:
-        return
-    before = os.environ.get(CACHE)
-    os.environ[CACHE] = "0"  # the ranks that a command starts take it over
-    context.call_on_close(lambda: os.environ.pop(CACHE) if before is None else os.environ.update({CACHE: before}))
-
-
-NoCache = Annotated[
-    bool,
-    typer.Option(
-        "--no-cache",
-        callback=_leave_cache,
-        expose_value=False,
-        help="Capture the model without the cache: read nothing from it, write nothing to it.",
-    ),
 ]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with mesh, batch, inputs and options.")]
 
@@ -188,7 +167,6 @@ def search_command(
         ),
     ] = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
     from planner.api import find_layouts

@@ -11,7 +11,6 @@ import typer
 from passes.errors import PlanError
 from planner.cli import (
     Model,
-    NoCache,
     Output,
     Peft,
     PlanFormat,
@@ -23,7 +22,6 @@ from planner.cli import (
     write_text,
 )
 from runtime.commands import (
-    cache,
     calibrate,
     checkpoint,
     diff,
@@ -65,7 +63,6 @@ def plan_command(
         int | None, typer.Option(metavar="N", help="Of several lengths, the one to print; default: the greatest.")
     ] = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
     from planner import plan
@@ -120,7 +117,6 @@ def verify_command(
     ] = None,
     output: Output = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Train with the plan and in one process, and compare losses, gradients and parameters. Exit 1 if they differ.
 
@@ -147,7 +143,6 @@ def memory_command(
     format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
     output: Output = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Run a step and compare predicted memory with what each rank holds. Exit 1 if they differ by more than 1 % in
     parameters, gradients and optimizer state, or 3 % in activations.
@@ -173,7 +168,6 @@ app.command("import", epilog=export.IMPORT_EPILOG)(export.import_command)
 app.command("diff", epilog=diff.EPILOG)(diff.diff_command)
 app.command("calibrate", epilog=calibrate.EPILOG)(calibrate.calibrate_command)
 app.command("report", epilog=report.EPILOG)(report.report_command)
-app.command("cache", epilog=cache.EPILOG)(cache.cache_command)
 app.command("fuzz", epilog=fuzz.EPILOG)(fuzz.fuzz_command)
 app.command("env", epilog=env.EPILOG)(env.env_command)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MESHWRIGHT_CACHE"] = "0"  # captures that earlier runs kept are no part of a test
 
 import pytest
 import torch

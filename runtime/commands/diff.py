@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Format, NoCache, Output, Peft, write_text
+from planner.cli import Format, Output, Peft, write_text
 from planner.files.json_text import parse_json
 from planner.files.text import MIB, read_text, shorten
 
@@ -102,7 +102,6 @@ def diff_command(
     output: Output = None,
     peft: Peft = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
-    no_cache: NoCache = False,
 ) -> None:
     """Compare two plans: differences in sharding, collectives, stages, memory and time."""
     from planner.capture.model.with_adapters import named

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Format, Model, NoCache, Output, Peft, SpecFile, show_table, write_text
+from planner.cli import Format, Model, Output, Peft, SpecFile, show_table, write_text
 from runtime.commands.options import Load, NumRanks, Tokenizer
 
 EPILOG = (
@@ -56,7 +56,6 @@ def evaluate_command(
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Evaluate a language model on held-out text: perplexity or cloze accuracy. Works with every layout.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Format, Model, NoCache, Output, Peft, SpecFile, write_text
+from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
 from runtime.commands.options import Load, NumRanks, Tokenizer
 
 EPILOG = (
@@ -41,7 +41,6 @@ def generate_command(
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     peft: Peft = None,
-    no_cache: NoCache = False,
     no_kv_cache: Annotated[
         bool,
         typer.Option("--no-kv-cache", help="Keep no keys and values: each token runs the whole forward."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli import NoCache, Peft
+from planner.cli import Peft
 
 if TYPE_CHECKING:
     from runtime.training.job import Job
@@ -56,7 +56,6 @@ class Running:
         File,
         typer.Option(metavar="FILE.pt", help="Run this saved plan of MODEL and SPEC: ranks neither capture nor plan."),
     ] = None
-    no_cache: NoCache = False
     show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
 
 

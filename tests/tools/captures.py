@@ -4,7 +4,7 @@
     captured_again(model, spec)      the same for several plans
     program_again(model, inputs)     a captured program
 
-A capture is found by everything that it depends on: what a forward may read of the model (``kept.values``), inputs,
+A capture is found by everything that it depends on: what a forward may read of the model (``digest_of``), inputs,
 loss and dtype, the sources of planner/, of the test models and of the model's own classes, and what is installed. A
 model that holds something without a certain form (a closure, a class of a function) is captured each time.
 """
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from torch import Tensor, fx, nn
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner import Captured, Plan, capture, plan
-from planner.capture.kept import captures, sources, store
-from planner.capture.kept.codec import decode
-from planner.capture.kept.uncertain import Uncertain
-from planner.capture.kept.values import digest_of
+from planner.capture.kept import sources
+from planner.capture.kept.values import Uncertain
 from planner.captured import dtype_of, inputs_of
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
+from tests.tools import kept_programs
 from tests.tools.captured import capture as export
+from tests.tools.kept_programs import digest_of
 from tests.tools.paths import ROOT
 
 PLACE = ROOT / ".pytest_cache" / "meshwright"
@@ -102,7 +103,8 @@ def _key(model: nn.Module, inputs: Mapping[str, Tensor], loss: str, dtype: torch
 def _facts() -> list[Any]:
     models = sorted([*(ROOT / "tests" / "models").glob("*.py"), *(ROOT / "examples").glob("*.py")])
     versions = [sys.version, torch.__version__, torch.version.git_version]
-    return [sources.our_sources(), sources._installed(), versions, *map(_content, map(str, models))]
+    installed = sorted(f"{found.name} {found.version}" for found in distributions())
+    return [sources.our_sources(), installed, versions, *map(_content, map(str, models))]
 
 
 def _files(model: nn.Module) -> list[str]:
@@ -117,22 +119,18 @@ def _content(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def _place(model: nn.Module) -> Path:
+def _file(model: nn.Module, key: str) -> Path:
     """A directory for each file of models, as the oldest captures of one make room for new ones."""
-    return PLACE / type(model).__module__.rpartition(".")[2]
+    return PLACE / type(model).__module__.rpartition(".")[2] / f"{key}.pt"
 
 
 def _read(model: nn.Module, key: str) -> Program | None:
-    with suppress(OSError, ValueError):
-        kept = store.read(_place(model), key)
-        return None if kept is None else decode(*kept)
-    return None
+    return kept_programs.read(_file(model, key))
 
 
 def _kept(model: nn.Module, key: str, program: Program) -> Program:
     """As it is read again, where it can be kept."""
     with suppress(OSError, Uncertain):
-        program, kept = captures.settled(program)
-        store.make(_place(model))
-        store.write(_place(model), key, *kept)
+        program, kept = kept_programs.settled(program)
+        kept_programs.write(_file(model, key), kept)
     return program

@@ -1,1 +1,1 @@
-"""Cache of captures, in the process and on disk; the key covers everything that a capture depends on."""
+"""Whether a model is still the one that was captured, and our sources those that wrote a file."""

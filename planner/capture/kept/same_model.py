@@ -1,7 +1,7 @@
 """Has a model changed since it was captured in this process? Compares all that a forward may read of it in Python.
 
-These are the facts in the key of a capture on disk (``values``). An object without a certain form there (a hook, a
-closure, an object with its own pickling) is compared by identity here, and by its attributes and cells.
+An object without a certain form (a hook, a closure, an object with its own pickling) is compared by identity, and by
+its attributes and cells.
 
 Not compared: values of weights, as no capture depends on them; globals; state of objects that Python does not expose.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from planner.capture.kept import values
-from planner.capture.kept.uncertain import Uncertain
+from planner.capture.kept.values import Uncertain
 from planner.capture.model.global_hooks import GLOBAL_HOOKS
 
 _SETTINGS = {

@@ -1,4 +1,4 @@
-"""Everything that a forward may read of a model in Python, as one digest: models of equal digests are captured alike.
+"""Writes everything that a forward may read of a model in Python: models that are written alike are captured alike.
 
 Classes, attributes and configs of all modules; names, shapes, strides, dtypes and ties of parameters; values of buffers
 and of tensors that are attributes. They are written as pickle writes them (nothing is ever read back): an object that
@@ -12,17 +12,13 @@ import hashlib
 import math
 import operator
 import pickle
-import warnings
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 
-from planner.capture.kept.uncertain import Uncertain
 from planner.capture.model.exchange import storage_of
-from planner.capture.model.global_hooks import GLOBAL_HOOKS
 from planner.capture.own_loss.with_loss import parts_of
 
 _MOST_BYTES = 1 << 28  # of buffers and of tensors that are attributes
@@ -36,28 +32,8 @@ UNWRITABLE = (pickle.PickleError, TypeError, ValueError, AttributeError, Recursi
 _HOUSES: tuple[Any, ...] = (torch, torch._C._nn, torch.special, math, operator)  # pyright: ignore
 
 
-def digest_of(model: nn.Module) -> str:
-    """Raises Uncertain if a part of ``model`` has no certain form."""
-    if any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
-        raise Uncertain("modules have global hooks")
-    found = hashlib.sha256()
-    writer = Writer(model, found)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, module in model.named_modules(remove_duplicate=False):
-                writer.dump((name, type(module), *_parts(name, module)))
-    except UNWRITABLE as error:
-        raise Uncertain(f"the model holds state without a certain form: {error}") from error
-    return found.hexdigest()
-
-
-def _parts(name: str, module: nn.Module) -> list[Any]:
-    for hooks in HOOKS:
-        if getattr(module, hooks, None):
-            raise Uncertain(f"{name or 'the model'} has hooks")
-    attributes = {key: value for key, value in vars(module).items() if key not in (*OF_MODULES, *HOOKS)}
-    return [attributes, *(list(getattr(module, kind).items()) for kind in OF_MODULES)]
+class Uncertain(Exception):
+    """Something that a forward may read has no certain form: two processes may not find it equal."""
 
 
 class Writer(pickle.Pickler):

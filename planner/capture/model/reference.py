@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError, first_line
-from planner.capture.kept.sources import files_read, note_origin
 from planner.capture.model.hugging_face import hugging_face_model, import_class
 from planner.capture.model.with_adapters import OPTION, with_adapters
 from planner.files.text import is_directory, shorten
@@ -43,10 +42,7 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, v
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     quiet_transformers()
-    with files_read() as read:
-        model = _built(reference, materialize, seed, values_later)
-    note_origin(model, reference, seed, read)
-    return model
+    return _built(reference, materialize, seed, values_later)
 
 
 def import_packages(reference: str) -> None:

@@ -19,10 +19,10 @@ from passes.program.program import Program
 from planner import Captured, plan
 from planner import capture as capture_for
 from planner.capture.again.earlier import Earlier
-from planner.capture.kept.codec import encode
 from tests.models import families
 from tests.tools import length_ranks
 from tests.tools.captured import capture
+from tests.tools.kept_programs import encode
 
 LONG, SHORT = 12, 8
 

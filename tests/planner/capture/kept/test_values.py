@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.capture.kept.uncertain import Uncertain
-from planner.capture.kept.values import digest_of
+from planner.capture.kept.values import Uncertain
+from tests.tools.kept_programs import digest_of
 
 
 class Config:
