@@ -21,7 +21,7 @@ from runtime.fuzz.fitting import Facts
 from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.spec_text import CONTINUED, ROWS, continued_on, spec_of
 
-VERSION = 3
+VERSION = 4
 _FIX = "give a file written by `meshwright fuzz`"
 
 

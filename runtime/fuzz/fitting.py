@@ -44,6 +44,8 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
         found["rows given"] = "all"
     if found["cuda_graphs.impl"] == "none":
         found |= {"cuda_graphs.scope": (), "cuda_graphs.warmup_steps": 1}
+    if found["recompute"] not in ("full", "selective") or facts.num_blocks == 1:
+        found["blocks recomputed"] = "all"
     if found["audit.every"] is None:
         found["audit.on_difference"] = "stop"
     if found["optimizer.schedule.kind"] == "constant":

@@ -24,6 +24,7 @@ _OF_DRAWN_MODELS = {
     "tensor_parallel.overrides": ("none",),
     "optimizer.groups": ("none",),
     "recompute": ("none", "full", "selective"),
+    "blocks recomputed": ("all",),
 }
 CAPTURE_SECONDS = 3600.0
 

@@ -8,8 +8,8 @@ from typing import Any
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts
 
-CONTINUED, ROWS, LENGTHS = "continued on", "rows given", "lengths"
-NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS})
+CONTINUED, ROWS, LENGTHS, BLOCKS = "continued on", "rows given", "lengths", "blocks recomputed"
+NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS, BLOCKS})
 _OVERRIDES = {
     "none": {},
     "mlp": {"*.mlp.*": "replicate"},
@@ -17,7 +17,8 @@ _OVERRIDES = {
     "head": {"head": "replicate"},
 }
 _GROUPS = {"none": {}, "blocks": {"blocks.*": {"lr": 5e-4, "weight_decay": 0.2}}}
-_RECOMPUTE = {"first full": {"*.0": "full"}, "all but first": {"*": "selective", "*.0": "none"}}
+_RECOMPUTE = {"first full": {"*0": "full"}, "all but first": {"*": "selective", "*0": "none"}}
+_NUMBERED = {"even": "*[02468]", "odd": "*[13579]"}  # the name of a block ends with its number
 
 
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +26,10 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
     values["batch.global"] = _global_size(chosen, facts)
     values["pipeline.split"] = split_of(chosen, facts)
-    values["recompute"] = _RECOMPUTE.get(str(chosen["recompute"]), chosen["recompute"])
+    kind = values["recompute"]
+    values["recompute"] = (
+        {_NUMBERED[chosen[BLOCKS]]: kind} if chosen[BLOCKS] in _NUMBERED else _RECOMPUTE.get(str(kind), kind)
+    )
     given = values["tensor_parallel.overrides"]
     values["tensor_parallel.overrides"] = _OVERRIDES[given] if isinstance(given, str) else given
     given = values["optimizer.groups"]

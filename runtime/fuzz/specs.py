@@ -53,6 +53,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "cuda_graphs.scope": ((), ("attn",), ("mlp",), ("attn", "mlp"), ("moe",), ("moe_router",), ("full_iteration",)),
     "cuda_graphs.warmup_steps": (1, 2),
     "recompute": ("none", "full", "selective", "first full", "all but first"),
+    "blocks recomputed": ("all", "even", "odd"),
     "compile": (False, True),
     "fuse_norms": (False, True),
     "dropout": ("fast", "layout_invariant"),

@@ -44,6 +44,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "loss": ("mean", "ignored", "weighted", "masked", "smoothed", "counted", "auxiliary", "squares"),
     "returns": ("loss", "named"),
     "penalty": ("none", "balance", "spread"),
+    "early_losses": ("none", "first", "each", "own_heads", "further"),
 }
 
 
@@ -99,6 +100,8 @@ class Drawn(nn.Module):
         self.blocks = nn.ModuleList(Block(given, causal=causal, crosses=crosses) for _ in range(given["layers"]))
         self.norm = norm(given["norm"], width)
         self.head = nn.Linear(width, given["vocabulary"], bias=False)
+        if given["early_losses"] == "own_heads":
+            self.heads = nn.ModuleList(nn.Linear(width, given["vocabulary"], bias=False) for _ in self.blocks)
         if given["tied"]:
             self.head.weight = self.tokens.weight
         if given["unused"]:
@@ -127,12 +130,27 @@ class Drawn(nn.Module):
             for block in self.encoder:
                 memory = block(memory, None, seen)
             seen = None
-        for block in self.blocks:
+        early = list[Tensor]()
+        for number, block in enumerate(self.blocks):
             for _ in range(2 if self.given["shared_layer"] else 1):
                 x = block(x, memory, seen)
+            early += self._early(number, x, labels, weights)
         logits = self.head(self.norm(x))
         loss = loss_of(self.given, logits, labels, weights) + penalty_of(self.given["penalty"], logits)
+        for one in early:
+            loss = loss + one
         return {"logits": logits, "objective": loss} if self.given["returns"] == "named" else loss
+
+    def _early(self, number: int, x: Tensor, labels: Tensor, weights: Tensor | None) -> list[Tensor]:
+        """The loss behind a block, if there is one; with ``further`` each block predicts tokens one place further."""
+        kind = self.given["early_losses"]
+        if kind == "none" or (kind == "first" and number):
+            return []
+        if kind == "further":
+            unread = 0 if self.given["loss"] == "squares" else -100
+            labels = F.pad(labels[:, number + 1 :], (0, number + 1), value=unread)
+        head = self.heads[number] if kind == "own_heads" else self.head
+        return [0.5 * loss_of(self.given, head(x), labels, weights)]
 
     def _seen(self, ids: Tensor | None, documents: Tensor | None) -> Tensor | None:
         """[b, 1, s, s]: not padding, but for a token itself; within its document."""

@@ -115,6 +115,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"mesh.tp": 2, "mesh.dp": 2, "mesh.ep": 2, "microbatches": 1, "optimizer.zero": 3, "recompute": "selective"},
     ),
+    "a rerun leaves the logits of a loss between blocks as the loss left them": (
+        {"early_losses": "each"},
+        {"mesh.pp": 2, "microbatches": 1, "recompute": "full"},
+    ),
     "no gradient waits for a W that has no weights to train": (
         {"tied": True, "frozen": "embedding"},
         {"mesh.pp": 2, "pipeline.schedule": "zero_bubble"},

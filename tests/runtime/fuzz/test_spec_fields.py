@@ -54,6 +54,22 @@ def test_splits_name_every_block(kind: str, split: object):
     assert split_of({"mesh.pp": 2, "mesh.vpp": 1, "pipeline.split": kind}, Facts(4, False)) == split
 
 
+@pytest.mark.parametrize(
+    ("recompute", "blocks", "written"),
+    [
+        ("full", "all", "full"),
+        ("full", "even", {"*[02468]": "full"}),
+        ("selective", "odd", {"*[13579]": "selective"}),
+        ("none", "odd", "none"),
+        ("first full", "odd", {"*0": "full"}),
+    ],
+)
+def test_some_blocks_are_recomputed(recompute: str, blocks: str, written: object):
+    model, spec = ({name: values[0] for name, values in fields.items()} for fields in (models.FIELDS, FIELDS))
+    case = Case(model, spec | {"recompute": recompute, "blocks recomputed": blocks}).sensible(4)
+    assert case.to_spec()["recompute"] == written
+
+
 @pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
 def test_the_layout_that_goes_on_has_the_same_batch(axis: str):
     case = Case.drawn(3, 4)

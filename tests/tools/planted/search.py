@@ -9,23 +9,35 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from runtime.fuzz import specs
 from runtime.fuzz.campaign import Campaign, processor_seconds
 from runtime.fuzz.case import Case
+from runtime.fuzz.drawn import models
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.run import Verdict
 from tests.tools.planted.fault import Fault
 from tests.tools.planted.table import FAULTS
 
 MOST_RANKS, MOST_SEEDS = 4, 500
+# Options that came after the seeds of the table: without them, the seeds draw the cases that they were chosen for.
+LATER_OF_MODEL, LATER_OF_SPEC = ("early_losses",), ("blocks recomputed",)
+
+
+def case_of(seed: int) -> Case:
+    """The case that ``seed`` draws, with the simplest of the later options."""
+    case = Case.drawn(seed, MOST_RANKS)
+    model = {name: models.FIELDS[name][0] for name in LATER_OF_MODEL}
+    return replace(case, model=case.model | model, spec=case.spec | {n: specs.FIELDS[n][0] for n in LATER_OF_SPEC})
 
 
 def found(fault: Fault, seeds: Iterator[int], campaign: Campaign) -> tuple[int, float, str] | None:
     """The first of ``seeds`` that shows ``fault``, the processor time of its case, and the difference."""
     for seed in seeds:
-        case, begun = Case.drawn(seed, MOST_RANKS), processor_seconds()
+        case, begun = case_of(seed), processor_seconds()
         with fault.planted():
             outcome = campaign.outcome_of(case)
         spent = processor_seconds() - begun
