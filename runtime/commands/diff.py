@@ -82,8 +82,7 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
 
 def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) -> tuple[str, bool]:
     """The output of the command, and whether anything differs."""
-    from planner.report.differences.compare import differences
-    from planner.report.differences.show import differences_text
+    from planner.report.differences import differences, differences_text
 
     before, after = two_plans(first, second, model)
     found = differences(before, after)
@@ -103,7 +102,7 @@ def diff_command(
     peft: Peft = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
 ) -> None:
-    """Compare two plans: differences in sharding, collectives, stages, memory and time."""
+    """Compare two plans: each value of their tables that differs, by row and field."""
     from planner.capture.model.with_adapters import named
 
     if peft is not None and model is None:

@@ -1,1 +1,0 @@
-"""Differences between two plans: added, removed and changed rows."""
