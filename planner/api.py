@@ -117,7 +117,7 @@ def plan(
             found = decide(model, checked.longest, None, earlier=earlier)
         except Undivided as error:
             raise of_length(error, checked, checked.lengths[-1]) from error.__cause__
-        alone = model.model if isinstance(model, Captured) else model
+        alone = model.given if isinstance(model, Captured) else model
         return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held, earlier))
 
 
@@ -225,7 +225,7 @@ def _decide_the_fastest(
     for candidate in result.best:
         asked = planned_spec(result.spec, candidate.point)
         micro = int(asked.batch.micro)
-        by_micro[micro] = by_micro.get(micro) or _captured(captured.model, asked, example_inputs, earlier)
+        by_micro[micro] = by_micro.get(micro) or _captured(captured.given, asked, example_inputs, earlier)
         found = _decide(by_micro[micro], asked, example_inputs)
         most = max((row.total for row in found.memory), default=0)
         if most <= result.memory_bytes:
@@ -263,7 +263,7 @@ def _decide(
     stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold, sizes=sizes)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
-        program, blocks, placements, stages, terms, mesh, spec.seed, captured.model, experts=experts, context=context,
+        program, blocks, placements, stages, terms, mesh, spec.seed, captured.given, experts=experts, context=context,
         on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents,
         rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",

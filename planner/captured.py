@@ -32,6 +32,7 @@ from planner.capture.again.earlier import Earlier
 from planner.capture.export import capture
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.kept.same_model import ModelState
+from planner.capture.model.compiled import uncompiled, unwrapped
 from planner.capture.own_loss.functions import loss_function
 from planner.capture.own_loss.with_loss import apply_loss
 from planner.capture.real_forward import refuse_another_forward
@@ -53,7 +54,7 @@ class Captured:
     capture.
     """
 
-    model: nn.Module
+    given: nn.Module
     loss: str
     dtype: torch.dtype | None
     seconds: float
@@ -62,6 +63,11 @@ class Captured:
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier | None = None  # captures of the model at other lengths
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as its user wrote it: without wrappers of torch.compile."""
+        return uncompiled(self.given)
 
     @cached_property
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -167,10 +173,10 @@ def capture_model(
     PlanError."""
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
-        module, loss = apply_loss(model, spec.loss)
+        module, loss = apply_loss(uncompiled(model), spec.loss)
         program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec), earlier=earlier)
     seconds = time.perf_counter() - start
-    return Captured(model, spec.loss, dtype_of(spec), seconds, dict(inputs), {1: program}, earlier=earlier)
+    return Captured(unwrapped(model), spec.loss, dtype_of(spec), seconds, dict(inputs), {1: program}, earlier=earlier)
 
 
 def prepare(captured: Captured, spec: Spec) -> Prepared:

@@ -27,6 +27,7 @@ from passes.program.documents import NO_DOCUMENTS, Documents
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment
+from planner.capture.model.compiled import uncompiled
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.mesh import Mesh
 from planner.updates.rules import UpdateRules
@@ -56,13 +57,14 @@ class Decisions:
     imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
 
     def __post_init__(self) -> None:
-        if self._model is not None:
-            self.hub = hub_format(self._model)  # now: the model may be gone when weights are loaded or saved
+        if (model := self.model) is not None:
+            self.hub = hub_format(model)  # now: the model may be gone when weights are loaded or saved
 
     @property
     def model(self) -> nn.Module | None:
-        """The user's model, while someone keeps it alive."""
-        return self._model if self._model is not None else self._reference() if self._reference is not None else None
+        """The user's model, without wrappers of torch.compile, while someone keeps it alive."""
+        model = self._model if self._reference is None else self._reference()
+        return None if model is None else uncompiled(model)
 
     def take_model(self, model: nn.Module, hub: HubFormat) -> None:
         """Hold ``model``, in place of the one that was planned. ``hub``: its format."""

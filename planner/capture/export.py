@@ -41,9 +41,11 @@ from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import drop_writes_of_itself, refuse_parameter_writes
 from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.caches import caches_off
+from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
 from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
+from planner.capture.own_loss.with_loss import model_of
 from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.real_forward import refuse_another_forward
 from planner.capture.same_forward import refuse_other_constants
@@ -75,6 +77,22 @@ def capture(
     """
     refuse_gradient_hooks(model)
     refuse_shared_memory(model)
+    with in_eager_mode() as compiled:
+        program = _as_in_eager_mode(model, inputs, earlier, has_rule, loss, dtype, is_known)
+    if compiled or was_compiled(model_of(model)):
+        program.rewrites.append((NOTE, Where()))
+    return program
+
+
+def _as_in_eager_mode(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    earlier: Earlier | None,
+    has_rule: HasRule,
+    loss: str,
+    dtype: torch.dtype | None,
+    is_known: bool,
+) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     exchange = Exchange(model, dtype, mode)
     answers = EagerAnswers(model, exchange)

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from passes.errors import PlanError, Where
 from passes.program.program import Program
 from planner.capture.model.caches import caches_off
+from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.exchange import registry_kept
 from planner.capture.outputs import plain_structure
 from planner.capture.python.state import PythonState
@@ -39,7 +40,7 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
         return
     for fill in (_ones, _mixed) if program.traced else (_mixed,):
         batch = {name: fill(tensor) for name, tensor in inputs.items()}
-        with _put_back(model):
+        with _put_back(model), in_eager_mode():
             before = torch.get_rng_state()
             eager = _scalars(lambda b=batch: model(**b))
             draws = not torch.equal(before, torch.get_rng_state())
@@ -47,7 +48,7 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
             continue
         captured = _scalars(lambda b=batch: _interpret(program, model, b))
         if captured and not any(_close([loss], captured) for loss in eager):
-            with _put_back(model), caches_off(model):
+            with _put_back(model), in_eager_mode(), caches_off(model):
                 without_cache = _scalars(lambda b=batch: model(**b))
             if any(_close([loss], captured) for loss in without_cache):
                 raise PlanError(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
+from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
@@ -58,7 +59,7 @@ class OwnModule:
     def loss(self, batch: Batch) -> float:
         """The loss of one forward. Raises PlanError if the module fails on the CPU, or returns no loss."""
         with ExitStack() as stack:
-            for context in (caches_off(self._model), self._in_its_modes(), generators_as_before()):
+            for context in (in_eager_mode(), caches_off(self._model), self._in_its_modes(), generators_as_before()):
                 stack.enter_context(context)
             seen = stack.enter_context(lowest_precision())
             stack.enter_context(torch.enable_grad())

@@ -20,6 +20,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
 from passes.errors import PlanError
+from planner.capture.model.compiled import plain_name
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.lines import NO_LINE, Line, Place
@@ -182,7 +183,21 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is complete and valid."""
     path = directory / MANIFEST
     inner, told = _framed(path)
-    return _checked(inner, path), told
+    return _with_plain_names(_checked(inner, path)), told
+
+
+def _with_plain_names(manifest: Manifest) -> Manifest:
+    """Names as plans have them, also in saves that have those of torch.compile's wrappers."""
+    names = [*manifest.tensors, *manifest.optimizer.rested]
+    if all(plain_name(name) == name for name in names):
+        return manifest
+    tensors = {
+        plain_name(name): entry.model_copy(update={"aliases": tuple(map(plain_name, entry.aliases))})
+        for name, entry in manifest.tensors.items()
+    }
+    rested = {plain_name(name): updates for name, updates in manifest.optimizer.rested.items()}
+    optimizer = manifest.optimizer.model_copy(update={"rested": rested})
+    return manifest.model_copy(update={"tensors": tensors, "optimizer": optimizer})
 
 
 def place_of(directory: Path) -> Place | None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.model.compiled import plain_name
 from planner.sharding.boxes import Box
 from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
 from runtime.checkpoint.pretrained_save import Entry, header_of
@@ -117,6 +118,7 @@ class PieceReader:
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
         self._directory, self._manifest = directory, manifest
         self._stack, self._handles = ExitStack(), {}
+        self._keys: dict[int, dict[str, str]] = {}  # of a file: by names as plans have them, as it has them
         wanted = {file.name for file in manifest.files} if needed is None else set(needed)
         try:
             self._open(wanted)
@@ -140,7 +142,7 @@ class PieceReader:
             if common is not None:
                 path = self._directory / self._manifest.files[index].name
                 try:
-                    values = self._handles[index].get_tensor(key_of(kind, name, start))
+                    values = self._handles[index].get_tensor(self._keys[index][key_of(kind, name, start)])
                 except (OSError, SafetensorError) as error:
                     what = f"{name} cannot be read from {path.name}: {error}"
                     raise PlanError(what, where=str(path), fix="load another save") from error
@@ -157,12 +159,13 @@ class PieceReader:
                 pass  # that it is a regular file
             try:
                 handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
-                found = {key: _described(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118
+                keys = {plain_name(key): key for key in handle.keys()}  # noqa: SIM118
+                found = {name: _described(handle.get_slice(key)) for name, key in keys.items()}
             except (OSError, SafetensorError) as error:
                 raise _not_as_said(path, str(error)) from error
             if found != expected[index]:
                 raise _not_as_said(path, "it contains other tensors")
-            self._handles[index] = handle
+            self._handles[index], self._keys[index] = handle, keys
 
 
 def check_files(directory: Path, files: Iterable[FileEntry]) -> None:

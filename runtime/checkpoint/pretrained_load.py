@@ -21,6 +21,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
 from passes.stage_module import StageModule
+from planner.capture.model.compiled import plain_name
 from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
 from planner.files.text import is_file
@@ -152,7 +153,7 @@ def match_names(stored: Iterable[str], known: set[str], hub: HubFormat) -> dict[
     """Stored name → the model's name for it, or a guess that is not in ``known`` if the model has none."""
     names = {}
     for name in stored:
-        renamed = hub.rename(name)
+        renamed = hub.rename(plain_name(name))
         names[name] = name if name in known and renamed not in known else renamed
     lost = [name for name in names.values() if name not in known]
     added, removed = _prefix(lost, known)

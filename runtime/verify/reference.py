@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
+from planner.capture.model.compiled import in_eager_mode
 from planner.capture.own_loss.with_loss import apply_loss
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
@@ -81,9 +82,10 @@ class OneProcess:
         self.optimizer.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
-        with caches_off(self.model), nullcontext() if draws is None else draws.forward(self.num_updates, batch):
+        drawn = nullcontext() if draws is None else draws.forward(self.num_updates, batch)
+        with in_eager_mode(), caches_off(self.model), drawn:
             loss = loss_of(self._module(**batch), self._wanted)
-        with nullcontext() if draws is None else draws.backward():
+        with in_eager_mode(), nullcontext() if draws is None else draws.backward():
             loss.backward()
         return loss.item()
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError, first_line
+from planner.capture.model.compiled import uncompiled
 from planner.capture.model.hugging_face import hugging_face_model, import_class
 from planner.capture.model.with_adapters import OPTION, with_adapters
 from planner.files.text import is_directory, shorten
@@ -77,7 +78,7 @@ def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> 
     seed_generators(seed)  # before the import: a file may build its model right there
     source = named.module(name)
     seed_generators(seed)
-    return _call(named.found(source, attribute), reference)
+    return uncompiled(_call(named.found(source, attribute), reference))
 
 
 def quiet_transformers() -> None:
