@@ -1,4 +1,4 @@
-"""A model that its user compiled, in full or in part, as it was before: its modules by their own names, run eagerly.
+"""A model that its user compiled, in full or in part, without that: its modules by their own names, run eagerly.
 
     blocks.0._orig_mod.up.weight     as torch.compile(blocks[0]) names a parameter
     blocks.0.up.weight               as the module that was compiled names it
