@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from passes.errors import PlanError
-from planner.cli import CACHE, MODEL_HELP, show_table
+from planner.cli import MODEL_HELP, show_table
 
 if TYPE_CHECKING:
     from runtime.fuzz.campaign import Campaign
@@ -48,8 +47,6 @@ def fuzz_command(
     _check(nproc, folder, model, case)
     given = None if case is None else Case.load(case)
     prepare()
-    if model is None:
-        os.environ[CACHE] = "0"  # a drawn model is planned once
     own = None if model is None else OwnModel.read(model, need_spec(spec), nproc)
     campaign = Campaign(seed, nproc, folder, lambda words: typer.echo(words, err=True), own, specs)
     if given is not None:
