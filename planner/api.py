@@ -169,7 +169,7 @@ def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator
 
 def _earlier(spec: Spec) -> Earlier | None:
     """What the captures of several lengths share."""
-    return Earlier() if spec.lengths else None
+    return Earlier() if spec.lengths or spec.data.packing == "documents" else None
 
 
 def _captured(

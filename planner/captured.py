@@ -36,6 +36,7 @@ from planner.capture.model.compiled import uncompiled, unwrapped
 from planner.capture.own_loss.functions import loss_function
 from planner.capture.own_loss.with_loss import apply_loss
 from planner.capture.real_forward import refuse_another_forward
+from planner.documents import check_documents
 from planner.named_code import is_named
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
@@ -63,6 +64,7 @@ class Captured:
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier | None = None  # captures of the model at other lengths
+    apart: list[Mapping[str, str]] = field(default_factory=list)  # data.inputs by which documents were found apart
 
     @property
     def model(self) -> nn.Module:
@@ -73,6 +75,11 @@ class Captured:
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Batch key → shape of one microbatch [b, …] and dtype."""
         return {name: (tuple(value.shape), value.dtype) for name, value in self._example.items()}
+
+    @property
+    def example(self) -> dict[str, Tensor]:
+        """The inputs that it was captured with."""
+        return self._example
 
     @property
     def micro(self) -> int:
@@ -98,18 +105,21 @@ class Captured:
         """A copy of the captured program, of ``times`` as many sequences. Raises PlanError as capturing does."""
         if times not in self._programs:
             with shown_if_slow("capturing the model at another batch size"):
-                larger = wider(self._example, times)
-                module, loss = apply_loss(self.model, self.loss)
-                self._programs[times] = capture(
-                    module,
-                    larger,
-                    has_rule=has_rule,
-                    loss=loss,
-                    dtype=self.dtype,
-                    is_known=True,
-                    earlier=self.earlier,
-                )
+                self._programs[times] = self._of(wider(self._example, times))
         return copied(self._programs[times])
+
+    def program_at(self, inputs: Mapping[str, Tensor]) -> Program:
+        """Of ``inputs`` of another length, or of its own if the model cannot be captured at them."""
+        try:
+            return self.program() if inputs is self._example else self._of(inputs)
+        except PlanError:
+            return self.program()
+
+    def _of(self, inputs: Mapping[str, Tensor]) -> Program:
+        module, loss = apply_loss(self.model, self.loss)
+        return capture(
+            module, inputs, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True, earlier=self.earlier
+        )
 
     def remember_model(self) -> None:
         """Note how the model is now, for ``check_model``."""
@@ -181,6 +191,10 @@ def capture_model(
 
 def prepare(captured: Captured, spec: Spec) -> Prepared:
     """The canonical program of ``captured`` as ``spec`` asks for it. Raises PlanError."""
+    if spec.data.packing == "documents" and spec.data.inputs not in captured.apart:
+        with shown_if_slow("looking for ops that read tokens of other documents"):
+            check_documents(captured.model, captured.example, spec.data.inputs, captured.program_at)
+        captured.apart.append(spec.data.inputs)
     program = captured.program()
     if spec.tensor_parallel.infer_rules:
         with shown_if_slow("running ops without a rule on random values"):

@@ -13,7 +13,6 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.buckets import BucketBatches, OfLength, batches_of
-from runtime.data.document_attention import check_attention
 from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
 from runtime.data.roles import roles_of
@@ -65,8 +64,6 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
         raise PlanError(
             "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
         )
-    if spec.data.packing == "documents" and plan.decisions is not None:
-        check_attention(plan.decisions.program, roles_of(spec.require_inputs(), spec.data.inputs))
     parts = [split(tokens, spec.data.validation) for tokens in texts]
     weights = [weight for _, weight in job.mixture]
     content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))

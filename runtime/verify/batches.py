@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from planner.documents import telling_values
 from planner.frozen_plan import Plan
 from planner.spec.roles import role_of
 from planner.spec.sections import InputSpec
@@ -55,20 +55,7 @@ def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> N
     begins = torch.rand(sequences[0], generator=generator) < _BEGINS
     begins[:, 0] = True
     begins &= begins.cumsum(-1) < min([*counts, length + 2]) - 1
-    found = _told(begins, length, max([*counts, 0]))
+    found = telling_values(begins, max([*counts, 0]))
     for name, role in roles.items():
         if role in found:
             batch[name] = found[role].to(batch[name].dtype)
-
-
-def _told(begins: Tensor, length: int, num_ends: int) -> dict[str, Tensor]:
-    """``begins`` [b, length]: whether a document begins at a token. By role, of its inputs."""
-    places, numbers = torch.arange(length).expand(begins.shape), begins.long().cumsum(-1) - 1
-    same = numbers[:, :, None] == numbers[:, None, :]
-    starts = torch.where(begins, places, length).sort(-1).values
-    return {
-        "documents": numbers,
-        "positions": places - torch.where(begins, places, 0).cummax(-1).values,
-        "document_mask": same.tril()[:, None],
-        "cu_seqlens": F.pad(starts, (0, max(0, num_ends - length)), value=length)[:, :num_ends],
-    }

@@ -1,0 +1,203 @@
+"""The values of a program in three runs, which differ in the tokens of one document: op by op, as far as is asked.
+
+    run 0    drawn values            run 1    other tokens of document 1            run 2    other tokens of document 2
+
+Values that no token reaches (positions, masks, constants) are computed from the batch, weights are drawn. Floats that
+are rows of tokens are drawn too, by the document of each row, so that no product of the model has to be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.program.ops.aten import aten, shape_of
+from passes.program.program import Program
+from passes.program.walks import in_order
+from passes.rules.flops import node_flops
+
+Run = tuple[int, int, int]  # a dim, the distance of two tokens along it, and their number
+Values = tuple[Any, Any, Any]
+
+MOST_ELEMENTS, MOST_FLOPS = 1 << 26, 1 << 28  # of one call
+_KEPT = 8  # drawn values, for calls that read one value in turn, as those of an unrolled loop
+_COMPARISONS = {aten.eq.Scalar, aten.ne.Scalar}
+
+
+class TooMuchError(Exception):
+    """A call is too large for a trial."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Token by token along ``run``. ``homes`` [tokens]: the document that each reads, 0 for none. ``origin``: the op
+    that moved them away from their own tokens."""
+
+    run: Run
+    homes: Tensor
+    origin: fx.Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """Of both documents, and of no token. ``origin``: the op that pooled them."""
+
+    origin: fx.Node
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Anything else, by its values. ``is_mixed``: some element reads both documents. ``is_mean``: only because it reads
+    pooled values, and no weight has read it since. ``rows``: the same, all elements of a row alike: masks forgotten."""
+
+    origin: fx.Node
+    values: Values
+    rows: Rows | None = None
+    is_mixed: bool = False
+    is_mean: bool = False
+
+
+State = Rows | Pooled | Held
+
+
+@dataclass
+class ThreeRuns:
+    """``batch``: by placeholder, of inputs that are no tokens. ``tensors``: of placeholders with values, buffers say.
+
+    ``states``: of all values that tokens reach, in the order of the graph.
+    """
+
+    program: Program
+    batch: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    states: dict[fx.Node, State] = field(default_factory=dict)
+    known: dict[fx.Node, Any] = field(default_factory=dict)
+    _drawn: dict[fx.Node, Values] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes = self.program.graph.graph.nodes
+        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self._compared = {node.args[1] for node in nodes if node.target in _COMPARISONS}
+
+    def of(self, node: fx.Node) -> Values:
+        """Raises whatever an op raises on drawn values, and TooMuchError."""
+        state = self.states.get(node)
+        if state is None:
+            return (self._alone(node),) * 3
+        if isinstance(state, Held):
+            return state.values
+        if node not in self._drawn:
+            drawn = self._draw(node, state)
+            self._drawn = dict([*self._drawn.items()][1 - _KEPT :]) | {node: drawn}
+        return self._drawn[node]
+
+    def called(self, node: fx.Node) -> Values:
+        """The results of a call, computed from the values of its operands."""
+        if max(sum(map(_numel, [node, *node.all_input_nodes])), node_flops(node) * MOST_ELEMENTS // MOST_FLOPS) > (
+            MOST_ELEMENTS
+        ):
+            raise TooMuchError
+        given = {n: self.of(n) for n in node.all_input_nodes}
+        first, second, third = (self._result(node, {n: x[run] for n, x in given.items()}) for run in range(3))
+        return first, second, third
+
+    def _result(self, node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
+        def value(leaf: Any) -> Any:
+            return given[leaf] if isinstance(leaf, fx.Node) else _CPU if isinstance(leaf, torch.device) else leaf
+
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), value)  # pyright: ignore
+        torch.manual_seed(self._numbers[node])
+        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def _alone(self, node: fx.Node) -> Any:
+        """Of a value that no token reaches."""
+        for each in in_order([node], self.known, self._untouched):
+            self.known[each] = self._held(each) if each.op == "placeholder" else self.called(each)[0]
+        return self.known[node]
+
+    def _untouched(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n not in self.states]
+
+    def _held(self, node: fx.Node) -> Tensor:
+        for held in (self.batch, self.tensors, self.program.constants):
+            if node.name in held:
+                return held[node.name]
+        return self._random(node, 1)[0]
+
+    def _draw(self, node: fx.Node, state: Rows | Pooled) -> Values:
+        value = node.meta["val"]
+        is_drawn = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        if not is_drawn and node.op == "call_function":
+            return self.called(node)  # choices, comparisons: made of what was drawn
+        first, second, third = self._random(node, 3)
+        if isinstance(state, Pooled):
+            return first, second, third
+        homes = spread(state.homes, state.run, shape_of(node))
+        return first, torch.where(homes == 1, second, first), torch.where(homes == 2, third, first)
+
+    def _random(self, node: fx.Node, count: int) -> list[Tensor]:
+        """Ids are others than those that the model asks for, as the end of a document or padding."""
+        if _numel(node) > MOST_ELEMENTS:
+            raise TooMuchError
+        value, generator = node.meta["val"], torch.Generator().manual_seed(self._numbers[node])
+        shape, dtype = (count, *value.shape), value.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.promote_types(dtype, torch.float32)
+            return list(torch.randn(shape, generator=generator, dtype=wide).to(dtype))
+        ids = torch.tensor([n for n in range(self._num_ids) if n not in self._compared] or [0])
+        return list(ids[torch.randint(len(ids), shape, generator=generator)].to(dtype))
+
+    @property
+    def _num_ids(self) -> int:
+        """Ids that every table of the model has."""
+        tables = [n.args[0] for n in self._numbers if n.target is aten.embedding.default]
+        return min([256, *(shape_of(t)[0] for t in tables if isinstance(t, fx.Node))])
+
+
+_CPU = torch.device("cpu")
+
+
+def spread(homes: Tensor, run: Run, shape: tuple[int, ...]) -> Tensor:
+    """The document of each element, to broadcast over a value of ``shape``."""
+    dim, inner, size = run
+    along = homes[torch.arange(shape[dim]) // inner % size]
+    return along.view([-1 if d == dim else 1 for d in range(len(shape))])
+
+
+def moved(first: Any, other: Any) -> list[Tensor]:
+    """Of each tensor, the elements that differ between two runs. One that is no number may be anything."""
+    leaves = zip(pytree.tree_leaves(first), pytree.tree_leaves(other), strict=True)
+    return [_differ(a, b) for a, b in leaves if isinstance(a, Tensor)]
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape != b.shape:
+        return torch.ones(a.shape, dtype=torch.bool)
+    lost = a.isnan() | b.isnan() | (a == torch.inf) | (b == torch.inf) if a.is_floating_point() else a != a
+    return (a != b) | lost
+
+
+def pure_runs(one: Tensor, two: Tensor, tokens: int) -> Iterator[tuple[Run, Tensor]]:
+    """Of values that read documents as given, each dim along which every token reads one, with the homes."""
+    for dim, size in enumerate(one.shape):
+        whole = {(1, size)} if size else set()
+        parts = [(1, tokens), (size // tokens, tokens), *whole] if size % tokens == 0 else whole
+        for inner, count in parts:
+            first, second = (_along(x, dim, inner, count) for x in (one, two))
+            if first.any() and second.any() and not (first & second).any():
+                yield (dim, inner, count), first * 1 + second * 2
+                break
+
+
+def _along(x: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    return x.movedim(dim, 0).flatten(1).any(1).view(-1, size, inner).any(2).any(0)
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return sum(int(x.numel()) for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
