@@ -239,6 +239,6 @@ def has_documents(given: Choices) -> bool:
 def spec_part(given: Choices) -> dict[str, Any]:
     """The model's part of a spec."""
     named = {"loss": {"output": "objective"}} if given["returns"] == "named" else {}
-    is_apart = has_documents(given) and not given["convolution"] and given["capacity"] is None
-    packed = {"data": {"packing": "documents"}} if is_apart else {}
+    is_apart = given["kind"] != "encoder_decoder" and not given["convolution"] and given["capacity"] is None
+    packed = {"data": {"packing": "documents"}} if is_apart and has_documents(given) else {}
     return {"inputs": inputs_of(given), **named, **packed}
