@@ -6,7 +6,7 @@
     a product with a weight          reads an element of both               the op that mixed them is the answer
 
 A trial runs ops on numbers, three times (passes.partition.sequence.three_runs). Values pooled over tokens may read both
-documents while they stay in the loss: means, balancing losses. Integers and masks made of telling inputs are computed.
+documents while they stay in the loss: means, balancing losses. Masks and integers made of positions, say, are computed.
 """
 
 from __future__ import annotations
