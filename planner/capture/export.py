@@ -42,7 +42,7 @@ from planner.capture.gradients.parameter_writes import drop_writes_of_itself, re
 from planner.capture.gradients.reached import keep_what_is_reached
 from planner.capture.model.caches import caches_off
 from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
-from planner.capture.model.exchange import Exchange, fake, refuse_shared_memory
+from planner.capture.model.exchange import Exchange, fake, refuse_complex_parameters, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_loss.with_loss import model_of
@@ -77,6 +77,7 @@ def capture(
     """
     refuse_gradient_hooks(model)
     refuse_shared_memory(model)
+    refuse_complex_parameters(model)
     with in_eager_mode() as compiled:
         program = _as_in_eager_mode(model, inputs, earlier, has_rule, loss, dtype, is_known)
     if compiled or was_compiled(model_of(model)):

@@ -156,3 +156,15 @@ def refuse_shared_memory(model: nn.Module) -> None:
                     where=second.rpartition(".")[0],
                     fix="tie them as one parameter (`b.weight = a.weight`), or give each its own memory",
                 )
+
+
+def refuse_complex_parameters(model: nn.Module) -> None:
+    """Raise PlanError for a complex parameter: gradients, main parameters and updates are of real numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise PlanError(
+                f"the parameter {name} is complex ({parameter.dtype}): only real parameters are trained",
+                where=name,
+                fix="store its real and imaginary parts as a real parameter [..., 2], and read it by "
+                "`torch.view_as_complex`; if it is not trained, register it as a buffer",
+            )
