@@ -18,7 +18,7 @@ from torch import fx
 from passes.partition.local_arguments import local_arguments
 from passes.partition.options.base import Option
 from passes.partition.options.forms import Form
-from passes.program.ops.aten import aten, position_of
+from passes.program.ops.aten import aten, position_of, with_sizes
 from passes.types.types import Placement
 
 AXIS = object()
@@ -92,6 +92,8 @@ def rewrite(scene: Scene, forms: Mapping[Form, Rewrite]) -> fx.Node:
     form = scene.option.form
     if form not in SAME_OP:
         (REWRITES.get(form) or forms[form])(scene)
+    elif scene.option.out.is_sharded:
+        scene.node.args = tuple(with_sizes(scene.node, scene.node.args, scene.local_shape()))
     return scene.node
 
 

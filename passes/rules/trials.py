@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.program.ops.aten import aten, named, packet_of, size_argument
+from passes.program.ops.aten import aten, named, packet_of, shape_of, with_sizes
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
@@ -73,13 +73,13 @@ def by_parts(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What the parts of a factor make together beside what the full operands make: the result, and each gradient."""
     operands = [values[n.name] for n in operands_of(node)]
-    expected, gradients = _run(node, operands, None)
+    expected, gradients = run_call(node, operands)
     runs = []
     for part in range(parts):
         cut = [_part(x, factor, factor.at(i), parts, part) for i, x in enumerate(operands)]
         made = factor.at(RESULT)
         pulled = _part(_cotangent(expected), factor, made, parts, part) if _inexact(expected) else None
-        runs.append(_run(node, cut, pulled, (factor, parts)))
+        runs.append(run_call(node, cut, pulled, (factor, parts)))
     yield "result", _joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected
     for i, full in gradients.items():
         yield f"gradient of {i}", _joined([g[i] for _, g in runs], factor, factor.at(i), parts), full
@@ -98,12 +98,13 @@ def _inexact(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _run(
-    node: fx.Node, operands: list[Tensor], pulled: Tensor | None, cut: tuple[Factor, int] | None = None
+def run_call(
+    node: fx.Node, operands: list[Tensor], pulled: Tensor | None = None, cut: tuple[Factor, int] | None = None
 ) -> tuple[Tensor, dict[int, Tensor]]:
+    """The first result on ``operands``, and the gradient by each that has one; ``cut``: with the sizes of a part."""
     statistics = {named(node).get(name) for name in STATISTICS}
     trained = [_inexact(x) and n not in statistics for x, n in zip(operands, operands_of(node), strict=True)]
-    leaves = [x.detach().contiguous().requires_grad_(t) for x, t in zip(operands, trained, strict=True)]
+    leaves = [x.detach().requires_grad_(t) for x, t in zip(operands, trained, strict=True)]
     result = _called(node, leaves, cut)
     wanted = {i: x for i, x in enumerate(leaves) if x.requires_grad}
     if not wanted or not result.requires_grad:
@@ -124,13 +125,10 @@ def _called(node: fx.Node, operands: list[Tensor], cut: tuple[Factor, int] | Non
 
 
 def _local_sizes(node: fx.Node, args: list[Any], factor: Factor, parts: int) -> list[Any]:
-    """Written sizes of a result, and numbers of groups, as of one part."""
+    """Written sizes of a result, and numbers of groups, as a rank's program has them."""
     packet, place = packet_of(node.target), factor.at(RESULT)
-    shape = [int(n) for n in node.meta["val"].shape] if isinstance(node.meta["val"], Tensor) else []
-    at = size_argument(node.target)
-    if at is not None and place is not None:
-        first = int(args[1]) if packet is aten.unflatten else 0
-        args[at] = [n // parts if d == place.dim else n for d, n in enumerate(shape)][first : first + len(args[at])]
+    if place is not None:
+        args = with_sizes(node, args, [n // parts if d == place.dim else n for d, n in enumerate(shape_of(node))])
     of_groups = {aten.conv1d: 6, aten.conv2d: 6, aten.convolution: 8, aten.group_norm: 1}.get(packet)
     if of_groups is not None and {0, 1, RESULT} <= {p.operand for p in factor.places}:
         args[of_groups] = factor.size // parts
@@ -141,7 +139,7 @@ def _part(x: Tensor, factor: Factor, place: Place | None, parts: int, part: int)
     if place is None:
         return x
     inside = _opened(x, factor, place).chunk(parts, place.dim + 1)[part]
-    return inside.flatten(place.dim, place.dim + 2)
+    return inside.flatten(place.dim, place.dim + 2).clone()  # dense, in the order of memory of the full operand
 
 
 def _joined(pieces: list[Tensor], factor: Factor, place: Place | None, parts: int) -> Tensor:

@@ -40,6 +40,7 @@ from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.hooks import refuse_gradient_hooks
 from planner.capture.gradients.parameter_writes import drop_writes_of_itself, refuse_parameter_writes
 from planner.capture.gradients.reached import keep_what_is_reached
+from planner.capture.memory_order import views_for_memory
 from planner.capture.model.caches import caches_off
 from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
 from planner.capture.model.exchange import Exchange, fake, refuse_complex_parameters, refuse_shared_memory
@@ -178,6 +179,7 @@ def _functional(
     the nodes of their last values."""
     module = exported.graph_module
     drop_writes_of_itself(module)
+    views_for_memory(module)
     if _any_call(module, is_write) or is_dynamic(module):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)

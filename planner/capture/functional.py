@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from passes.errors import PlanError
 from passes.program.ops.aten import arguments, aten, draws, is_mutable
-from passes.program.ops.groups import MOVED, PERMUTES, RESHAPES, SAME, SPLITS
+from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
+from passes.program.source_lines import where_of
 from planner.capture.data_dependence import shape_of_data
 
 
@@ -178,7 +180,13 @@ class _Rewriter:
         stops = target is aten.detach.default and whole.requires_grad
         if target is aten.detach_.default or (target in SAME and not stops):
             return part
-        scatter = getattr(aten, f"{target._opname}_scatter", None)  # of a slice, of a selected position
+        if target is aten.unfold.default:  # PyTorch would write zeros into what no window covers
+            raise PlanError(
+                "a write in place into windows (unfold): positions that windows share have no one value",
+                where=where_of(call),
+                fix="write into slices or a reshape of the tensor, or compute a new tensor",
+            )
+        scatter = getattr(aten, f"{getattr(target, '_opname', '')}_scatter", None)  # of a slice, a position, a diagonal
         if scatter is None:  # also a write behind autograd's back, into x.detach()
             raise UnknownWrite(str(target))
         return self._emit(call, scatter.default, (base, part, *fx.map_arg(tuple(args[1:]), self._read)), kwargs, whole)
@@ -198,8 +206,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     is_piece = node.target is operator.getitem and isinstance(first, fx.Node) and first.args
     source = first.args[0] if is_piece else first  # pyright: ignore
     seen = source.meta.get("val") if isinstance(source, fx.Node) else None
-    op = _as_one_call(node)[0]
-    if (op not in MOVED and op is not aten.detach_.default) or not isinstance(seen, Tensor):
+    if not isinstance(seen, Tensor):
         return None
     return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.canonical.decompose import HasRule
+from passes.errors import PlanError
 from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -24,14 +25,17 @@ from passes.rules.factors import EACH, MIX, SUM
 from passes.rules.notation import Pattern
 from passes.rules.rule import RESULT, Factor, Place
 from passes.rules.table import rule_of
-from passes.rules.trials import by_parts, called
+from passes.rules.trials import by_parts, called, run_call
 from planner.capture.own_backward.applications import (
+    MEMORY_FIX,
+    READS_MEMORY,
     SAMPLES,
     Application,
     LowestPrecision,
     Sample,
     Shape,
     draw,
+    follows_memory,
     has_gradient,
     on_the_side,
 )
@@ -47,34 +51,65 @@ Shapes = tuple[tuple[int, ...], ...]
 def infer_rules(program: Program, has_rule: HasRule) -> None:
     """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run.
 
-    ``has_rule``: whether an op has a rule of its own for its types over tp.
+    ``has_rule``: whether an op has a rule of its own for its types over tp. A call that computes something else where
+    its operands lie otherwise in memory gets contiguous ones. Raises PlanError if they were not so in the capture.
     """
-    known: dict[Any, Pattern | None] = {}
-    for node in program.graph.graph.nodes:
+    known: dict[Any, tuple[Pattern | None, bool]] = {}
+    for node in list(program.graph.graph.nodes):
         if not has_rule(node.target) and _is_unknown(node):
             key = _signature(node)
             if key not in known:
-                known[key] = inferred(node)
-            if (pattern := known[key]) is not None:
+                known[key] = inferred(node), _reads_in_order(node)
+            pattern, in_order = known[key]
+            if pattern is not None:
                 node.meta["inferred"] = pattern
+            if in_order:
+                _lay_out_operands(node)
 
 
 def inferred(node: fx.Node) -> Pattern | None:
     """None if the call fails in every trial, or no dim of it is a factor."""
-    shapes = [Shape(tuple(map(int, n.meta["val"].shape)), n.meta["val"].dtype, True) for n in operands_of(node)]
-    use = Application(node.target, tuple(shapes), where_of(node))  # pyright: ignore[reportArgumentType]
-    for attempt in use.attempts(MANY_ELEMENTS):
-        if attempt.num_elements > TOO_MANY_ELEMENTS:
-            continue
+    for trial in _trials(node):
         try:
             with on_the_side():
-                trial = _trial(node, attempt)
                 factors = trial.factors()
         except Exception:  # whatever an op raises on tensors that it was not written for
             continue
         if factors:
             return _pattern(trial.shapes, trial.result, factors)
     return None
+
+
+def _reads_in_order(node: fx.Node) -> bool:
+    trial = next(_trials(node), None)
+    if trial is None or not trial.follows_memory():
+        return False
+    if not all(shape.is_contiguous for shape in trial.use.shapes):
+        raise PlanError(f"{node.target} {READS_MEMORY}", where=where_of(node), fix=MEMORY_FIX)
+    return True
+
+
+def _lay_out_operands(node: fx.Node) -> None:
+    for operand in operands_of(node):
+        with node.graph.inserting_before(node):
+            laid_out = node.graph.call_function(torch.ops.aten.contiguous.default, (operand,))
+        laid_out.meta = {**node.meta, "val": operand.meta["val"], "grad": operand.meta["grad"]}
+        laid_out.meta.pop("inferred", None)
+        node.replace_input_with(operand, laid_out)
+
+
+def _trials(node: fx.Node) -> Iterator[_Trial]:
+    """Those in which the call runs."""
+    shapes = tuple(Shape.of(n.meta["val"], True) for n in operands_of(node))
+    use = Application(node.target, shapes, where_of(node))  # pyright: ignore[reportArgumentType]
+    for attempt in use.attempts(MANY_ELEMENTS):
+        if attempt.num_elements <= TOO_MANY_ELEMENTS:
+            try:
+                with on_the_side():
+                    trial = _trial(node, attempt)
+            except Exception:  # whatever an op raises on tensors that it was not written for
+                continue
+            yield trial
 
 
 def _is_unknown(node: fx.Node) -> bool:
@@ -94,7 +129,7 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
     """Equal for calls that need only one trial."""
     given = fx.map_arg(
         (node.args, dict(node.kwargs)),  # pyright: ignore[reportArgumentType]
-        lambda n: f"{list(n.meta['val'].shape)} {n.meta['val'].dtype}",
+        lambda n: f"{list(n.meta['val'].shape)} {n.meta['val'].stride()} {n.meta['val'].dtype}",
     )
     return (node.target, str(given))
 
@@ -128,6 +163,15 @@ class _Trial:
         for size in sorted({n for shape in self.shapes for n in shape}):
             found += self._first(_possible(self.shapes, size, found, Factor(SUM, size, ())))
         return found
+
+    def follows_memory(self) -> bool:
+        def run(values: list[Tensor]) -> list[Tensor | None]:
+            result, gradients = run_call(self.node, values)
+            return [result, *gradients.values()]
+
+        with on_the_side():
+            values = draw(self.use, SAMPLES[0])
+            return follows_memory(run, values, lambda a, b: equal_up_to_rounding(a, b, self.tolerance))
 
     def _first(self, possible: Iterator[Factor]) -> list[Factor]:
         return next(([f] for f in itertools.islice(possible, MOST_TRIED) if self._holds(f)), [])

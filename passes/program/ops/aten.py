@@ -53,6 +53,19 @@ def size_argument(target: Any) -> int | None:
     return next((i for i, (n, kind) in enumerate(given) if n in ("size", "sizes", "shape") and "List" in kind), None)
 
 
+def with_sizes(node: fx.Node, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """``args`` of ``node``; where they give the sizes of its result, or of some dims of it, they give ``sizes``."""
+    at, found = size_argument(node.target), list(args)
+    if at is None or at >= len(args) or not isinstance(args[at], (list, tuple)):
+        return found
+    whole = shape_of(node)
+    first = int(args[1]) % len(whole) if packet_of(node.target) is aten.unflatten else 0
+    named = whole[first : first + len(args[at])]
+    if len(named) == len(args[at]) and all(n in (-1, size) for n, size in zip(args[at], named, strict=True)):
+        found[at] = list(sizes[first : first + len(named)])
+    return found
+
+
 def returns_nothing(target: Any) -> bool:
     """Whether an op only checks something, as an assertion does."""
     schema = getattr(target, "_schema", None)

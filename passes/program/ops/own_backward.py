@@ -42,6 +42,7 @@ class Facts:
     cuts: tuple[Cut, ...] = ()
     draws: bool = False  # random numbers in its forward
     tried: bool = True
+    in_order: bool = False  # its tensors must lie in memory in the order of their dims
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class OwnBackward:
         object.__setattr__(self, "__name__", self.function.__name__)  # in the code of a graph, and in messages
 
     def __call__(self, *tensors: Tensor) -> Any:
-        args = pytree.tree_map_only(Operand, lambda o: tensors[o.position], self.args)
+        given = [x.contiguous() for x in tensors] if self.facts.in_order else tensors
+        args = pytree.tree_map_only(Operand, lambda o: given[o.position], self.args)
         with self.autocast.entered() if self.autocast else nullcontext():
             made = [x for x in pytree.tree_leaves(self.function.apply(*args)) if isinstance(x, Tensor)]
         return made[0] if len(made) == 1 else tuple(made)

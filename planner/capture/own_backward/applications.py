@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from passes.errors import Where
 
 COARSE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 TOO_MANY_ELEMENTS = 10**8
+READS_MEMORY = "computes something else where its arguments lie otherwise in memory, as parts of them do"
+MEMORY_FIX = "call .contiguous() on its arguments, or read them by their dims"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,31 @@ SAMPLES = (Sample(1.0, 0.0, 1.0, 1e-6), Sample(0.5, 1.5, 1.0, 1e-6), Sample(30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Replaces a tensor among the Function's arguments."""
+    """Replaces a tensor among the Function's arguments. ``strides``: in the capture; dense if elements share memory."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, requires_grad: bool) -> Shape:
+        strides, steps = tuple(map(int, x.stride())), sorted((int(s), int(n)) for s, n in _steps(x))
+        is_apart = all(s > 0 for s, _ in steps) and all(s * n <= after for (s, n), (after, _) in pairwise(steps))
+        return cls(tuple(map(int, x.shape)), x.dtype, requires_grad, strides if is_apart else _dense(x))
+
+    def cut(self, sizes: tuple[int, ...]) -> Shape:
+        """Smaller, with its dims in the same order in memory."""
+        whole = torch.empty_strided(self.sizes, self.strides, device="meta")
+        return replace(self, sizes=sizes, strides=_dense(whole[tuple(map(slice, sizes))]))
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """A copy of ``value`` in the strides of the capture."""
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype).copy_(value)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.sizes, self.strides, device="meta").is_contiguous()
 
     @property
     def numel(self) -> int:
@@ -64,8 +87,7 @@ class Application:
         """``inner``: within the forward of another Function, in which no tensor shows that it needs a gradient."""
 
         def shape(tensor: Tensor) -> Shape:
-            sizes = tuple(int(n) for n in tensor.shape)
-            return Shape(sizes, tensor.dtype, tensor.requires_grad or (inner and has_gradient(tensor.dtype)))
+            return Shape.of(tensor, tensor.requires_grad or (inner and has_gradient(tensor.dtype)))
 
         return cls(function, pytree.tree_map_only(Tensor, shape, args), where)
 
@@ -106,7 +128,7 @@ class Application:
         kept = {shape.sizes[-1] for shape in self.shapes if len(shape.sizes) > 1}
         leading = dict.fromkeys(size for shape in self.shapes for size in shape.sizes[:-1] if size not in kept)
         small = {size: min(size, 2 + position) for position, size in enumerate(leading)}
-        return self._with_shapes(lambda shape: replace(shape, sizes=tuple(small.get(n, n) for n in shape.sizes)))
+        return self._with_shapes(lambda shape: shape.cut(tuple(small.get(n, n) for n in shape.sizes)))
 
 
 def is_plain(leaf: object) -> bool:
@@ -132,9 +154,39 @@ def draw(use: Application, sample: Sample) -> list[Tensor]:
 
 def _value(shape: Shape, sample: Sample) -> Tensor:
     if not has_gradient(shape.dtype):
-        return torch.randint(2, shape.sizes).to(shape.dtype)
+        return shape.laid_out(torch.randint(2, shape.sizes))
     value = torch.randn(shape.sizes, dtype=torch.float64).mul(sample.deviation)
-    return (value.abs() + sample.mean if sample.mean else value).to(shape.dtype)
+    return shape.laid_out(value.abs() + sample.mean if sample.mean else value)
+
+
+def follows_memory(run: Callable[[list[Tensor]], list[Tensor | None]], values: Sequence[Tensor], near: Near) -> bool:
+    """Whether ``run`` of equal values gives something else where they lie otherwise in memory."""
+    expected = run(list(values))
+    for order in _ORDERS:
+        try:
+            found = run([order(v) for v in values])
+        except Exception:  # an order that it refuses, as it would in a run
+            continue
+        if not all(a is b or (a is not None and b is not None and near(a, b)) for a, b in zip(expected, found)):  # noqa: B905
+            return True
+    return False
+
+
+Near = Callable[[Tensor, Tensor], bool]
+_ORDERS: tuple[Callable[[Tensor], Tensor], ...] = (
+    Tensor.clone,  # dense, in the same order
+    lambda x: x.clone(memory_format=torch.contiguous_format),
+    lambda x: x.permute(*range(x.dim())[::-1]).clone(memory_format=torch.contiguous_format).permute(*range(x.dim())[::-1]),
+)
+
+
+def _steps(x: Tensor) -> Iterator[tuple[int, int]]:
+    """(stride, size) of each dim that has more than one element."""
+    return ((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+
+
+def _dense(x: Tensor) -> tuple[int, ...]:
+    return torch.empty_strided(x.shape, x.stride(), device="meta").clone().stride()
 
 
 def applied(

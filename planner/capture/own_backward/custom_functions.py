@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from passes.program.ops.own_backward import Autocast, Facts, Operand, Output, Ow
 from planner.capture.gradients.autocast import autocast_now
 from planner.capture.gradients.functions import is_derived
 from planner.capture.own_backward.applications import (
+    MEMORY_FIX,
+    READS_MEMORY,
     SAMPLES,
     TOO_MANY_ELEMENTS,
     Application,
@@ -37,7 +40,7 @@ from planner.capture.own_backward.applications import (
     on_the_side,
     tensors_in,
 )
-from planner.capture.own_backward.trials import RandomBackward, facts_of
+from planner.capture.own_backward.trials import FollowsMemory, RandomBackward, facts_of
 
 WRITTEN_FIX = "compute a new tensor in the forward (`x * 2` instead of `x.mul_(2)`)"
 HIDDEN_FIX = "pass every tensor that the Function reads as an argument of apply, and return its gradient"
@@ -92,6 +95,8 @@ class CustomFunctions:
                 where=use.where,
                 fix="draw them in the forward, and save them for the backward",
             ) from None
+        except FollowsMemory:
+            raise PlanError(f"{use.name} {READS_MEMORY}", where=use.where, fix=MEMORY_FIX) from None
         top = {id(a) for a in use.args if isinstance(a, Shape)}  # autograd sees no tensor within a list
         reached = tuple(r and id(s) in top for r, s in zip(facts.reached, use.shapes, strict=True))
         if not facts.tried:
@@ -99,7 +104,7 @@ class CustomFunctions:
                 f"{use.name} at {use.where} does not run by itself on random values: it is replicated on every "
                 "rank, and its backward could not be tested"
             )
-        return Facts(reached, facts.linear, facts.cuts, facts.draws, facts.tried)
+        return replace(facts, reached=reached)
 
     def _label(self, use: Application, autocast: Autocast | None) -> str:
         """Function and arguments; the same in every process."""

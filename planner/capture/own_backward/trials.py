@@ -5,6 +5,7 @@
     cuts      apply on the parts of its inputs gives the parts of outputs and gradients, and of an input that every part
               reads in full the sum of gradients; in halves and in small parts, also with one far larger part
     draws     whether the forward draws random numbers
+    in_order  whether it computes something else where its tensors do not lie in memory in the order of their dims
 
 Nothing is claimed that was not tried: a Function that does not run by itself is computed in full, from full gradients.
 """
@@ -28,6 +29,7 @@ from planner.capture.own_backward.applications import (
     Sample,
     applied,
     draw,
+    follows_memory,
     has_gradient,
     on_the_side,
 )
@@ -46,14 +48,18 @@ class RandomBackward(Exception):
     """The backward draws random numbers."""
 
 
+class FollowsMemory(Exception):
+    """It computes something else where its tensors lie otherwise in memory, and theirs is no usual order."""
+
+
 def facts_of(use: Application) -> Facts:
-    """Raises RandomBackward."""
+    """Raises RandomBackward, FollowsMemory."""
     unknown = Facts(tuple(shape.requires_grad for shape in use.shapes), tried=False)
     for attempt in use.attempts(MANY_ELEMENTS):
         try:
             with on_the_side(), LowestPrecision() as seen:
                 return _Trial(attempt, seen).facts()
-        except RandomBackward:
+        except (RandomBackward, FollowsMemory):
             raise
         except Exception:  # whatever the user's code raises on tensors that it was not written for
             continue
@@ -74,7 +80,16 @@ class _Trial:
         reached, draws = self._reached()
         if draws:
             return Facts(reached, draws=True)
-        return Facts(reached, self._is_linear(), tuple(self._cuts()))
+        return Facts(reached, self._is_linear(), tuple(self._cuts()), in_order=self._reads_in_order())
+
+    def _reads_in_order(self) -> bool:
+        def run(values: list[Tensor]) -> list[Tensor | None]:
+            return [x for made in self._run(values, lambda _, output: torch.ones_like(output)) for x in made]
+
+        follows = follows_memory(run, draw(self.use, SAMPLES[0]), self._equal)
+        if follows and not all(shape.is_contiguous for shape in self.use.shapes):
+            raise FollowsMemory
+        return follows
 
     def _run(self, values: Sequence[Tensor], arriving: Arriving) -> tuple[list[Tensor], Gradients]:
         return applied(self.use, values, self.use.function.apply, arriving)

@@ -1,0 +1,312 @@
+"""Calls that name places in memory become views of the tensor itself, because its parts lie elsewhere in memory.
+
+    x.as_strided(sizes, strides)    →  slice, unflatten, unfold, diagonal, permute, expand of x
+    x.set_(y), x.resize_(sizes) …   →  y, and a part of x, if nothing reads the old x
+
+In a capture strides and offsets are known. An axis is a dim of x, or several whose memory lies in one row; each dim of
+the result moves along axes by a number of steps. Axes are joined only where a move passes the end of one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._functorch import is_batchedtensor
+
+from passes.errors import PlanError
+from passes.program.ops.aten import arguments, aten, is_mutable
+from passes.program.ops.groups import SPLITS, Ops
+from passes.program.source_lines import where_of
+
+OF_MEMORY = Ops(
+    "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ "
+    "is_set_to"
+)
+UNKNOWN = Ops("as_strided_scatter is_set_to")
+FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:, rows]`)"
+
+
+def views_for_memory(module: fx.GraphModule) -> None:
+    """Rewrite each such call of ``module`` and of its regions. Raises PlanError at one that is no view of a tensor."""
+    for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in [n for n in inner.graph.nodes if n.target in OF_MEMORY]:
+            with inner.graph.inserting_before(node):
+                node.replace_all_uses_with(_rewritten(node), propagate_meta=False)
+            inner.graph.erase_node(node)
+
+
+def _rewritten(node: fx.Node) -> fx.Node:
+    given = arguments(node)
+    x = given["self"]
+    if is_batchedtensor(x.meta["val"]) or node.target in UNKNOWN:
+        raise _refused(node, "is not supported" + " within torch.vmap" * (node.target not in UNKNOWN))
+    if is_mutable(node.target) and (x.op == "placeholder" or any(n > node for n in x.users)):
+        raise _refused(node, "changes the memory of a tensor that is read later")
+    asked = _Layout.asked(given, x) if "stride" in given else _Layout.of(node.meta["val"])
+    return _seen_as(node, given.get("source", x), asked)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the elements of a tensor lie in memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Layout:
+        return cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), int(x.storage_offset()))
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], x: fx.Node) -> _Layout:
+        start = given.get("storage_offset")
+        start = x.meta["val"].storage_offset() if start is None else start
+        return cls(tuple(map(int, given["size"])), tuple(map(int, given["stride"])), int(start))
+
+    @property
+    def end(self) -> int:
+        return self.start + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layout) and self._moves == other._moves
+
+    @property
+    def _moves(self) -> tuple[Any, ...]:
+        """The stride of a dim of one element says nothing."""
+        return self.sizes, self.start, [s for n, s in zip(self.sizes, self.strides, strict=True) if n != 1]
+
+    def holds(self, other: _Layout) -> bool:
+        """Whether each place of ``other`` is one of this."""
+        places = torch.zeros(max(self.end, other.end), dtype=torch.bool)
+        places.as_strided(self.sizes, self.strides, self.start).fill_(True)
+        return bool(places.as_strided(other.sizes, other.strides, other.start).all())
+
+
+def _seen_as(node: fx.Node, x: fx.Node, asked: _Layout) -> fx.Node:
+    """``x`` seen in the layout ``asked``; or the tensor of which ``x`` is a view, if ``x`` holds all that is asked."""
+    own, stops = _Layout.of(x.meta["val"]), False
+    for base in _owners(x):
+        stops |= base is not x and any(n.target is aten.detach.default for n in _between(x, base))
+        row = _Row(node, base)
+        if 0 not in asked.sizes and row.move(asked):
+            if base is not x and not own.holds(asked):
+                raise _refused(node, "reads memory beyond its operand, which has no gradient there")
+            return row.add(aten.detach.default) if stops else row.at
+        row.undo()
+    shown = f"size {list(asked.sizes)}, stride {list(asked.strides)}, of {list(own.sizes)} with {list(own.strides)}"
+    raise _refused(node, f"reads memory in an order that is no view of a tensor: {shown}")
+
+
+def _owners(x: fx.Node) -> Iterator[fx.Node]:
+    """``x``, the tensor of which it is a view, and so on."""
+    yield x
+    while (source := _source(x)) is not None:
+        yield (x := source)
+
+
+def _between(x: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
+    for owner in _owners(x):
+        if owner is base:
+            return
+        yield owner
+
+
+def _source(x: fx.Node) -> fx.Node | None:
+    first = x.args[0] if x.op == "call_function" and x.args else None
+    if x.target is operator.getitem and isinstance(first, fx.Node) and first.target in SPLITS:
+        first = first.args[0]
+    val, seen = x.meta["val"], first.meta.get("val") if isinstance(first, fx.Node) else None
+    if not isinstance(seen, Tensor) or seen.dtype != val.dtype:
+        return None
+    return first if seen.untyped_storage()._cdata == val.untyped_storage()._cdata else None  # pyright: ignore
+
+
+@dataclass
+class _Axis:
+    """Dims of a tensor that lie in one row in memory, the outermost first."""
+
+    size: int
+    stride: int
+
+
+@dataclass
+class _Move:
+    """Dim ``dim`` of the result: ``size`` elements, ``step`` apart along an axis."""
+
+    dim: int
+    size: int
+    step: int
+
+
+class _Row:
+    """View after view of ``at``, each a call before ``node``. ``names``: for each dim of ``at``, the dim of the result."""
+
+    def __init__(self, node: fx.Node, at: fx.Node) -> None:
+        self.node, self.at, self.names, self.made = node, at, list[int](), list[fx.Node]()
+
+    def add(self, target: Any, *args: Any) -> fx.Node:
+        val = target(self.at.meta["val"], *fx.map_arg(args, lambda n: n.meta["val"]))
+        self.at = self.node.graph.call_function(target, (self.at, *args))
+        self.at.meta = {**self.node.meta, "val": val}
+        self.made.append(self.at)
+        return self.at
+
+    def undo(self) -> None:
+        for made in reversed(self.made):
+            self.node.graph.erase_node(made)
+
+    @property
+    def shape(self) -> list[int]:
+        return [int(n) for n in self.at.meta["val"].shape]
+
+    def move(self, asked: _Layout) -> bool:
+        """Whether the layout is reached; the strides of the views prove it."""
+        given = _Layout.of(self.at.meta["val"])
+        axes, order = _axes(given)
+        found = _along(axes, asked, asked.start - given.start) if axes is not None else None
+        if found is None:
+            return False
+        axes, starts, moves = found
+        self._as_axes(axes, order)
+        for axis, start in reversed(list(enumerate(starts))):
+            self._open(axis, start, moves[axis])
+        self._diagonals()
+        self._arrange(asked)
+        return _Layout.of(self.at.meta["val"]) == asked
+
+    def _as_axes(self, axes: list[_Axis], order: list[int]) -> None:
+        """One dim for each axis."""
+        for dim in sorted(set(range(len(self.shape))) - set(order), reverse=True):
+            self.add(aten.select.int, dim, 0)
+            order = [d - (d > dim) for d in order]
+        self._permute(order)
+        self._view([axis.size for axis in axes])
+        self.names = [-1] * len(axes)
+
+    def _open(self, at: int, start: int, moves: list[_Move]) -> None:
+        """Dim ``at`` becomes a dim for each move along it, the longest step first."""
+        names = self.names
+        if not moves:
+            self.add(aten.select.int, at, start)
+            names.pop(at)
+        for position, move in enumerate(moves):
+            rest = 1 + sum(m.step * (m.size - 1) for m in moves[position + 1 :])
+            names[at] = move.dim
+            if position == len(moves) - 1:
+                self._slice(at, start, (move.size - 1) * move.step + 1, move.step)
+            elif rest <= move.step and start + move.size * move.step <= self.shape[at]:
+                self._slice(at, start, move.size * move.step)
+                self.add(aten.unflatten.int, at, [move.size, move.step])
+                names.insert(at := at + 1, -1)
+            else:
+                self._slice(at, start, (move.size - 1) * move.step + rest)
+                self.add(aten.unfold.default, at, rest, move.step)
+                names.append(-1)
+                at = len(names) - 1
+            start = 0
+
+    def _diagonals(self) -> None:
+        """A dim that moves along several axes at once."""
+        while (twice := next((n for n in self.names if self.names.count(n) > 1), None)) is not None:
+            first, second, *_ = [i for i, n in enumerate(self.names) if n == twice]
+            self.add(aten.diagonal.default, 0, first, second)
+            self.names = [n for i, n in enumerate(self.names) if i not in (first, second)] + [twice]
+
+    def _arrange(self, asked: _Layout) -> None:
+        self._permute(sorted(range(len(self.names)), key=lambda i: self.names[i]))
+        self._view([n if d in self.names else 1 for d, n in enumerate(asked.sizes)])
+        if self.shape != list(asked.sizes):
+            self.add(aten.expand.default, list(asked.sizes))
+
+    def _permute(self, order: list[int]) -> None:
+        if order != sorted(order):
+            self.add(aten.permute.default, order)
+
+    def _view(self, sizes: list[int]) -> None:
+        if self.shape != sizes:
+            self.add(aten.view.default, sizes)
+
+    def _slice(self, dim: int, start: int, length: int, step: int = 1) -> None:
+        if (start, length, step) != (0, self.shape[dim], 1):
+            self.add(aten.slice.Tensor, dim, start, start + length, step)
+
+
+def _axes(given: _Layout) -> tuple[list[_Axis] | None, list[int]]:
+    """The dims by their strides, largest first; None if elements share memory otherwise than by an expanded dim.
+
+    A dim of one element is left out where it has no place among the others.
+    """
+    dims = [d for d, n in enumerate(given.sizes) if n > 1 and given.strides[d]]
+    dims.sort(key=lambda d: -given.strides[d])
+    if not all(map(_fits(given), dims, dims[1:])):
+        return None, []
+    for dim in (d for d, n in enumerate(given.sizes) if n == 1):
+        at = sum(given.strides[d] >= given.strides[dim] for d in dims)
+        wider = [*dims[:at], dim, *dims[at:]]
+        dims = wider if all(map(_fits(given), wider, wider[1:])) else dims
+    return [_Axis(given.sizes[d], given.strides[d]) for d in dims], dims
+
+
+def _fits(given: _Layout) -> Callable[[int, int], bool]:
+    return lambda outer, inner: given.strides[outer] >= given.sizes[inner] * given.strides[inner] > 0
+
+
+def _along(
+    axes: list[_Axis], asked: _Layout, start: int
+) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
+    """The axes, where the result begins along each, and the moves along each; axes that a move leaves are joined."""
+    axes = list(axes)
+    while start >= 0:
+        starts, moves = _steps(axes, start), _moves(axes, asked)
+        if starts is None or moves is None:
+            return None
+        ends = [s + sum(m.step * (m.size - 1) for m in along) for s, along in zip(starts, moves, strict=True)]
+        left = next((i for i in reversed(range(len(axes))) if ends[i] >= axes[i].size), None)
+        if left is None:
+            return axes, starts, moves
+        outer, inner = axes[left - 1], axes[left]
+        if left == 0 or outer.stride != inner.size * inner.stride:
+            return None
+        axes[left - 1 : left + 1] = [_Axis(outer.size * inner.size, inner.stride)]
+    return None
+
+
+def _steps(axes: Sequence[_Axis], distance: int) -> list[int] | None:
+    """``distance`` in memory as steps along the axes; None if it ends between elements."""
+    steps = list[int]()
+    for axis in axes:
+        step, distance = divmod(distance, axis.stride)
+        steps.append(step)
+    return steps if distance == 0 else None
+
+
+def _moves(axes: Sequence[_Axis], asked: _Layout) -> list[list[_Move]] | None:
+    """For each axis, the dims of the result that move along it, the longest steps first.
+
+    A dim of one element takes an axis of one element of its stride, so that it stays the same dim.
+    """
+    moves: list[list[_Move]] = [[] for _ in axes]
+    for dim, (size, stride) in enumerate(zip(asked.sizes, asked.strides, strict=True)):
+        single = [i for i, a in enumerate(axes) if (a.size, a.stride) == (1, stride) and not moves[i]]
+        if size == 1 and single:
+            moves[single[0]].append(_Move(dim, 1, 1))
+        steps = _steps(axes, stride) if size > 1 else []
+        if steps is None:
+            return None
+        for along, step in zip(moves, steps, strict=False):
+            if step:
+                along.append(_Move(dim, size, step))
+    for along in moves:
+        along.sort(key=lambda m: -m.step)
+    return moves
+
+
+def _refused(node: fx.Node, what: str) -> PlanError:
+    name = node.target._opname  # pyright: ignore
+    return PlanError(f"{name} {what}", where=where_of(node), fix=FIX)
