@@ -10,7 +10,6 @@ Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters,
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from passes.canonical.decompose import HasRule
 from passes.canonical.form import canonicalize, prune
 from passes.canonical.side_calls import order_side_calls
-from passes.errors import PlanError, Where
+from passes.errors import PlanError, Where, first_line
 from passes.program.ops.recorded import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -180,16 +179,19 @@ def _functional(
     module = exported.graph_module
     drop_writes_of_itself(module)
     views_for_memory(module)
+    where = Where()
     if _any_call(module, is_write) or is_dynamic(module):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)
         parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
         refuse_parameter_writes(module, parameters)
         if not _any_call(module, _is_of_vmap):
-            with contextlib.suppress(UnknownWrite):
+            try:
                 return exported, make_functional(module)
+            except UnknownWrite as unknown:
+                where = unknown.where
     if _any_call(module, lambda call: is_write(call) or _is_of_vmap(call)):
-        exported = _decomposed(exported)
+        exported = _decomposed(exported, where)
     holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
     return exported, {
         holders[s.target]: s.arg.name
@@ -198,12 +200,13 @@ def _functional(
     }
 
 
-def _decomposed(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def _decomposed(exported: torch.export.ExportedProgram, where: Where) -> torch.export.ExportedProgram:
     try:
         return quietly(lambda: exported.run_decompositions({}))
     except Exception as error:
         raise PlanError(
-            f"the model cannot be captured: its in-place ops cannot be made functional: {error}",
+            f"the model cannot be captured: its in-place ops cannot be made functional: {first_line(error)}",
+            where=where,
             fix="write them out of place (`x = x + y` for `x += y`)",
         ) from error
 

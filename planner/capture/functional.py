@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.errors import PlanError
+from passes.errors import PlanError, Where
 from passes.program.ops.aten import arguments, aten, draws, is_mutable
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
 from passes.program.source_lines import where_of
@@ -25,7 +25,9 @@ from planner.capture.data_dependence import shape_of_data
 
 
 class UnknownWrite(Exception):
-    """A write of unknown kind: the full graph is left to PyTorch."""
+    """A write of unknown kind, at the line ``where``: the full graph is left to PyTorch."""
+
+    where = Where()
 
 
 def is_write(node: fx.Node) -> bool:
@@ -46,7 +48,11 @@ def make_functional(module: fx.GraphModule) -> dict[str, str]:
 def functional_graph(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, str]]:
     """The result of ``make_functional``, in a graph of its own."""
     rewriter = _Rewriter()
-    written = rewriter.run(module)
+    try:
+        written = rewriter.run(module)
+    except UnknownWrite as unknown:
+        unknown.where = where_of(rewriter.at)
+        raise
     return rewriter.graph, written
 
 
@@ -65,7 +71,9 @@ class _View:
 
 
 class _Rewriter:
-    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else."""
+    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else; ``at``: the call read."""
+
+    at: fx.Node
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -80,6 +88,7 @@ class _Rewriter:
 
     def _copy(self, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
+            self.at = node
             if node.target is aten.detach_.default and node.args[0].meta["val"].requires_grad:  # pyright: ignore
                 raise UnknownWrite("detach_")
             if isinstance(node.target, torch._ops.HigherOrderOperator):

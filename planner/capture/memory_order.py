@@ -96,7 +96,7 @@ def _seen_as(node: fx.Node, x: fx.Node, asked: _Layout) -> fx.Node:
         row = _Row(node, base)
         if 0 not in asked.sizes and row.move(asked):
             if base is not x and not own.holds(asked):
-                raise _refused(node, "reads memory beyond its operand, which has no gradient there")
+                raise _refused(node, "reads memory beyond its operand, for which autograd has no gradient")
             return row.add(aten.detach.default) if stops else row.at
         row.undo()
     shown = f"size {list(asked.sizes)}, stride {list(asked.strides)}, of {list(own.sizes)} with {list(own.strides)}"

@@ -91,10 +91,17 @@ def registry_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Tensor:
-    """A new tensor of this shape without memory. On the CPU, not on meta: constants of a forward keep their values."""
+    """A new tensor of this shape, strides and offset without memory. On the CPU, not on meta: constants of a forward
+    keep their values.
+    """
     cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    start = int(tensor.storage_offset())
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
+        if not start:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device="cpu")
+        last = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = torch.empty(max(last, start) + 1, dtype=cast, device="cpu")
+        return memory.as_strided(tensor.shape, tensor.stride(), start)
 
 
 def swap(a: Tensor, b: Tensor) -> None:

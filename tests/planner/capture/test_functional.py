@@ -106,8 +106,21 @@ def without_gradients(x: Tensor, w: Tensor) -> Tensor:
     return x * y
 
 
+def diagonal(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    y.diagonal().mul_(w[:4])
+    return y
+
+
+def of_a_diagonal(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    seen = y.diagonal()
+    y.add_(w)
+    return seen * 2
+
+
 FORWARDS = [column, several_views, rows_of_nothing, pieces, view_made_before, filled_and_copied, selected, indexed,
-            masked, halves, expanded_before, box, detached_before, without_gradients]  # fmt: skip
+            diagonal, of_a_diagonal, masked, halves, expanded_before, box, detached_before, without_gradients]  # fmt: skip
 
 
 class Of(nn.Module):
