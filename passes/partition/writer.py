@@ -18,7 +18,7 @@ from torch import fx
 from passes.partition.local_arguments import local_arguments
 from passes.partition.options.base import Option
 from passes.partition.options.forms import Form
-from passes.program.ops.aten import aten, position_of, with_sizes
+from passes.program.ops.aten import aten, position_of, shape_of, with_sizes
 from passes.types.types import Placement
 
 AXIS = object()
@@ -37,7 +37,7 @@ class Scene:
         return self.option.args[position]
 
     def local_shape(self) -> list[int]:
-        return list(self.option.out.local_shape(tuple(self.node.meta["val"].shape), self.size))
+        return list(self.option.out.local_shape(shape_of(self.node), self.size))
 
     def set_arg(self, position: int, value: Any) -> None:
         self.node.update_arg(position, value)

@@ -71,7 +71,9 @@ class _View:
 
 
 class _Rewriter:
-    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else; ``at``: the call read."""
+    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else. ``at``: the call that
+    is rewritten.
+    """
 
     at: fx.Node
 

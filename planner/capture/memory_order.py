@@ -24,8 +24,7 @@ from passes.program.ops.groups import SPLITS, Ops
 from passes.program.source_lines import where_of
 
 OF_MEMORY = Ops(
-    "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ "
-    "is_set_to"
+    "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ is_set_to"
 )
 UNKNOWN = Ops("as_strided_scatter is_set_to")
 FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:, rows]`)"
@@ -145,7 +144,9 @@ class _Move:
 
 
 class _Row:
-    """View after view of ``at``, each a call before ``node``. ``names``: for each dim of ``at``, the dim of the result."""
+    """View after view of ``at``, each a call before ``node``. ``names``: the dim of the result that each dim of ``at``
+    becomes.
+    """
 
     def __init__(self, node: fx.Node, at: fx.Node) -> None:
         self.node, self.at, self.names, self.made = node, at, list[int](), list[fx.Node]()
@@ -257,9 +258,7 @@ def _fits(given: _Layout) -> Callable[[int, int], bool]:
     return lambda outer, inner: given.strides[outer] >= given.sizes[inner] * given.strides[inner] > 0
 
 
-def _along(
-    axes: list[_Axis], asked: _Layout, start: int
-) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
+def _along(axes: list[_Axis], asked: _Layout, start: int) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
     """The axes, where the result begins along each, and the moves along each; axes that a move leaves are joined."""
     axes = list(axes)
     while start >= 0:

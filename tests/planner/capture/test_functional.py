@@ -120,7 +120,8 @@ def of_a_diagonal(x: Tensor, w: Tensor) -> Tensor:
 
 
 FORWARDS = [column, several_views, rows_of_nothing, pieces, view_made_before, filled_and_copied, selected, indexed,
-            diagonal, of_a_diagonal, masked, halves, expanded_before, box, detached_before, without_gradients]  # fmt: skip
+            diagonal, of_a_diagonal, masked, halves, expanded_before, box, detached_before,
+            without_gradients]  # fmt: skip
 
 
 class Of(nn.Module):

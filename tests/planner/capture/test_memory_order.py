@@ -1,4 +1,4 @@
-"""Calls that name places in memory become views of tensors: equal in values and gradients, on every layout, or refused."""
+"""Calls that name places in memory become views of tensors, equal on every layout, or are refused."""
 
 from __future__ import annotations
 
