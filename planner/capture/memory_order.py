@@ -3,7 +3,7 @@
     x.as_strided(sizes, strides)    →  slice, unflatten, unfold, diagonal, permute, expand of x
     x.set_(y), x.resize_(sizes) …   →  y, and a part of x, if nothing reads the old x
 
-In a capture strides and offsets are known. An axis is a dim of x, or several whose memory lies in one row; each dim of
+In a capture strides and offsets are known. An axis is a dim of x, or several dims that lie in one row; each dim of
 the result moves along axes by a number of steps. Axes are joined only where a move passes the end of one.
 """
 
