@@ -86,12 +86,6 @@ class Format(StrEnum):
     json = "json"
 
 
-class SearchFormat(StrEnum):
-    table = "table"
-    json = "json"
-    html = "html"
-
-
 class ScheduleFormat(StrEnum):
     table = "table"
     json = "json"
@@ -157,7 +151,7 @@ def search_command(
         int | None, typer.Option(min=1, help="Number of devices; default: `devices` of the spec.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts to print.")] = 5,
-    format: Annotated[SearchFormat, typer.Option(help="Output format.")] = SearchFormat.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     best: Annotated[
         Path | None,
@@ -186,19 +180,15 @@ def search_command(
         result = find_layouts(load_model(named(model, peft)), asked, top=top, progress=progress)
     if best is not None:
         write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), best, "--best")
-    if format is SearchFormat.table:
+    if format is Format.table:
         show_sections(result_sections(result), output)
-    elif format is SearchFormat.json:
-        write_text(json.dumps(result_to_dict(result), indent=2), output)
     else:
-        from planner.search.page import search_page  # templates are loaded for pages only
-
-        write_text(search_page(result, title=title_of(model, spec)), output)
+        write_text(json.dumps(result_to_dict(result), indent=2), output)
 
 
-def _names_a_spec(output: Path | None, format: SearchFormat) -> bool:
+def _names_a_spec(output: Path | None, format: Format) -> bool:
     """``-o best.yaml``: a table is no YAML, so that the file can only be meant for the spec."""
-    return output is not None and format is SearchFormat.table and output.suffix in (".yaml", ".yml")
+    return output is not None and format is Format.table and output.suffix in (".yaml", ".yml")
 
 
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")

@@ -13,7 +13,6 @@ import typer
 from typer.testing import CliRunner
 
 from passes.lower import PASSES
-from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command
@@ -205,18 +204,6 @@ def test_plan_prints_in_every_format(format, words):
     result = run("plan", GPT, GPT_SPEC, "--format", format)
     assert result.exit_code == 0, result.output
     assert words in result.stdout
-
-
-@pytest.mark.thorough
-def test_search_prints_a_page(tmp_path):
-    spec = tmp_path / "auto.yaml"
-    spec.write_text(AUTO)
-    best = tmp_path / "best.yaml"
-    result = run("search", GPT, spec, "--format", "html", "--top", 2, "--best", best)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("<!doctype html>")
-    assert "<title>gpt.py:build · auto.yaml: layouts of 2 devices of dgx-h100</title>" in result.stdout
-    assert Spec.load(best).mesh.to_mesh().world_size == 2
 
 
 @pytest.mark.thorough

@@ -10,8 +10,6 @@ from planner.cluster.links import EXPERT_AXES, group, level_between
 from planner.cluster.read import read_cluster
 from planner.tables.tables import Tables
 
-NODE = 8  # devices of a node if no file gives the number
-
 
 def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
     """The cluster, and why there is none."""
@@ -22,10 +20,6 @@ def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
         return read_cluster(str(name)), ""
     except PlanError as error:
         return None, f"the cluster {name} cannot be read: {error.what}"
-
-
-def devices_of_node(cluster: Cluster | None) -> int:
-    return cluster.links[0].devices if cluster is not None else NODE
 
 
 def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:

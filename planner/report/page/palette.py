@@ -28,7 +28,6 @@ ON_FILL = "#10202f"
 FILLS = (
     "#a8d1f7", "#f7c6a3", "#b5e3b0", "#e2b8ec", "#f5e08c", "#a5e3e0", "#f4b4bf", "#cfd3da", "#dcc7a1",
 )  # fmt: skip
-NUM_RANK_COLOURS = 8  # of ranks and stages: the first of the fills, over and over
 
 
 def css() -> str:
@@ -40,8 +39,3 @@ def css() -> str:
 
 def _properties(colours: Mapping[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
-
-
-def colour(index: int) -> int:
-    """Which fill a rank or a stage has."""
-    return index % NUM_RANK_COLOURS

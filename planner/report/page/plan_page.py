@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from planner.report.fold import fold
-from planner.report.page.devices import devices
 from planner.report.page.engine import render
-from planner.report.page.machines import cluster_of, devices_of_node
-from planner.report.page.model import model_cards, scopes_of
+from planner.report.page.machines import cluster_of
 from planner.report.page.sizes import cost_bars, memory_bars, traffic_bars
 from planner.report.page.tables import tables_of
 from planner.report.page.timeline import timeline
@@ -31,8 +29,6 @@ def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
         facts=facts_of(plan),
         warnings=[d for d in plan.diagnostics if d.level != "info"],
         stages=plan.stages,
-        cards=model_cards(plan, scopes_of(plan)),
-        devices=devices(plan.mesh, devices_of_node(cluster), cluster is not None),
         timeline=timeline(plan),
         memory=memory_bars(plan, cluster, why_not),
         cost=cost_bars(plan),

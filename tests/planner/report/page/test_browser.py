@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing fails, nothing is cut off or unreadable, tables sort, the grid answers."""
+"""The page in a real browser: nothing fails, nothing is cut off or unreadable, tables sort."""
 
 from __future__ import annotations
 
@@ -72,21 +72,6 @@ def test_nothing_is_cut_off_or_lies_on_something_else(moe_text: str, tmp_path: P
     assert ask(moe_text, tmp_path, LAYOUT, width=width) == []
 
 
-def test_a_line_under_the_pointer_or_with_the_focus_is_told(moe_text: str, tmp_path: Path):
-    script = """
-      const look = document.querySelector(".look.of-items"), items = [...document.querySelectorAll(".item")];
-      const told = [];
-      for (const [i, event] of [[3, "pointerover"], [5, "focusin"]]) {
-        items[i].querySelector("summary").dispatchEvent(new Event(event, { bubbles: true }));
-        told.push([items[i].dataset.name, look.innerText]);
-      }
-      return told;
-    """
-    for name, text in ask(moe_text, tmp_path, script):
-        assert text.startswith(name)
-        assert "\nat\n" in text or "\nread at\n" in text
-
-
 def test_tables_sort_by_number_and_filter_by_words(moe_plan: Plan, moe_text: str, tmp_path: Path):
     script = """
       const all = [...document.querySelectorAll("section.table")];
@@ -112,40 +97,6 @@ def test_tables_sort_by_number_and_filter_by_words(moe_plan: Plan, moe_text: str
     assert found["sort"] == "ascending"
     assert 0 < found["left"] < len(numbers[0])
     assert found["told"] == f"{found['left']} of {len(numbers[0])} rows"
-
-
-def test_the_grid_tells_coordinates_and_groups_of_a_rank_as_the_mesh_has_them(
-    moe_plan: Plan, moe_text: str, tmp_path: Path
-):
-    script = """
-      const grid = document.getElementById("grid"), rank = document.getElementById("rank");
-      const told = () => Object.fromEntries([...document.querySelectorAll("#chosen dt")]
-        .map((dt) => [dt.textContent, dt.nextElementSibling.textContent]));
-      const found = [];
-      for (let r = 0; r < 8; r++) {
-        rank.value = r;
-        rank.dispatchEvent(new Event("input"));
-        found.push(told());
-      }
-      rank.value = 2; rank.dispatchEvent(new Event("input"));
-      grid.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
-      const key = rank.value;
-      const text = grid.querySelectorAll("text.device")[6].getBoundingClientRect();
-      grid.dispatchEvent(new PointerEvent("pointermove", { clientX: text.x + 3, clientY: text.y + 3, bubbles: true }));
-      const pointer = rank.value, by = document.getElementById("by");
-      by.value = "ep"; by.dispatchEvent(new Event("change"));
-      return { found, key, pointer, fills: grid.querySelectorAll(".fill").length };
-    """
-    answer = ask(moe_text, tmp_path, script, height=4000)
-    mesh = moe_plan.mesh
-    for rank, told in enumerate(answer["found"]):
-        place = mesh.place(rank)
-        assert {a: told[a] for a in ("tp", "dp", "pp", "ep")} == {
-            a: f"{place[a]} of {mesh.size(a)}" for a in ("tp", "dp", "pp", "ep")
-        }
-        assert told["dp group"].splitlines()[0] == ", ".join(map(str, mesh.group_of("dp", rank)))
-        assert told["ep group"].splitlines()[0] == ", ".join(map(str, mesh.expert.group_of("ep", rank)))
-    assert (answer["key"], answer["pointer"], answer["fills"]) == ("3", "6", 4)
 
 
 def test_it_prints(moe_text: str, tmp_path: Path):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from itertools import pairwise
 
 import pytest
 
-from passes.types.types import Placement, Segment, V
 from planner.cost.memory import MemoryRow
 from planner.fold import LOOP
 from planner.fold import V as TURNED
@@ -18,128 +16,11 @@ from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
 from planner.report.page import timeline as charts
 from planner.report.page.bars import LENGTH, bars_of
-from planner.report.page.cuts import WIDTH, draw
-from planner.report.page.devices import MOST_DRAWN, devices
 from planner.report.page.machines import link_of
 from planner.report.page.plan_page import plan_page
 from planner.report.page.sizes import MEMORY_PARTS, memory_bars, traffic_bars
 from planner.report.page.timeline import timeline
-from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part
 from planner.tables.rows import StagePlan
-
-
-def weight(placement: Placement, shape: tuple[int, ...], tp: int, **rest) -> ParameterPlan:
-    fields = {"style": "column", "reason": "", "stages": (0,), "dtype": "float32", "name": "w"} | rest
-    return ParameterPlan.of(Part(placement, tp), shape=shape, **fields)
-
-
-FUSED = Placement("V", 1, (Segment(512), Segment(256), Segment(256, False)))
-CASES = [(V(0, 1024), (1024, 512)), (V(1, 512), (1024, 512)), (V(0, 64), (64,)), (V(0, 50, padding=14), (50, 8))]
-
-
-@pytest.mark.parametrize("tp", [2, 8, 64])
-@pytest.mark.parametrize(("placement", "shape"), CASES, ids=str)
-def test_parts_of_a_cut_cover_the_tensor_once_and_follow_the_ranks(placement, shape, tp):
-    if placement.padding:
-        tp = 2
-    drawing = draw(weight(placement, shape, tp), Mesh(tp=tp))
-    assert sum(p.width * p.height for p in drawing.parts) == pytest.approx(WIDTH * drawing.height, rel=0.02)
-    ranks = [p.rank for p in drawing.parts]
-    assert ranks == list(range(min(tp, 32)))
-    is_right = placement.dim == len(shape) - 1
-    starts = [p.x if is_right else p.y for p in drawing.parts]
-    assert all(a < b for a, b in pairwise(starts))
-    assert f"dim {placement.dim} over tp {tp}" in drawing.words
-
-
-def test_each_fused_segment_is_cut_for_itself_and_a_whole_one_is_hatched():
-    drawing = draw(weight(FUSED, (64, 1024), 2), Mesh(tp=2))
-    assert [p.rank for p in drawing.parts] == [0, 1, 0, 1, -1]
-    widths = [p.width for p in drawing.parts]
-    assert widths[0] == widths[1] > widths[2] == widths[3]
-
-
-def test_what_is_not_cut_is_one_hatched_piece():
-    p = weight(Placement("I"), (8, 8), 2, style="replicate")
-    drawing = draw(p, Mesh(tp=2))
-    assert [(part.rank, part.width) for part in drawing.parts] == [(-1, WIDTH)]
-    assert drawing.words == "replicated"
-
-
-def test_experts_of_their_own_have_the_colour_of_their_ep_rank():
-    mesh = Mesh(tp=1, dp=4, ep=4)
-    one = replace(weight(Placement("I"), (8, 8), 1), style="expert", num_experts=8, expert_number=0)
-    drawing = draw(one, mesh, range(8))
-    assert [p.rank for p in drawing.parts] == [0, 0, 1, 1, 2, 2, 3, 3]
-    many = replace(one, num_experts=256)
-    assert [p.text for p in draw(many, mesh, range(256)).parts] == ["ep 0", "ep 1", "ep 2", "ep 3"]
-
-
-def test_a_stack_of_experts_is_cut_over_ep_downwards_and_over_etp_to_the_right():
-    from passes.moe.parts import ExpertPart
-
-    part = Part(V(2, 64), 2, 0, ExpertPart(8, 0, -1), 4, 0)
-    p = ParameterPlan.of(part, name="w", shape=(8, 32, 64), dtype="float32", style="expert", reason="", stages=(0,))
-    drawing = draw(p, Mesh(tp=2, dp=4, ep=4, etp=2))
-    assert len(drawing.parts) == 8
-    assert [p.rank for p in drawing.parts] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert drawing.words == "dim 0 over ep 4, dim 2 over etp 2"
-
-
-# ---- devices
-
-
-def boxes(path: str) -> list[tuple[int, ...]]:
-    """(x, y, width, height) of the boxes of a path."""
-    return [tuple(map(int, found)) for found in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-\d+z", path)]
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(tp=2, pp=2), Mesh(tp=8, pp=16, dp=128), Mesh(tp=3, dp=5), Mesh(dp=4, pp=2, order="pp-tp-cp-ep-dp"), Mesh()],
-    ids=str,
-)
-@pytest.mark.parametrize("node", [8, 4, 6, 72])
-def test_every_device_is_drawn_once_in_the_colour_of_its_pipeline_rank(mesh: Mesh, node: int):
-    found = devices(mesh, node, True)
-    cell, per_node = found.geometry.cell, found.data["node"]
-    drawn: dict[tuple[int, int], int] = {}
-    for fill, path in found.paths:
-        for x, y, width, height in boxes(path):
-            assert height == cell
-            for left in range(x, x + width, cell):
-                assert (left, y) not in drawn
-                drawn[left, y] = fill
-    assert len(drawn) == mesh.world_size
-    ranks = mesh.dense
-    for rank in range(mesh.world_size):
-        assert drawn[found.geometry.place(rank, per_node)] == ranks.coordinate(rank)["pp"] % 8
-    assert max(x for x, _ in drawn) + cell <= found.width
-    assert max(y for _, y in drawn) + cell <= found.height
-
-
-def test_16384_devices_are_few_elements_and_few_bytes():
-    found = devices(Mesh(tp=8, pp=16, dp=128), 8, True)
-    assert len(found.paths) == 8
-    assert not found.labels
-    assert sum(len(path) for _, path in found.paths) < 150_000
-    assert found.height < 900
-
-
-def test_of_very_many_devices_the_first_are_drawn_and_that_is_told():
-    found = devices(Mesh(tp=8, dp=1 << 13), 8, True)
-    assert found.drawn == MOST_DRAWN
-    assert any("the first 32,768 of 65,536 devices" in note for note in found.notes)
-
-
-def test_groups_are_those_of_the_mesh():
-    mesh = Mesh(tp=2, pp=2, dp=4, ep=4, etp=2)
-    rows = {axis: (size, count, first) for axis, size, count, first in devices(mesh, 8, True).groups}
-    assert rows["dp"] == (4, 4, ", ".join(map(str, mesh.group_of("dp", 0))))
-    assert rows["ep"] == (4, 4, ", ".join(map(str, mesh.expert.group_of("ep", 0))))
-    assert "edp" not in rows
-
 
 # ---- bars
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +15,6 @@ from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import simulate
-from planner.report.page.model import model_cards, scopes_of
 from planner.report.page.plan_page import plan_page
 from planner.report.sections import sections
 from planner.tables.rows import Diagnostic
@@ -52,34 +51,6 @@ def test_every_table_of_the_terminal_is_on_the_page_cell_by_cell(moe_plan: Plan,
         assert section.note in moe_page.text
 
 
-def test_every_parameter_is_in_the_table_and_in_the_picture(moe_plan: Plan, moe_page: Element):
-    names = Counter(p.name for p in moe_plan.parameters)
-    rows = tables_of(moe_page)[f"Parameters ({len(moe_plan.parameters)})"]
-    assert Counter(name for row in rows for name in names_of(row[0])) == names
-    drawn = Counter[str]()
-    for card in moe_page.all("article", "card"):
-        title = card.first("h3").text
-        for item in card.all("details", "weight"):
-            name = item.attributes["data-name"]
-            drawn.update(names_of(f"{title}.{name}" if "{" in title else name))
-    assert drawn == names
-
-
-def test_every_collective_is_in_the_picture_where_it_happens(moe_plan: Plan):
-    items = [(card, item) for card in model_cards(moe_plan) for item in card.items]
-    drawn = sum(card.times * item.rows for card, item in items if item.what == "collective")
-    assert drawn == sum(c.axis != "pp" for c in moe_plan.collectives)
-    assert sum(card.times for card, item in items if item.what == "again") == len(moe_plan.recompute)
-    block = next(card for card in model_cards(moe_plan) if card.times > 1)
-    order = [(item.what, item.name if item.what == "weight" else item.text.split()[0]) for item in block.items]
-    assert order.index(("weight", "attention.out.weight")) < order.index(("collective", "forward"))
-    names = [item.name for item in block.items]
-    exchanged = [i for i, item in enumerate(block.items) if item.tag == "ep"]
-    assert names.index("experts.experts.{0..7}.down.weight") < min(exchanged)
-    assert max(exchanged) < names.index("experts.shared.gate.weight")
-    assert order.index(("collective", "backward")) < order.index(("weight", "attention.q.weight"))
-
-
 def test_messages_between_stages_stand_between_the_stages(moe_plan: Plan, moe_page: Element):
     stages = list(moe_page.first("ol", "stages").all("li"))
     assert [stage.first("b").text for stage in stages] == [f"stage {s.index}" for s in moe_plan.stages]
@@ -103,27 +74,6 @@ def test_the_title_names_model_and_spec_and_remarks_are_opened_on_demand(small_p
     assert page.first("h1").text == page.first("title").text
     remarks = next(part for part in page.all("section", "table") if part.first("h2").text == "Remarks (1)")
     assert "all is well" in remarks.first("details").text
-
-
-def test_graph_regions_and_what_is_computed_again_are_marked(moe_plan: Plan, moe_page: Element):
-    scopes = scopes_of(moe_plan)
-    assert scopes["blocks.0.attention.q.weight"] == "attn"
-    assert "head.weight" not in scopes
-    badges = [b.text for item in moe_page.all("details", "weight") for b in item.all("span", "badge")]
-    assert "graph: attn" in badges
-    assert any("captured" in line.text for line in moe_page.first("ul", "regions").all("li"))
-    assert list(moe_page.all("details", "again"))
-
-
-def test_an_item_tells_reason_source_line_shapes_and_bytes(moe_plan: Plan, moe_page: Element):
-    first = next(p for p in moe_plan.parameters if p.name == "blocks.0.attention.out.weight")
-    item = next(i for i in moe_page.all("details", "weight") if i.attributes["data-name"] == "attention.out.weight")
-    facts = dict(zip([d.text for d in item.all("dt")], [d.text for d in item.all("dd")], strict=True))
-    assert facts["why"] == first.reason
-    assert facts["read at"].startswith("moe.py:")
-    assert facts["shape"] == "[128, 128], per rank [128, 64]"
-    assert facts["drawn"] == "dim 1 over tp 2"
-    assert facts["bytes"] == "64.00 KiB, per rank 32.00 KiB"
 
 
 def test_ids_are_unique_and_every_reference_to_one_is_met(moe_page: Element):
@@ -173,16 +123,9 @@ def test_a_full_page_has_a_row_for_every_parameter(moe_plan: Plan):
     assert [row[0] for row in rows] == [p.name for p in moe_plan.parameters]
 
 
-def test_a_loaded_plan_has_the_same_page_but_for_the_marks_of_graphs(moe_plan: Plan, moe_text: str, tmp_path):
-    moe_plan.save(tmp_path / "plan.json")
-    text = plan_page(Plan.load(tmp_path / "plan.json"))
-    assert text == moe_text.replace('<span class="badge">graph: attn</span></span>', "</span>")
-
-
 def test_a_cluster_that_is_not_here_is_told_and_the_rest_is_drawn(small_plan: Plan):
     text = plan_page(replace(small_plan, spec={**small_plan.spec, "cluster": "no/such.yaml"}))
     assert "the cluster no/such.yaml cannot be read" in text
-    assert "an assumption: the spec names no cluster" in text
 
 
 def test_a_plan_of_one_rank_has_a_page(small_plan: Plan):
@@ -219,18 +162,19 @@ def test_templates_are_in_the_wheel():
     assert held == {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
 
 
+def test_a_loaded_plan_has_the_same_page(moe_plan: Plan, moe_text: str, tmp_path: Path):
+    moe_plan.save(tmp_path / "plan.json")
+    assert plan_page(Plan.load(tmp_path / "plan.json")) == moe_text
+
+
 def test_all_that_acts_is_reached_by_the_keyboard_and_has_a_name(moe_page: Element):
     labelled = {id(e) for label in moe_page.all("label") for e in label.all()}
-    for element in (*moe_page.all("input"), *moe_page.all("select")):
-        assert id(element) in labelled
+    assert all(id(element) in labelled for element in moe_page.all("input"))
     assert all(any(item.all("summary")) for item in moe_page.all("details"))
-    for element in (*moe_page.all(of_class="scroll"), moe_page.first("svg", id="grid")):
-        if list(element.all("table")) or element.tag == "svg":
+    for element in moe_page.all(of_class="scroll"):
+        if list(element.all("table")):
             assert element.attributes["tabindex"] == "0"
             assert element.attributes["aria-label"]
-    for drawing in (svg for item in moe_page.all("details", "weight") for svg in item.all("svg")):
-        assert drawing.attributes["role"] == "img"
-        assert drawing.attributes["aria-label"]
     levels = [int(e.tag[1]) for e in moe_page.all() if e.tag in ("h1", "h2", "h3")]
     assert levels[0] == 1
     assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
