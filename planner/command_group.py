@@ -13,6 +13,7 @@ from passes.errors import PlanError, RunError
 from planner.files.text import printable, reason, shorten
 
 BAD_INPUT, RUN_FAILED = 2, 1
+PROCESS = "process"  # the object of a context: the command is all that this process does
 
 
 class Commands(TyperGroup):

@@ -21,6 +21,7 @@ from planner.cli import (
     title_of,
     write_text,
 )
+from planner.command_group import PROCESS
 from runtime.commands import (
     calibrate,
     checkpoint,
@@ -173,7 +174,7 @@ app.command("env", epilog=env.EPILOG)(env.env_command)
 
 
 def main() -> None:
-    app(prog_name="meshwright")
+    app(prog_name="meshwright", obj=PROCESS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from passes.errors import PlanError
-from planner.capture.model.reference import pretrained_directory
+from planner.capture.model.reference import import_packages, pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from runtime.audit.audit import check_audit
@@ -48,17 +48,20 @@ def train(
     num_ranks: int | None = None,
     show_plan: Callable[[Any], None] | None = None,
     max_restarts: int = 0,
+    *,
+    is_command: bool = False,
 ) -> Trained:
     """Run the job. ``num_ranks``: local processes to start; the plan's world size if not given.
 
-    ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. Raises PlanError
-    for bad input, RankError when a rank fails.
+    ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. ``is_command``:
+    this process has done nothing before, and ranks may be forked from it. Raises PlanError for bad input, RankError
+    when a rank fails.
     """
-    if is_rank():
+    if "RANK" in os.environ or launched(os.environ).world_size > 1:
         if not launched(os.environ).rank:
             check_outputs(job)
         return run_rank(job)
-    world_size, made = _checked(job, num_ranks, show_plan)
+    world_size, made = _checked(job, num_ranks, show_plan, is_command=is_command)
     if world_size == 1 and not max_restarts:
         return run_rank(job, made)
     with shared(made.plan, is_saved=job.plan is not None) as file:
@@ -66,11 +69,6 @@ def train(
         if not file and job.plan is None:
             early_server.end()  # ranks capture: all that they import is to be imported once
         return _launched(replace(job, planned=file), world_size, max_restarts)
-
-
-def is_rank() -> bool:
-    """Whether another launcher has started this process."""
-    return "RANK" in os.environ or launched(os.environ).world_size > 1
 
 
 def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
@@ -85,7 +83,9 @@ def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
     return replace(trained, stopped=signals[0]) if signals and trained.stopped else trained
 
 
-def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] | None) -> tuple[int, Planned]:
+def _checked(
+    job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] | None, *, is_command: bool
+) -> tuple[int, Planned]:
     """The number of ranks, and the plan. Raises PlanError for all that is known to be wrong before a process starts."""
     check_saves(job)
     if job.save is not None:
@@ -95,6 +95,9 @@ def _checked(job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] |
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
+    if is_command:
+        import_packages(job.model)
+        early_server.begin()
     made = plan_of(job, spec)
     decided = made.plan
     if spec.audit.every is not None:

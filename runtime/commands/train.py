@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from planner.cli import Model, SpecFile, show_plan, write_text
+from planner.command_group import PROCESS
 from runtime.commands.options import takes
 from runtime.commands.train_options import Checking, Reading, Running, Saving, Showing, job_of
 
@@ -26,6 +27,7 @@ EPILOG = (
 
 @takes(Reading, Running, Checking, Showing, Saving)
 def train_command(
+    context: typer.Context,
     model: Model,
     spec: SpecFile,
     reading: Reading,
@@ -35,18 +37,13 @@ def train_command(
     saving: Saving,
 ) -> None:
     """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
-    from planner.capture.model.reference import import_packages
-    from planner.capture.model.with_adapters import named
-    from runtime.distributed import early_server
-    from runtime.train import is_rank, largest_difference, train
+    from runtime.train import largest_difference, train
 
-    if not is_rank():
-        import_packages(named(model, running.peft))
-        early_server.begin()
     if running.secret_file is not None:
         _take_secret(running.secret_file)
     job = job_of(model, spec, running, reading, checking, showing, saving)
-    trained = train(job, running.nproc, show_plan if running.show_plan else None, running.max_restarts)
+    shown = show_plan if running.show_plan else None
+    trained = train(job, running.nproc, shown, running.max_restarts, is_command=context.obj == PROCESS)
     if job.compare and (rows := trained.rows):
         write_text(f"largest difference from one process over {len(rows)} steps: {largest_difference(rows):.2e}")
     _end(trained)

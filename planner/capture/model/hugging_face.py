@@ -69,7 +69,7 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
 
 def import_class(path: Path) -> None:
     """Import the file of the model's class, which takes seconds; an error of the config is for later to report."""
-    with suppress(PlanError, ImportError):
+    with suppress(Exception):
         import transformers
 
         _model_class(transformers, _read_config(path))
