@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 PROGRAM = """
@@ -30,7 +31,7 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000
 def seen(program: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

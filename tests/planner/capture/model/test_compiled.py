@@ -27,6 +27,7 @@ from runtime.checkpoint.pretrained_load import match_names
 from runtime.checkpoint.saver import write_save
 from runtime.distributed.groups import Groups
 from runtime.verify.reference import OneProcess
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.small_saves import content
 
 SPEC: dict[str, Any] = {
@@ -223,7 +224,7 @@ def test_a_save_with_the_names_of_wrappers_is_read_by_plain_names(tmp_path: Path
         pieces=[WrittenPiece("blocks.0._orig_mod.up", "parameter", boxed, torch.full((3, 4), 2.0))],
         names={"blocks.0._orig_mod.up": ("_orig_mod.tied",)},
     )
-    write_save(Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=60)), tmp_path, made)
+    write_save(Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=HANG_SECONDS)), tmp_path, made)
     manifest, _ = read_manifest(save := next(tmp_path.glob("step-*")))
     assert {name: entry.aliases for name, entry in manifest.tensors.items()} == {"blocks.0.up": ("tied",)}
     target = torch.zeros(3, 4)
