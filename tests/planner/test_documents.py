@@ -162,3 +162,12 @@ def test_of_transformers_those_with_other_mixers_are_refused(kind: str) -> None:
     with pytest.raises(PlanError, match=f"aten.{op} lets a token change the loss of another document") as error:
         plan(family(kind), asked)
     assert "modeling_" in str(error.value.where)
+
+
+def test_an_attention_of_the_width_of_a_large_model_is_tried() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 4096, "intermediate_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=99, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    plan(model, spec(4096, "input_ids", "labels", "position_ids"))
