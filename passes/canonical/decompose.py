@@ -11,12 +11,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 HasRule = Callable[[Any], bool]
 MOST_CALLS = 64
+
+
+def _loss_of_linear(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, of_classes: Tensor | None, *rest: Any
+) -> Tensor:
+    """``F.linear_cross_entropy`` in chunks of the batch, as ``F.linear_cross_entropy`` defines it without them."""
+    reduction, ignore_index, smoothing = rest[:3] if isinstance(rest[0], str) else ("none", rest[0], 0.0)
+    logits = functional.linear(x, weight, bias)
+    return functional.cross_entropy(logits, target, of_classes, None, ignore_index, None, reduction, smoothing)
+
+
+# Ops that PyTorch makes of several and does not write out; of newer versions than the oldest that we run on.
+_OURS: dict[str, Callable[..., Any]] = {
+    "torch_nn._linear_cross_entropy_batch_chunked.default": lambda *given: (
+        _loss_of_linear(*given),
+        *given[:3],
+    ),  # the others are gradients, for its own backward
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": _loss_of_linear,
+}
 
 
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
@@ -28,7 +48,8 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):
         return None  # batch norm is recognised by its name (passes.partition.loss.shares)
-    whole = target.decompose if target._can_decompose() else decomposition_table.get(target)
+    ours = _OURS.get(str(target))
+    whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
     inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
     if whole is None or not any(n.meta["grad"] for n in inputs):
         return None
@@ -40,7 +61,9 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
 
     parts = _without_rule(spellings, has_rule)
     try:
-        graph = make_fx(run, parts, "real")(*(n.meta["val"].detach() for n in inputs))
+        graph = make_fx(run, {} if ours else parts, "real", pre_dispatch=ours is not None)(
+            *(n.meta["val"].detach() for n in inputs)
+        )
     except Exception:
         return None  # an op that PyTorch cannot write out stays a call, and is reported
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]

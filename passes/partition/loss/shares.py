@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 from torch import fx
@@ -283,8 +284,21 @@ class _Rewriter:
                     self.terms.in_turn = self.in_turn
                     self._tell(self.terms.counted_first, node)
                 return self._average(made)
+        self._refuse_unknown(node)
         self._tell(self.terms.inexact, node)
         return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
+
+    def _refuse_unknown(self, node: fx.Node) -> None:
+        """Raise PlanError for the result of an op without a rule: it need not be a sum or mean of the microbatches'."""
+        op = node.args[0] if node.target is getitem else node
+        if isinstance(op, fx.Node) and op in self.on_batch and is_unknown(op):
+            raise PlanError(
+                f"the loss of a microbatch comes from {op.target}, an op without a rule: the loss of the global batch "
+                "may be another function of them than their sum or mean",
+                where=where_of(op),
+                fix="compute it with ops of PyTorch that have rules, let the op return a value for each row and sum "
+                "these, or keep one microbatch (batch.micro = batch.global, dp: 1)",
+            )
 
     def _refuse_other_size(self, node: fx.Node) -> None:
         """Raise PlanError if the mean over microbatches is of another size than the value: a sum over the batch that is
