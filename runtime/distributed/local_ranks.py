@@ -116,25 +116,28 @@ class LocalRanks:
 
     @contextmanager
     def ended(self, signals: Forwarding) -> Iterator[None]:
-        """End all processes, and read their outcomes."""
+        """End all processes, and read their outcomes. Words after the end of their time are no failures."""
         try:
             yield
         finally:
+            before, now = list(self._board.failures()), time.monotonic()
             ended = _end(self._processes, GRACE_SECONDS if signals.received is None else 0.0)
             self._alive_there.close()
             self._alive_here.close()
             for rank, process in enumerate(self._processes):
-                outcome = self._outboxes[rank].read() or _silent(rank, process.exitcode, ended_here=rank in ended)
+                outcome = self._outboxes[rank].read()
+                if outcome is None or (self.timed_out and outcome.seconds > now):
+                    outcome = _ended_here(rank) if rank in ended else _silent(rank, process.exitcode)
                 self.outcomes.append(outcome)
             for memory in (*self._outboxes, *self._pages):
                 memory.close()
-            self.failures = list(self._board.failures())
+            self.failures = before if self.timed_out else list(self._board.failures())
 
     def _tell_end(self, rank: int) -> None:
         """The failure of a rank that could not publish it, or reported it only here."""
         outcome = self._outboxes[rank].read()
         if outcome is None:
-            outcome = _silent(rank, self._processes[rank].exitcode, ended_here=False)
+            outcome = _silent(rank, self._processes[rank].exitcode)
             told = Failure(rank, self._place(rank), outcome.last_line)
         elif outcome.failed and not outcome.of_a_peer:
             assert outcome.failure is not None
@@ -196,7 +199,7 @@ def _is_model_file(name: str) -> bool:
 def _join_all(processes: list[Any], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(None if seconds == inf else max(0.0, deadline - time.monotonic()))
 
 
 def _end(processes: list[Any], grace_seconds: float) -> set[int]:
@@ -205,18 +208,23 @@ def _end(processes: list[Any], grace_seconds: float) -> set[int]:
     for process in (processes[rank] for rank in running):
         process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
     _join_all(processes, grace_seconds)
-    for process in processes:
+    for process in processes:  # all before any is waited for: none is to see another gone
         if process.is_alive():
             process.kill()
-            process.join()
+    _join_all(processes, inf)
     return running
 
 
-def _silent(rank: int, exit_code: int | None, *, ended_here: bool) -> Outcome:
-    """One that ended without a word died before the peers that complain about it, unless it was ended here."""
+def _silent(rank: int, exit_code: int | None) -> Outcome:
+    """One that ended without a word died before the peers that complain about it."""
     if exit_code is not None and exit_code < 0:
         said = f"killed by {signal.Signals(-exit_code).name}"
     else:
         said = f"ended without a result, exit code {exit_code}"
-    failure = Failure(rank, f"rank {rank}", said)
-    return Outcome(rank, failure=failure, last_line=said, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)
+    return Outcome(rank, failure=Failure(rank, f"rank {rank}", said), last_line=said)
+
+
+def _ended_here(rank: int) -> Outcome:
+    """Whatever signal it took: it ran until then."""
+    said = "ended by its launcher"
+    return Outcome(rank, failure=Failure(rank, f"rank {rank}", said), last_line=said, of_a_peer=True, seconds=inf)

@@ -92,8 +92,23 @@ def hear_no_sigterm() -> None:
 
 
 def test_ranks_that_are_killed_at_the_end_of_their_time_have_not_died_by_themselves():
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated"):
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated") as caught:
         launch(hear_no_sigterm, 2, timeout_seconds=SHORT_SECONDS)
+    assert caught.value.last_lines == {0: "ended by its launcher", 1: "ended by its launcher"}
+
+
+def complain_when_ended() -> None:
+    signal.signal(signal.SIGTERM, complain)
+    time.sleep(2 * HANG_SECONDS)
+
+
+def complain(number: int, frame: object) -> None:
+    raise ValueError("a peer is gone")
+
+
+def test_ranks_that_complain_when_their_time_is_over_have_not_failed_by_themselves():
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 4 s and were terminated"):
+        launch(complain_when_ended, 2, timeout_seconds=4 * SHORT_SECONDS)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
