@@ -16,6 +16,7 @@ from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
+from planner.named_code import is_named
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -133,19 +134,33 @@ class Plan(Tables):
             ) from None
 
     @staticmethod
-    def load(path: str | PathLike[str]) -> Plan:
-        """The plan that ``save`` wrote. Raises PlanError if it is missing, truncated or of another version.
+    def load(path: str | PathLike[str], *, own_functions: bool = False) -> Plan:
+        """The plan that ``save`` wrote. Raises PlanError if it is missing, damaged or of another version.
 
         One of a ``.pt`` runs: ``Engine(Plan.load("plan.pt"))``. The same code, torch and Python must have saved it.
+        ``own_functions``: its spec may name functions of yours that a run imports; otherwise that is a PlanError.
         """
         if str(path).endswith(SUFFIX):
-            *shorter, longest = map(_of_stored, read(Path(path)))
+            stored = read(Path(path))
+            try:
+                *shorter, longest = map(_of_stored, stored)
+                longest.check_functions(own_functions)
+            except PlanError as error:
+                raise PlanError(error.what, where=shorten(path), fix=error.fix) from None
             return replace(longest, shorter=tuple(shorter))
         values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
         try:
             return Plan.from_dict(values)
         except PlanError as error:
             raise PlanError(error.what, where=str(path), fix=error.fix) from None
+
+    def check_functions(self, are_allowed: bool) -> None:
+        """Raise PlanError if a run would import a function that the spec in the file names, and none is allowed."""
+        spec = Spec.load({**self.spec, "cluster": None})
+        for name, runs in ((spec.optimizer.schedule.kind, True), (spec.loss, spec.audit.every is not None)):
+            if is_named(name) and runs and not are_allowed:
+                what = f"the spec in the plan names a function, which a run would import: {shorten(name)}"
+                raise PlanError(what, fix="if you trust the file: Plan.load(path, own_functions=True)")
 
     def _stored(self) -> Stored:
         parts = {name: getattr(self, name) for name in PARTS} | {"flops": self.step_flops()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
+from planner.stored.skeleton import errors_of_file
 from runtime.audit.audit import Audit, Sample
 from runtime.build import build, open_rank, spec_of
 from runtime.checkpoint.saver import Saver
@@ -75,16 +76,18 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         check_mode(mode)
         self.plan, self.mode = plan, mode
         self._decisions, self._shards = plan.to_run()
-        self.spec = spec_of(plan)
         self.step_index = 0
         self._gradients_ready = self._is_averaged = self._is_exchange_due = False
-        self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-        self.groups, store = open_rank(plan, device, timeout_seconds)
+        with errors_of_file(self._decisions.model):
+            self.spec = spec_of(plan)
+            self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
+            self.groups, store = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             is_audited = self.spec.audit.every and mode == "train"
             self._audit = Audit(plan, self.spec, self.groups) if is_audited else None
-            built = build(plan, self.spec, self.groups, self._weights, program, mode)
+            with errors_of_file(self._decisions.model):
+                built = build(plan, self.spec, self.groups, self._weights, program, mode)
         except BaseException as error:
             if store is not None:
                 tell_failure(store, self.mesh.world_size, self.groups.rank, error)

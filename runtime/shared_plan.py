@@ -65,7 +65,7 @@ def _written(plan: Plan, directory: str) -> str:
 def read_shared(file: str, model: nn.Module, spec: Spec) -> Plan:
     """The plan of ``file``, of ``model``, which was built here. Raises PlanError if that is not the planned one."""
     loss_function(spec.loss)  # its file may register ops
-    found = Plan.load(file)
+    found = Plan.load(file, own_functions=True)
     hub = hub_format(model)
     for each in found.of_all_lengths:
         decisions, _ = each.to_run()

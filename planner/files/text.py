@@ -36,18 +36,7 @@ def read_text(
     Raises ``error`` if there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
     or is not UTF-8.
     """
-    shown = shorten(path)
-    try:
-        content = _content(path, most_bytes + 1)
-    except FileNotFoundError:
-        raise error(f"there is no {what} file {shown}", where=shown, fix=fix) from None
-    except _NoFile as found:
-        raise error(f"the {what} {shown} is {found}", where=shown, fix=fix) from None
-    except (OSError, ValueError) as failed:  # ValueError: a name that no file can have
-        raise error(f"cannot read the {what} {shown}: {reason(failed)}", where=shown, fix=fix) from None
-    if len(content) > most_bytes:
-        size = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes // KIB} KiB"
-        raise error(f"the {what} {shown} is larger than {size}", where=shown, fix=f"use a smaller {what}")
+    content, shown = read_bytes(path, what, most_bytes=most_bytes, error=error, fix=fix), shorten(path)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
@@ -55,6 +44,30 @@ def read_text(
         raise error(
             f"the {what} is not UTF-8 text", where=Where(file=shown, line=line), fix="save the file as UTF-8"
         ) from None
+
+
+def read_bytes(
+    path: str | PathLike[str],
+    what: str,
+    *,
+    most_bytes: int,
+    error: type[PlanError] = PlanError,
+    fix: str = "",
+) -> bytes:
+    """The content of the file at ``path``. Raises as ``read_text`` does."""
+    shown = shorten(path)
+    try:
+        content = _content(path, most_bytes)
+    except FileNotFoundError:
+        raise error(f"there is no {what} file {shown}", where=shown, fix=fix) from None
+    except _NoFile as found:
+        raise error(f"the {what} {shown} is {found}", where=shown, fix=fix) from None
+    except (OSError, ValueError) as failed:  # ValueError: a name that no file can have
+        raise error(f"cannot read the {what} {shown}: {reason(failed)}", where=shown, fix=fix) from None
+    if content is None:
+        size = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes // KIB} KiB"
+        raise error(f"the {what} {shown} is larger than {size}", where=shown, fix=f"use a smaller {what}")
+    return content
 
 
 def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str = "") -> Iterator[tuple[str, bool]]:
@@ -139,6 +152,8 @@ class _NoFile(OSError):
     """There is something of this name that is no regular file."""
 
 
-def _content(path: str | PathLike[str], most: int) -> bytes:
+def _content(path: str | PathLike[str], most: int) -> bytes | None:
+    """None if there are more bytes; a file that says so is not read."""
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(most)
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    return content if content is not None and len(content) <= most else None

@@ -4,29 +4,37 @@
     list                            [..]
     anything else                   {kind: content}: tuple, dict, dtype, node, like, tensor, graph, enum, object, …
 
-An object is a dataclass of passes or planner, written once and referred to by number. Of functions there are ATen's and
-other registered ops, and those of passes; a graph that calls a function of the user's own raises Unstorable.
+An object is a dataclass, written once and referred to by number. Classes, functions and ops are those of
+planner.files.allowed, for writing and for reading: any other raises Unstorable, such as a function of the user's own.
+No text of a file but identifiers reaches the source that torch.fx writes for a graph.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from passes.program.unwritten import Unwritten
+from planner.files import allowed
+from planner.files.fits import checked
 
-OURS = ("passes.", "planner.")
 PLAIN = (bool, int, float, str, type(None))
 OF_TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory": torch.memory_format}
+NAMES_OF_TORCH = {
+    kind: {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, of_kind)}
+    for kind, of_kind in OF_TORCH.items()
+}
+NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
+OPS = ("placeholder", "call_function", "output")
 MOST_INLINE = 40  # letters of a text that is not written once for all its places
 
 
@@ -48,10 +56,12 @@ class Writer:
     def write(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > MOST_INLINE:
             return {"text": self.texts.setdefault(value, len(self.texts))}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
         if type(value) in PLAIN:
             return value
         if isinstance(value, Enum):
-            return {"enum": [*_name_of(type(value)), value.name]}
+            return {"enum": [*_name_of(type(value), allowed.enum), value.name]}
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, fx.Node):
@@ -70,9 +80,7 @@ class Writer:
             return {"slice": [self.write(part) for part in (value.start, value.stop, value.step)]}
         if isinstance(value, list):
             return [self.write(part) for part in value]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"named": [*_name_of(type(value)), [self.write(part) for part in value]]}
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return {"tuple": [self.write(part) for part in value]}
         if isinstance(value, (set, frozenset)):
             kind = "set" if isinstance(value, set) else "frozenset"
@@ -86,7 +94,7 @@ class Writer:
         if number is None:
             content = [self.write(getattr(value, field.name)) for field in fields(value) if field.init]
             number = self._numbers[id(value)] = len(self.objects)
-            self.objects.append([*_name_of(type(value)), content])
+            self.objects.append([*_name_of(type(value), allowed.record), content])
             self._alive.append(value)
         return number
 
@@ -100,32 +108,38 @@ class Writer:
         return {"tensor": name}
 
     def _node(self, node: fx.Node) -> list[Any]:
-        target = str(node.target) if node.op != "call_function" else self._function(node)
+        target = self._function(node) if node.op == "call_function" else str(node.target)
         meta = [[key, self.write(value)] for key, value in node.meta.items() if key not in self.dropped]
+        if node.op not in OPS or not allowed.MARKS.issuperset(key for key, _ in meta):
+            raise Unstorable(f"{node.name} is no value of a plan: {node.op} {', '.join(node.meta)}")
         return [node.op, node.name, target, self.write(node.args), self.write(node.kwargs), meta]
 
     def _function(self, node: fx.Node) -> list[str]:
         target: Any = node.target
         if isinstance(target, OpOverload):
+            if not allowed.is_allowed(target):
+                raise Unstorable(f"{node.name} calls {target}, for which there is no rule (planner.rule)")
             return ["op", str(target)]
-        module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__qualname__", ""))
         if target is operator.getitem:
             return ["getitem", ""]
-        if not module.startswith("passes.") or getattr(import_module(module), name, None) is not target:
-            raise Unstorable(f"{node.name} calls {target}, a function of your own")
-        return [module, name]
+        name = str(getattr(target, "__module__", "")), str(getattr(target, "__qualname__", ""))
+        try:
+            if allowed.function(*name) is target:
+                return list(name)
+        except allowed.NotAllowed:
+            pass
+        raise Unstorable(f"{node.name} calls {target}, a function of your own")
 
 
 class Reader:
-    """Values again, from what a Writer wrote. Raises KeyError, ValueError, TypeError, AttributeError, IndexError or
-    ImportError if it is damaged."""
+    """Values again, from what a Writer wrote. Raises an Exception of any class if it is damaged."""
 
     def __init__(self, objects: list[Any], texts: list[str], tensors: Mapping[str, Tensor]) -> None:
         self.texts, self.tensors = texts, tensors
         self.nodes: dict[str, fx.Node] = {}
         self._objects: list[Any] = []
         for module, name, content in objects:
-            self._objects.append(self._made(_class(module, name), content))
+            self._objects.append(self._made(allowed.record(module, name), content))
 
     def read(self, given: Any) -> Any:
         if isinstance(given, list):
@@ -136,10 +150,8 @@ class Reader:
         return READS[kind](self, content)
 
     def _made(self, cls: type, content: list[Any]) -> Any:
-        if not is_dataclass(cls):
-            raise ValueError(f"{cls} is no record")
         names = [field.name for field in fields(cls) if field.init]
-        return cls(**dict(zip(names, map(self.read, content), strict=True)))
+        return checked(cls, dict(zip(names, map(self.read, content), strict=True)))
 
     def _like(self, like: list[Any]) -> Tensor:
         shape, stride, offset, dtype, requires_grad = like
@@ -150,11 +162,15 @@ class Reader:
     def _graph(self, rows: list[Any]) -> fx.GraphModule:
         graph, self.nodes = fx.Graph(), {}
         for op, name, target, args, kwargs, meta in rows:
-            function = _function(*target) if op == "call_function" else target
-            node = graph.create_node(op, function, self.read(args), self.read(kwargs), name=name)
+            given: Any = self.read(args), self.read(kwargs)
+            _check_call(op, *given)
+            function = _function(*target) if op == "call_function" else allowed.of_source(target)
+            node = graph.create_node(op, function, *given, name=allowed.of_source(name))
             if node.name != name:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = {key: self.read(value) for key, value in meta}
+            if not allowed.MARKS.issuperset(node.meta):
+                raise ValueError(f"{name} has other marks than a plan: {', '.join(map(str, node.meta))}")
             self.nodes[name] = node
         return Unwritten({}, graph)
 
@@ -171,46 +187,45 @@ READS: dict[str, Callable[[Reader, Any], Any]] = {
     "frozenset": lambda reader, parts: frozenset(map(reader.read, parts)),
     "dict": lambda reader, pairs: {reader.read(key): reader.read(value) for key, value in pairs},
     "slice": lambda reader, parts: slice(*map(reader.read, parts)),
-    "named": lambda reader, content: _class(*content[:2])(*map(reader.read, content[2])),
-    "enum": lambda reader, content: _class(*content[:2])[content[2]],
+    "float": lambda reader, text: NOT_FINITE[text],
+    "enum": lambda reader, content: allowed.enum(*content[:2])[content[2]],
     **{kind: (lambda reader, name, kind=kind: _of_torch(kind, name)) for kind in OF_TORCH},
 }
 
 
-def _name_of(cls: type) -> tuple[str, str]:
-    if not cls.__module__.startswith(OURS):
-        raise Unstorable(f"a {cls.__module__}.{cls.__name__} has no form on disk")
+def _name_of(cls: type, of_table: Callable[[str, str], Any]) -> tuple[str, str]:
+    try:
+        of_table(cls.__module__, cls.__qualname__)
+    except allowed.NotAllowed:
+        raise Unstorable(f"a {cls.__module__}.{cls.__qualname__} has no form on disk") from None
     return cls.__module__, cls.__qualname__
-
-
-def _class(module: str, name: str) -> Any:
-    """A record of ours: no other class is made."""
-    if not module.startswith(OURS):
-        raise ValueError(f"{module}.{name} is no record of a plan")
-    found = getattr(import_module(module), name)
-    if not isinstance(found, type) or found.__module__ != module:
-        raise ValueError(f"{module}.{name} is no record of a plan")
-    return found
 
 
 def _function(module: str, name: str) -> Any:
     if module == "getitem":
         return operator.getitem
-    if module != "op":
-        found = getattr(import_module(module), name) if module.startswith("passes.") else None
-        if not callable(found) or isinstance(found, type) or found.__module__ != module:
-            raise ValueError(f"no function {module}.{name}")
-        return found
-    house, packet, overload = [*name.split("."), "", ""][:3]
-    ops = getattr(getattr(torch.ops, house, None), packet, None)
-    found = getattr(ops, overload, None) if isinstance(ops, OpOverloadPacket) else None
-    if not isinstance(found, OpOverload):
-        raise ValueError(f"no op {name}")
-    return found
+    return allowed.op(name) if module == "op" else allowed.function(module, name)
+
+
+def _check_call(op: Any, args: Any, kwargs: Any) -> None:
+    """Raise ValueError unless a node of a plan may have these arguments: torch.fx writes them into source."""
+    if op not in OPS or not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ValueError(f"{op} is no call of a plan")
+    for name in kwargs:
+        allowed.of_source(name)
+    for value in (*args, *kwargs.values()):
+        _check_argument(value)
+
+
+def _check_argument(value: Any) -> None:
+    if type(value) in (list, tuple):
+        for part in value:
+            _check_argument(part)
+    elif type(value) is slice:
+        _check_argument([value.start, value.stop, value.step])
+    elif type(value) not in PLAIN and not isinstance(value, (fx.Node, *OF_TORCH.values())):
+        raise ValueError(f"a {type(value).__name__} is no argument of a call")
 
 
 def _of_torch(kind: str, name: str) -> Any:
-    found = torch.device(name) if kind == "device" else getattr(torch, name)
-    if not isinstance(found, OF_TORCH[kind]):
-        raise ValueError(f"no {kind} {name}")
-    return found
+    return torch.device(name) if kind == "device" else NAMES_OF_TORCH[kind][name]

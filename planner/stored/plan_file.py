@@ -3,14 +3,12 @@
     plan.save("plan.pt")        once, where the model can be captured
     Plan.load("plan.pt")        on every rank: no capture, no search, none of the model's code
 
-The file is torch's zip of tensors and one JSON text, read with ``weights_only``. It holds no weights: an engine makes
-them (``initialization.method: normal``) or loads them.
+The file is JSON and tensors with a digest (planner.files.sealed); only what planner.files.allowed names is made of it.
+It holds no weights: an engine makes them (``initialization.method: normal``) or loads them.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -21,14 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from passes.errors import PlanError
+from passes.errors import PlanError, first_line
+from passes.pieces import CompiledPiece, Piece
 from passes.program.program import Program
+from passes.regions import Region
 from planner.capture.kept.sources import our_sources
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
 from planner.files.atomic import replaced_file
-from planner.files.text import shorten
+from planner.files.fits import checked, fits
+from planner.files.sealed import seal, unseal
+from planner.files.text import read_bytes, shorten
 from planner.files.values import Reader, Unstorable, Writer
 from planner.sharding.buffers import buffers_at
 from planner.sharding.shards import Shards
@@ -36,14 +38,19 @@ from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
-VERSION = 3
+FORM = "meshwright plan 4"
+MOST_BYTES = 8 << 30
 DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
     "own_tokens", "documents", "rules", "imbalance",
 )  # fmt: skip
-PARTS = ("regions", "recomputed", "pieces", "flops")
+PARTS: dict[str, Any] = {
+    "regions": tuple[Region, ...],
+    "recomputed": tuple[Piece, ...],
+    "pieces": tuple[CompiledPiece, ...],
+    "flops": float | None,
+}
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted", "adapted"))
-DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ImportError, AssertionError)
 AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
 
 
@@ -73,9 +80,7 @@ def write(plans: Sequence[Stored], path: Path) -> None:
     content, tensors = _content(plans)
     try:
         with replaced_file(path) as file:
-            buffer = io.BytesIO()
-            torch.save({"json": json.dumps(content), **tensors}, buffer)
-            file.write(buffer.getbuffer())
+            file.write(seal(FORM, content, tensors))
     except OSError as error:
         fix = "choose a directory that exists and is writable"
         raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), fix=fix) from None
@@ -92,7 +97,6 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
             f"this plan cannot be saved to run without its model: {error}", where=SUFFIX, fix="save it as JSON"
         ) from None
     content = {
-        "version": VERSION,
         "written by": written_by(),
         "hub": {name: getattr(decisions.hub, name) for name in HUB},
         "model": model,
@@ -139,47 +143,52 @@ def _model_of(decisions: Decisions) -> dict[str, Any]:
 
 def read(path: Path) -> list[Stored]:
     """Raises PlanError for a file that is missing, damaged, or was written by another version."""
+    file = read_bytes(path, "plan", most_bytes=MOST_BYTES, fix="use a saved plan")
     try:
-        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
-        content = json.loads(tensors.pop("json"))
-    except OSError as error:
-        raise PlanError(f"cannot read the plan: {error.strerror}", where=str(path), fix="use a saved plan") from None
-    except Exception:  # torch and zip raise many kinds
-        raise PlanError("the plan is damaged, or is no saved plan", where=str(path), fix=AGAIN) from None
-    _check_writer(content, path)
+        content, tensors = unseal(FORM, file)
+    except ValueError as error:
+        what = f"the plan is damaged, or is no saved plan: {error}"
+        raise PlanError(what, where=shorten(path), fix=AGAIN) from None
+    del file
     try:
+        _check_writer(content["written by"], path)
         return _all_stored(content, tensors)
-    except DAMAGE as error:
-        raise PlanError(f"the plan is damaged: {error}", where=str(path), fix=AGAIN) from None
+    except PlanError:
+        raise
+    except Exception as error:  # what is read may be of any kind
+        raise PlanError(f"the plan is damaged: {first_line(error)}", where=shorten(path), fix=AGAIN) from None
 
 
-def _check_writer(content: Any, path: Path) -> None:
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise PlanError("the plan has another format", where=str(path), fix=AGAIN)
-    then, now = content.get("written by") or {}, written_by()
-    for what, value in now.items():
+def _check_writer(then: Mapping[str, str], path: Path) -> None:
+    for what, value in written_by().items():
         if then.get(what) != value:
             what = f"the plan was saved with another {what}: {shorten(then.get(what), 20)}, here {value[:20]}"
-            raise PlanError(what, where=str(path), fix=AGAIN)
+            raise PlanError(what, where=shorten(path), fix=AGAIN)
 
 
 def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Stored]:
     reader = Reader(content["objects"], content["texts"], tensors)
     hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
     model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
-    return [_stored(of_length, reader, HubFormat(**hub), model) for of_length in content["lengths"]]
+    found = [_stored(of_length, reader, checked(HubFormat, hub), model) for of_length in content["lengths"]]
+    if not found:
+        raise ValueError("it has no lengths")
+    return found
 
 
 def _stored(content: Mapping[str, Any], reader: Reader, hub: HubFormat, model: nn.Module) -> Stored:
     decided = dict(zip(DECIDED, map(reader.read, content["decisions"]), strict=True))
-    decisions = Decisions(**decided, _model=model)
+    decisions = checked(Decisions, decided | {"_model": model})
     decisions.hub = hub
     names = [field.name for field in fields(Shards) if field.name != "elsewhere"]
-    shards = Shards(**dict(zip(names, map(reader.read, content["shards"]), strict=True)))
+    shards = checked(Shards, dict(zip(names, map(reader.read, content["shards"]), strict=True)))
     if content["expert alone"]:
         spec = Spec.load({**content["tables"]["spec"], "cluster": None})
         shards = replace(shards, elsewhere=partial(buffers_at, spec, decisions))
     parts: dict[str, Any] = dict(zip(PARTS, map(reader.read, content["parts"]), strict=True))
+    for name, kind in PARTS.items():
+        if not fits(parts[name], kind):
+            raise TypeError(f"{name} must not be a {type(parts[name]).__name__}")
     return Stored(content["tables"], decisions, shards, parts)
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from passes.errors import PlanError
+from passes.base import PassError
+from passes.errors import PlanError, RunError, first_line
+
+_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, PassError)
+_OTHERS = (PlanError, RunError, torch.OutOfMemoryError, torch.distributed.DistError, NotImplementedError)
 
 
 class Skeleton(nn.Module):
@@ -60,3 +66,15 @@ def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield name, " ".join([*words, *([f"one with {tied}"] if tied != name else [])])
     for name, held in model.named_buffers(remove_duplicate=False):
         yield name, f"a buffer {list(held.shape)} {held.dtype}"
+
+
+@contextmanager
+def errors_of_file(model: nn.Module | None) -> Iterator[None]:
+    """If the plan of ``model`` was read from a file, an error within is the file's: a PlanError."""
+    try:
+        yield
+    except _CONTRADICTIONS as error:
+        if not isinstance(model, Skeleton) or isinstance(error, _OTHERS):
+            raise
+        fix = "save the plan again; if that one fails too, let ranks plan by themselves"
+        raise PlanError(f"the loaded plan cannot be run: {first_line(error)}", fix=fix) from error

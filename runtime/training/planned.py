@@ -12,6 +12,7 @@ from torch import nn
 from passes.errors import PlanError
 from planner.capture.model.with_adapters import OPTION as OF_PEFT
 from planner.frozen_plan import Plan
+from planner.named_code import is_named
 from planner.spec.spec import Spec
 from planner.stored.plan_file import SUFFIX
 from runtime.shared_plan import planned
@@ -79,7 +80,7 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
                 where=OPTION,
                 fix=f"leave out {option} or {OPTION}",
             )
-    found = Plan.load(job.plan)
+    found = Plan.load(job.plan, own_functions=True)  # those of the spec, as is compared next
     lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
     for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
         raise PlanError(
@@ -91,9 +92,10 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
 
 
 def differing(asked: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value of the spec, value of the plan) of each difference. The plan may have a number for auto or none."""
+    """(key, value of the spec, value of the plan) of each difference. The plan may have a number for auto or none, and
+    no name of a function."""
     if isinstance(asked, Mapping) and isinstance(planned, Mapping):
         for name in (*asked, *(n for n in planned if n not in asked)):
             yield from differing(asked.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
-    elif asked not in ("auto", None) and asked != planned:
+    elif asked != planned and (asked not in ("auto", None) or is_named(planned)):
         yield key, asked, planned

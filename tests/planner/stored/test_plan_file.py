@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -15,8 +14,11 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner import Plan
+from planner.files.allowed import NotAllowed
+from planner.files.sealed import seal, unseal
 from planner.files.values import Reader, Unstorable, Writer
 from planner.lower import passes_text
+from planner.stored.plan_file import FORM
 from runtime import Engine
 from runtime.same_code import identity
 from tests.models.plannable import MODELS, build, spec_of
@@ -122,11 +124,10 @@ def refused(path: Path) -> PlanError:
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The file, with its JSON changed."""
-    tensors = torch.load(path, weights_only=True)
-    content = json.loads(tensors["json"])
+    """The file, with its JSON changed and sealed again."""
+    content, tensors = unseal(FORM, path.read_bytes())
     change(content)
-    torch.save({**tensors, "json": json.dumps(content)}, path)
+    path.write_bytes(seal(FORM, content, tensors))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_truncated_plan_is_one_error(saved: Path, size: int) -> None:
 
 
 def test_a_missing_file_and_one_that_is_no_plan(tmp_path: Path) -> None:
-    assert "cannot read the plan" in refused(tmp_path / "none.pt").what
+    assert "there is no plan file" in refused(tmp_path / "none.pt").what
     torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
     assert "damaged, or is no saved plan" in refused(tmp_path / "weights.pt").what
 
@@ -173,10 +174,20 @@ def test_only_records_of_ours_are_made(saved: Path, entry: list[Any]) -> None:
     assert "damaged" in refused(saved).what
 
 
-@pytest.mark.parametrize("target", [["os", "getcwd"], ["passes.errors", "PlanError"], ["op", "aten.no_such.default"]])
+@pytest.mark.parametrize(
+    "target",
+    [
+        ["os", "getcwd"],
+        ["passes.errors", "PlanError"],
+        ["op", "aten.no_such.default"],
+        ["op", "aten.from_file.default"],
+        ["op", "aten.add_.Tensor"],
+        ["op", "aten.add.out"],
+    ],
+)
 def test_only_ops_and_functions_of_passes_are_called(target: list[str]) -> None:
     rows = [["call_function", "call", target, {"tuple": []}, {"dict": []}, []]]
-    with pytest.raises(ValueError, match=r"no (function|op)"):
+    with pytest.raises(NotAllowed, match=r"is no (part|op)"):
         Reader([], [], {}).read({"graph": rows})
 
 

@@ -89,6 +89,12 @@ def test_a_plan_may_hold_numbers_that_the_spec_leaves_open() -> None:
     assert [key for key, *_ in differing(asked, planned)] == ["batch.global"]
 
 
+def test_a_plan_names_no_function_that_the_spec_leaves_open() -> None:
+    planned = {"loss": "/tmp/harm.py:loss", "optimizer": {"schedule": {"kind": "os:getcwd"}}}
+    found = differing({"loss": "auto", "optimizer": {"schedule": {"kind": None}}}, planned)
+    assert [key for key, *_ in found] == ["loss", "optimizer.schedule.kind"]
+
+
 @pytest.mark.parametrize("option", [{"compare": True}, {"audit": 1}], ids=["compare", "audit"])
 def test_options_that_run_the_model_itself_are_refused(saved: Path, option: dict[str, Any]) -> None:
     (name,) = option

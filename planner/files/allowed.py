@@ -1,0 +1,135 @@
+"""The names that a plan on disk may hold: its records, enums, functions, ops and marks of nodes. No other is looked up.
+
+Tests hold the records against the fields of the classes that are written, and all of it against many plans.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from importlib import import_module
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from passes.program.ops.aten import aten, is_mutable, packet_of
+from passes.program.program import META
+
+RECORDS = {
+    "passes.blocks.blocks": "Block Blocks",
+    "passes.errors": "Where",
+    "passes.moe.domain": "Domain",
+    "passes.moe.layers": "Doubt ExpertLayer ExpertWeight Experts",
+    "passes.moe.parts": "ExpertPart",
+    "passes.parameters": "LocalParameter",
+    "passes.partition.loss.counts": "LossTerms",
+    "passes.partition.options.base": "Option",
+    "passes.partition.placements": "Placements",
+    "passes.partition.sequence.facts": "Context",
+    "passes.partition.type_changes": "TypeChange",
+    "passes.pieces": "AgainCall CompiledPiece Piece",
+    "passes.program.assumptions": "Assumption Condition",
+    "passes.program.documents": "Documents",
+    "passes.program.matrices": "Matrices",
+    "passes.program.program": "Program",
+    "passes.program.stages": "BoundaryPlan StageAssignment",
+    "passes.regions": "Region",
+    "passes.types.collectives": "CollectivePlan",
+    "passes.types.conversions": "Conversion",
+    "passes.types.draw": "Draw",
+    "passes.types.types": "Placement Segment",
+    "planner.mesh": "Mesh",
+    "planner.sharding.buckets": "Bucket BufferLayout Range Slot",
+    "planner.sharding.buffers": "Buffer",
+    "planner.updates.rules": "UpdateRules",
+}
+ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.options.forms": "Form"}
+FUNCTIONS = {
+    "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
+    "ends_of give_back grouped_mm ids_of join meet name_rows own_slices part return_slots send_slots share slots_of",
+    "passes.program.ops.over_data": "over_data",
+    "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows sum_over_ranks",
+}
+# Ops without a rule that compute tensors of tensors alone; one with a rule is allowed by it.
+UNRULED = (
+    # made of sizes, drawn
+    "arange empty_permuted empty_strided eye linspace new_empty_strided normal poisson randint randint_like randperm "
+    "scalar_tensor tril_indices triu_indices alpha_dropout feature_alpha_dropout multinomial rrelu "
+    # losses
+    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss ctc_loss hinge_embedding_loss "
+    "huber_loss kl_div l1_loss linear_cross_entropy margin_ranking_loss mse_loss multi_margin_loss nll_loss nll_loss2d "
+    "multilabel_margin_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss "
+    # products, distances, matrices
+    "addr bilinear cdist chain_matmul cosine_similarity dist inner kron linalg_cholesky linalg_cholesky_ex "
+    "linalg_cross linalg_det linalg_eigh linalg_eigvalsh linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_exp "
+    "linalg_matrix_norm linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve "
+    "linalg_solve_ex linalg_solve_triangular linalg_svd linalg_vecdot logdet matrix_exp matrix_power outer "
+    "pairwise_distance renorm tensordot trace vdot "
+    # places of elements
+    "as_strided as_strided_scatter block_diag broadcast_tensors broadcast_to bucketize channel_shuffle col2im "
+    "diag_embed diagonal diagonal_scatter dsplit dstack fliplr flipud hsplit hstack im2col index_fill isin kthvalue "
+    "lift_fresh masked_scatter meshgrid mode native_channel_shuffle pixel_shuffle pixel_unshuffle put "
+    "repeat_interleave rot90 searchsorted select_scatter slice_scatter sum_to_size take take_along_dim tensor_split "
+    "tile unsafe_chunk unsafe_split vander vsplit vstack "
+    # sums, spectra, images, sequences
+    "corrcoef cov cumulative_trapezoid gradient histc nanmedian nanquantile quantile trapezoid fft_fft2 fft_fftn "
+    "fft_fftshift fft_ifft2 fft_ifftn fft_ifftshift fft_irfft2 fft_irfftn fft_rfft2 fft_rfftn istft stft "
+    "affine_grid_generator fractional_max_pool2d native_group_norm prelu upsample_nearest3d upsample_trilinear3d gru "
+    "lstm rnn_relu rnn_tanh"
+)
+MARKS = META.keys() - {"constant", "selected", "asked", "custom"} | {"placement"}
+_OF_SOURCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class NotAllowed(ValueError):
+    """A name that no plan holds."""
+
+
+def record(module: str, name: str) -> Any:
+    """A dataclass. Raises NotAllowed."""
+    return _found(RECORDS, module, name)
+
+
+def enum(module: str, name: str) -> type[Enum]:
+    return _found(ENUMS, module, name)
+
+
+def function(module: str, name: str) -> Any:
+    return _found(FUNCTIONS, module, name)
+
+
+def _found(table: dict[str, str], module: str, name: str) -> Any:
+    if name not in table.get(module, "").split():
+        raise NotAllowed(f"{module}.{name} is no part of a plan")
+    return getattr(import_module(module), name)
+
+
+def op(name: str) -> OpOverload:
+    """The registered op ``house.packet.overload``. Raises NotAllowed."""
+    house, packet, overload = [*name.split("."), "", ""][:3]
+    found = getattr(getattr(getattr(torch.ops, house, None), packet, None), overload, None)
+    if not isinstance(found, OpOverload) or str(found) != name or not is_allowed(found):
+        raise NotAllowed(f"{name} is no op that a plan may call")
+    return found
+
+
+def is_allowed(target: OpOverload) -> bool:
+    """Whether an op writes to no argument, and has a rule, or is one of those that only compute tensors of tensors."""
+    from passes.partition.options.table import has_rule  # not above: rules are read where there is an op to look up
+    from passes.rules.table import builder_of
+
+    if is_mutable(target):
+        return False
+    return builder_of(target) is not None or has_rule(target) or packet_of(target) in _UNRULED
+
+
+_UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, name)}
+
+
+def of_source(name: Any) -> str:
+    """A dotted name that may stand in the source of a graph: of identifiers that are no keywords. Raises NotAllowed."""
+    if not isinstance(name, str) or not _OF_SOURCE.fullmatch(name) or any(map(iskeyword, name.split("."))):
+        raise NotAllowed(f"{str(name)[:60]!r} is no name of a value")
+    return name
