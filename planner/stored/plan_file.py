@@ -51,6 +51,7 @@ PARTS: dict[str, Any] = {
     "flops": float | None,
 }
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted", "adapted"))
+OVER = ("constant", "selected")  # marks that are read only while a graph is brought into canonical form
 AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
 
 
@@ -87,7 +88,7 @@ def write(plans: Sequence[Stored], path: Path) -> None:
 
 
 def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    decisions, writer = plans[-1].decisions, Writer()
+    decisions, writer = plans[-1].decisions, Writer(dropped=OVER)
     try:
         for plan in plans:
             _check_constants(plan.decisions.program)
