@@ -5,7 +5,6 @@ Tests hold the records against the fields of the classes that are written, and a
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from importlib import import_module
 from keyword import iskeyword
@@ -80,7 +79,6 @@ UNRULED = (
     "lstm rnn_relu rnn_tanh"
 )
 MARKS = META.keys() - {"constant", "selected", "asked", "custom"} | {"placement"}
-_OF_SOURCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class NotAllowed(ValueError):
@@ -129,7 +127,7 @@ _UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, nam
 
 
 def of_source(name: Any) -> str:
-    """A dotted name that may stand in the source of a graph: of identifiers that are no keywords. Raises NotAllowed."""
-    if not isinstance(name, str) or not _OF_SOURCE.fullmatch(name) or any(map(iskeyword, name.split("."))):
+    """A name that may stand in the source of a graph: an identifier that is no keyword. Raises NotAllowed."""
+    if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
         raise NotAllowed(f"{str(name)[:60]!r} is no name of a value")
     return name

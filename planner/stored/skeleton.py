@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.base import PassError
 from passes.errors import PlanError, RunError, first_line
 
-_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, PassError)
+_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, SyntaxError)
 _OTHERS = (PlanError, RunError, torch.OutOfMemoryError, torch.distributed.DistError, NotImplementedError)
 
 

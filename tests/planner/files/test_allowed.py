@@ -157,11 +157,11 @@ def test_ops_that_read_files_or_keep_state_are_not_called(name: str) -> None:
         allowed.op(name)
 
 
-@pytest.mark.parametrize("name", ["a b", "lambda", "a.None", "1a", "a..b", "", "a,b", "x\n", "a=1", 3, None])
-def test_a_name_in_source_is_of_identifiers(name: Any) -> None:
+@pytest.mark.parametrize("name", ["a b", "lambda", "a.None", "1a", "a..b", "", "a,b", "x\n", "a=1", "a.b", 3, None])
+def test_a_name_in_source_is_an_identifier(name: Any) -> None:
     with pytest.raises(allowed.NotAllowed):
         allowed.of_source(name)
-    assert allowed.of_source("a.b_1") == "a.b_1"
+    assert allowed.of_source("b_1") == "b_1"
 
 
 def test_an_op_of_the_user_needs_a_rule_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
