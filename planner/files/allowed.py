@@ -47,10 +47,11 @@ RECORDS = {
 ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.options.forms": "Form"}
 FUNCTIONS = {
     "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
-    "ends_of give_back grouped_mm ids_of join meet name_rows own_slices part return_slots send_slots share slots_of",
+    "ends_of give_back grouped_mm ids_of join name_rows own_slices part return_slots send_slots share slots_of",
     "passes.program.ops.over_data": "over_data",
     "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows sum_over_ranks",
 }
+FUNCTIONS["passes.moe.exchange"] += " meet"
 # Ops without a rule that compute tensors of tensors alone; one with a rule is allowed by it.
 UNRULED = (
     # made of sizes, drawn
