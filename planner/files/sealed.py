@@ -66,7 +66,7 @@ def _bytes_of(value: Tensor) -> memoryview:
 
 
 def _tensor(file: bytes, start: int, dtype: torch.dtype, shape: list[int]) -> tuple[Tensor, int]:
-    """The tensor whose values begin at ``start``, and the end of them."""
+    """The tensor at ``start``, and the end of them."""
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"no tensor has the shape {shape}")
     end = start + math.prod(shape) * dtype.itemsize

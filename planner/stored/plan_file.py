@@ -3,7 +3,7 @@
     plan.save("plan.pt")        once, where the model can be captured
     Plan.load("plan.pt")        on every rank: no capture, no search, none of the model's code
 
-The file is JSON and tensors with a digest (planner.files.sealed); only what planner.files.allowed names is made of it.
+The file is JSON and tensors with a digest (planner.files.sealed); only names of planner.files.allowed are made of it.
 It holds no weights: an engine makes them (``initialization.method: normal``) or loads them.
 """
 
@@ -156,7 +156,7 @@ def read(path: Path) -> list[Stored]:
         return _all_stored(content, tensors)
     except PlanError:
         raise
-    except Exception as error:  # what is read may be of any kind
+    except Exception as error:  # a damaged file may cause an error of any kind
         raise PlanError(f"the plan is damaged: {first_line(error)}", where=shorten(path), fix=AGAIN) from None
 
 
