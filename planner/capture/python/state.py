@@ -28,7 +28,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from passes.errors import Where
-from planner.capture.python.modules import users_modules
+from planner.capture.python.modules import own_modules, users_modules
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
 MORE = 10  # further calls for a list that grows
@@ -36,6 +36,7 @@ NEAR = (*range(2, 11), 99, 999)  # further calls at which a schedule may turn
 MOST = 4096  # entries of a container that are looked at
 _MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
 _MISSING = object()
+_CONTAINERS = (dict, list, deque, set)
 _DRAWN = "state of the generator"
 Access = tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]
 
@@ -216,8 +217,18 @@ class _Walk:
         for python_module in users_modules(self._model):
             if not python_module.__name__.startswith("transformers"):  # thousands of names that nothing writes to
                 yield _globals_holder(python_module)
+        for python_module in own_modules(self._model):
+            for name, value in list(vars(python_module).items()):
+                yield from self._kept_by(f"{python_module.__name__}.{name}", value)
 
-    def _inside(self, path: str, name: str, module: nn.Module, value: Any, depth: int = 4) -> Iterator[Holder]:
+    def _kept_by(self, name: str, value: Any) -> Iterator[Holder]:
+        """A container in a global, and those in the defaults of a function: a memo of tensors may be one."""
+        if type(value) in _CONTAINERS and not name.rpartition(".")[2].startswith("__"):
+            yield from self._inside("", name, None, value, depth=1)
+        for default in (value.__defaults__ or ()) if type(value) is FunctionType else ():
+            yield from self._kept_by(f"{name}(…)", default)
+
+    def _inside(self, path: str, name: str, module: nn.Module | None, value: Any, depth: int = 4) -> Iterator[Holder]:
         """Holders inside of an attribute's value."""
         if id(value) in self._seen or not depth or isinstance(value, (nn.Module, Tensor, type, ModuleType, str, bytes)):
             return

@@ -26,6 +26,7 @@ from planner.capture.again.recording import FurtherCall
 from planner.capture.model.exchange import Exchange, fake
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
+from planner.capture.python.cached_functions import CachedFunctions, refuse_frozen
 from planner.capture.python.calls import Call, Keys, Recorder
 from planner.capture.python.changing_line import line_that_changes
 from planner.capture.python.draws import FIX as DRAW_FIX
@@ -46,6 +47,7 @@ class ForwardWatch:
         self._fixed = {**dict(model.named_buffers()), **frozen}
         self._foreign = ForeignTensors(model, exchange)
         self._draws = PythonDraws(model)
+        self._cached = CachedFunctions(model)
         self._state: PythonState | None = None
         self._changes: list[Change] = []
         # tensors that the forward left, made of constants, buffers and frozen parameters, and their values if known
@@ -70,6 +72,7 @@ class ForwardWatch:
             self._before()
             try:
                 output = self._recorded(lambda: call(module, *args, **kwargs), args, kwargs)
+                self._refuse_frozen()
             finally:
                 self._after()
             return plain_structure(output)
@@ -80,11 +83,13 @@ class ForwardWatch:
         finally:
             nn.Module._call_impl = call
             self._stop()
+            self._cached.forget()
             if self._state is not None:
                 self._state.restore()
 
     def _before(self) -> None:
         self._stop()
+        self._cached.forget()
         if self._state is None:
             self._state = PythonState(self._model)
         self._running = ExitStack()
@@ -261,9 +266,7 @@ class ForwardWatch:
         tensors = {id(t): t for change in self._changes for t in _tensors(change.after)}.values()
         if mode is None or not tensors:
             return
-        values = self._fixed_values()  # export puts tensors of its own in their place
-        named = (*self._model.named_buffers(), *self._model.named_parameters())
-        fixed = {node_of(t, mode.tracer): values[name] for name, t in named if name in values}
+        fixed = self._fixed_nodes(mode.tracer)
         known = {node: value for node, value in fixed.items() if node and not value.is_meta}
         for tensor in tensors:
             node = node_of(tensor, mode.tracer)
@@ -272,6 +275,22 @@ class ForwardWatch:
             elif is_made_of(node, set(fixed)):
                 with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
                     yield tensor, value_of(node, mode.tracer.root, known)
+
+    def _refuse_frozen(self) -> None:
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is None or not (tensors := self._cached.tensors()):
+            return
+        fixed = self._fixed_nodes(mode.tracer)
+        for tensor, function in tensors:
+            node = node_of(tensor, mode.tracer)
+            if node is not None and not is_made_of(node, set(fixed)):
+                refuse_frozen(function)
+
+    def _fixed_nodes(self, tracer: Any) -> dict[Any, Tensor]:
+        """The nodes of buffers and frozen parameters, with their values."""
+        values = self._fixed_values()  # export puts tensors of its own in their place
+        named = (*self._model.named_buffers(), *self._model.named_parameters())
+        return {node_of(t, tracer): values[name] for name, t in named if name in values}
 
     def _fixed_values(self) -> dict[str, Tensor]:
         """Buffers and frozen parameters by name: their values, which the exchange has put aside."""
