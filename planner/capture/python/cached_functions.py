@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
-from planner.capture.python.modules import foreign_modules
+from planner.capture.python.modules import own_modules
 
 _CACHED: Any = functools._lru_cache_wrapper
 _ENTRY = "_lru_list_elem"
@@ -73,12 +73,14 @@ def _tensors(results: Iterable[Any]) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif not isinstance(leaf, (*_PLAIN, nn.Module)):
-            yield from (inner for inner in pytree.tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(inner, Tensor))
+            yield from (
+                inner for inner in pytree.tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(inner, Tensor)
+            )
 
 
 def _reachable(model: nn.Module) -> Iterator[Any]:
     """Cached functions in modules of Python, in classes there, and in attributes of the model's modules."""
-    for module in foreign_modules():
+    for module in own_modules(model):
         for value in list(vars(module).values()):
             yield from _of(value)
             if isinstance(value, type) and value.__module__ == module.__name__:
