@@ -54,8 +54,8 @@ def refuse_frozen(function: Any) -> None:
     code = getattr(function.__wrapped__, "__code__", None)
     where = Where() if code is None else Where("", code.co_filename, code.co_firstlineno, f"def {code.co_name}(…)")
     raise PlanError(
-        f"{function.__qualname__} keeps a result (lru_cache) that is not made of constants: it is computed at the first "
-        "call, and every later step would read that value",
+        f"{function.__qualname__} keeps a result (lru_cache) that is not made of constants: it is computed at the "
+        "first call, and every later step would read that value",
         where=where,
         fix="compute it in each forward, without lru_cache",
     )
