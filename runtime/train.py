@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ from runtime.distributed import early_server
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
+from runtime.distributed.same_options import require_same_options
 from runtime.report.step_row import StepRow
 from runtime.shared_plan import shared
 from runtime.training.data import check_source, run_data
-from runtime.training.job import AUTO, Job, Trained, check_saves, spec_of
+from runtime.training.job import AUTO, OWN, PLACES, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
 from runtime.training.planned import Planned, plan_of
@@ -58,8 +60,9 @@ def train(
     when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
-        if not launched(os.environ).rank:
-            check_outputs(job)
+        leads = not launched(os.environ).rank
+        outputs = partial(check_outputs, job) if leads else None
+        require_same_options(job, own=OWN, places=PLACES, timeout_seconds=job.timeout, check=outputs)
         return run_rank(job)
     world_size, made = _checked(job, num_ranks, show_plan, is_command=is_command)
     if world_size == 1 and not max_restarts:

@@ -175,7 +175,7 @@ def require_equal(name: str, values: Mapping[int, str | None], world_size: int) 
         raise PlanError(
             f"{name} differs between ranks: {listed(odd)} of {world_size} (rank {odd[0]} has {values[odd[0]]}, "
             f"most have {usual})",
-            fix="start every rank with the same model, spec, data and versions",
+            fix="start every rank with the same model, spec, data, options and versions",
         )
 
 

@@ -25,6 +25,7 @@ from runtime.data.vocabulary import check_vocabulary
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.distributed.num_ranks import num_ranks_of
+from runtime.distributed.same_options import require_same_data, require_same_options
 from runtime.engine import Engine
 from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
 from runtime.evaluation.measures import Cloze, Perplexity
@@ -65,6 +66,7 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
     Raises PlanError for bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        require_same_options(asked, own=("model", "spec", "data", "tokenizer"), places=("load",))
         return run_rank(asked)
     world_size = _checked(asked, num_ranks)
     if world_size == 1:
@@ -111,6 +113,7 @@ def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
     num_rows = _num_rows(asked, spec, decided, tokens)
     del model
     with Engine(decided, mode="evaluate") as engine:
+        require_same_data(tokens.identity, engine.groups)
         asked.weights.into(engine, leads=leads)
         with _shown(num_rows, enabled=leads) as progress:
             found = _measured(engine, asked, tokens, progress)

@@ -17,6 +17,7 @@ from runtime.compiled.compiler import check_compiler_here
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.distributed.num_ranks import num_ranks_of
+from runtime.distributed.same_options import require_same_options
 from runtime.engine import Engine
 from runtime.evaluation.weights import Weights
 from runtime.next_tokens.choice import Choice
@@ -58,6 +59,8 @@ def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued]
     Raises PlanError for bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        require_same_options(asked, own=("weights", "spec", "tokenizer"))
+        require_same_options(asked.weights, own=("reference",), places=("load",))
         return run_rank(asked)
     spec = Spec.load(asked.spec)
     check_compiler_here(spec)

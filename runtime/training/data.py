@@ -21,9 +21,6 @@ from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split
 from runtime.data.vocabulary import check_vocabulary
-from runtime.distributed.exchange_json import all_gather_json
-from runtime.distributed.groups import Groups
-from runtime.distributed.meeting import require_equal
 from runtime.training.job import Job
 
 MOST_VALIDATED = 16  # batches of one validation
@@ -78,15 +75,6 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     held_out = [tokens for _, tokens in parts if tokens is not None]
     validation = _validation(held_out, weights, specs) if held_out else None
     return RunData(training, validation, identity, job.validate_every)
-
-
-def require_same_data(data: RunData, groups: Groups) -> None:
-    """The same call on every rank: each reads rows that no other reads, so nothing later would show another text.
-
-    Raises PlanError on every rank, naming the ranks with another text.
-    """
-    found = all_gather_json(groups, str(data.identity["data"]), str)
-    require_equal("the data (by content)", dict(enumerate(found)), len(found))
 
 
 def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:

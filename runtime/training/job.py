@@ -14,6 +14,28 @@ AUTO = "auto"
 DEFAULT_SAVES = "checkpoints"
 DEFAULT_TRACE = "trace.json"
 GROUPS_TIMEOUT = 600.0  # seconds
+# of one rank alone, or compared by content: the plan with its spec, the data
+OWN = frozenset(
+    [
+        "model",
+        "spec",
+        "data",
+        "mixture",
+        "tokenizer",
+        "keep",
+        "compare",
+        "log",
+        "plot",
+        "tensorboard",
+        "callback",
+        "wandb",
+        "quiet",
+        "profile_to",
+        "timeout",
+        "planned",
+    ]
+)
+PLACES = ("save", "resume", "plan", "save_adapters", "save_merged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +49,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The settings of a run; the same on every rank.
+    """The settings of a run; the same on every rank, except those of ``OWN``.
 
     ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
     for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest

@@ -18,13 +18,14 @@ from runtime.data.own_rows import OwnRows
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches
 from runtime.distributed.devices import launched
+from runtime.distributed.same_options import require_same_data
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
 from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.training.best import Best
-from runtime.training.data import RunData, require_same_data, run_data
+from runtime.training.data import RunData, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
 from runtime.training.planned import FRESH, Planned, plan_of
@@ -111,7 +112,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
         made.forget_file()
-        require_same_data(data, engine.groups)
+        require_same_data(str(data.identity["data"]), engine.groups)
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)
         if save is None and weights is not None:
