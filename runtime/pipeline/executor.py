@@ -197,8 +197,11 @@ class Executor:
             self._saved[action.chunk, action.microbatch] = _save(stage, received, outputs, seed)
 
     def loss_of(self, output: Tensor, step: Step, action: Action) -> tuple[Tensor, Tensor]:
-        """The loss of a microbatch (float64), and the gradient with which the backward of ``output`` begins."""
-        return output.detach().to(torch.float64), _seed(output, step.scale)
+        """The loss of a microbatch (float64), and the gradient with which the backward of ``output`` begins.
+
+        A copy: if a block makes the loss, ``output`` may lie in static memory of a graph, which is used again.
+        """
+        return output.detach().to(torch.float64, copy=True), _seed(output, step.scale)
 
     def _backward(self, step: Step, action: Action) -> None:
         stage = self.stages[action.chunk]
