@@ -6,13 +6,13 @@ allocated earlier serve many messages in turn, each for the messages of one boun
     received    from the action before the one that needs it, which posts it, to the last action of its microbatch on
                 the stages that may hold it: the receiver, and those of this rank that it hands values on to
     sent        from its action until a message comes from the rank that took it, sent by an action at or after the
-                one that used it: then its end can be awaited without delay
+                one that used it: then its end can be awaited without delay; no message follows values without gradients
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -36,9 +36,14 @@ def ring_of(is_received: bool, message: Message) -> Ring:
     return Ring(is_received, message.kind, message.boundary)
 
 
-def message_slots(orders: Sequence[Order], pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Slots:
-    """(whether it is received, message) → its place in its ring, of all messages of ``pp_rank`` in a step."""
-    return _Rank(orders, pp_rank, num_stages, fold).run()
+def message_slots(
+    orders: Sequence[Order], pp_rank: int, num_stages: int, fold: Fold = LOOP, one_way: Collection[int] = ()
+) -> Slots:
+    """(whether it is received, message) → its place in its ring, of all messages of ``pp_rank`` in a step.
+
+    ``one_way``: boundaries that no gradient crosses.
+    """
+    return _Rank(orders, pp_rank, num_stages, fold, one_way).run()
 
 
 def ring_sizes(slots: Slots) -> dict[Ring, int]:
@@ -53,7 +58,10 @@ def ring_sizes(slots: Slots) -> dict[Ring, int]:
 class _Rank:
     """Owns: the slots that are assigned so far, those that are free, and those that are still held."""
 
-    def __init__(self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold) -> None:
+    def __init__(
+        self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold, one_way: Collection[int]
+    ) -> None:
+        self.one_way = one_way
         self.order, self.rank, self.pp, self.num_stages = orders[rank], rank, len(orders), num_stages
         self.fold: Fold = fold
         self.progress = Progress(orders, fold)
@@ -108,6 +116,8 @@ class _Rank:
         if action.kind == "W":
             return None
         message = found_by(action.kind, stage_of(self.rank, action.chunk, self.pp, self.fold), action.microbatch)
+        if message.kind == "B" and message.boundary in self.one_way:
+            return None
         return message if message.crosses(self.num_stages, self.pp, self.fold) else None
 
     def _take(self, is_received: bool, message: Message) -> None:

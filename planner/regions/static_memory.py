@@ -23,7 +23,7 @@ from planner.decisions import Decisions
 from planner.pipeline.message_slots import message_slots, ring_sizes
 from planner.pipeline.schedule import Order, SchedulePlan
 from planner.pipeline.slots import graph_slots, num_graphs_by_microbatch, slots_by_kind
-from planner.sharding.boundaries import boundary, crossing
+from planner.sharding.boundaries import boundary, crossing, one_way
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 
@@ -146,9 +146,11 @@ def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: in
 
 def static_message_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
     """Bytes of the buffers in which a rank's messages lie in turn."""
-    slots = message_slots(schedule.actions, rank, decisions.stages.num_stages, decisions.mesh.fold)
+    num_stages = decisions.stages.num_stages
+    boundaries = [boundary(decisions, cut) for cut in range(num_stages - 1)]
+    slots = message_slots(schedule.actions, rank, num_stages, decisions.mesh.fold, one_way(boundaries))
     return sum(
-        count * sum(value.bytes for value in crossing(boundary(decisions, ring.boundary), ring.kind))
+        count * sum(value.bytes for value in crossing(boundaries[ring.boundary], ring.kind))
         for ring, count in ring_sizes(slots).items()
     )
 

@@ -25,6 +25,11 @@ def crossing(values: Sequence[BoundaryPlan], kind: str) -> list[BoundaryPlan]:
     return [value for value in values if kind == "F" or value.requires_grad]
 
 
+def one_way(boundaries: Sequence[Sequence[BoundaryPlan]]) -> list[int]:
+    """The boundaries that no gradient crosses: their receiver answers nothing."""
+    return [cut for cut, values in enumerate(boundaries) if not crossing(values, "B")]
+
+
 def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryPlan:
     """A value as one rank holds it in a type."""
     node = decisions.program.node(name)

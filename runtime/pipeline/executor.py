@@ -186,7 +186,7 @@ class Executor:
         if stage.sends:
             if not torch.is_grad_enabled() and len(self.stages) == 1:
                 self.transport.settle()  # forwards alone hear of no message that was taken over, and would hold all
-            self.transport.send(_out_of(stage, action), sent)
+            self.transport.send(_out_of(stage, action), _to_send(stage, sent))
         if stage.has_scores:
             self.scores.append(outputs[-1 - stage.has_loss])  # the loss stands behind them, if there is one
         seed = None
@@ -270,6 +270,13 @@ def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor],
         roots.append(outputs[-1])
     edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
     return Saved(received, edges, seed)
+
+
+def _to_send(stage: StageModule, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copies if training sends no gradient back: then nothing holds this stage until its peer has taken them over, and
+    static memory of a graph is used again before that."""
+    waits = not torch.is_grad_enabled() or any(b.requires_grad for b in stage.sends)
+    return values if waits else [value.detach().clone() for value in values]
 
 
 def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from passes.program.stages import BoundaryPlan
 from planner.pipeline.links import Message
 from planner.pipeline.message_slots import Ring, message_slots, ring_of, ring_sizes
 from planner.pipeline.schedule import Order
-from planner.sharding.boundaries import crossing
+from planner.sharding.boundaries import crossing, one_way
 from runtime.distributed.groups import Groups
 
 
@@ -47,7 +47,8 @@ class StaticBuffers:
 
     def __init__(self, boundaries: Sequence[Sequence[BoundaryPlan]], orders: Sequence[Order], groups: Groups) -> None:
         """``boundaries``: of each boundary of the pipeline, those that this rank has no end of may be empty."""
-        self._slots = message_slots(orders, groups.pp_rank, len(boundaries) + 1, groups.mesh.fold)
+        mesh, num_stages = groups.mesh, len(boundaries) + 1
+        self._slots = message_slots(orders, groups.pp_rank, num_stages, mesh.fold, one_way(boundaries))
         self._rings: dict[Ring, list[list[Tensor]]] = {
             ring: [made(crossing(boundaries[ring.boundary], ring.kind), groups.device) for _ in range(count)]
             for ring, count in ring_sizes(self._slots).items()

@@ -9,7 +9,7 @@ import pytest
 
 from planner.fold import stage_of
 from planner.pipeline.links import Message, received_by, sent_by
-from planner.pipeline.message_slots import message_slots, ring_of, ring_sizes
+from planner.pipeline.message_slots import Slots, message_slots, ring_of, ring_sizes
 from planner.pipeline.schedule import Schedule, build_schedule
 
 SCHEDULES = [
@@ -24,14 +24,15 @@ SCHEDULES = [
 ]
 
 
-def happens_before(schedule: Schedule) -> nx.DiGraph:
+def happens_before(schedule: Schedule, one_way: tuple[int, ...] = ()) -> nx.DiGraph:
     """(pp rank, position) → all that comes behind it: the order of each rank, and messages between them."""
     graph, at = nx.DiGraph(), places(schedule)
     for rank, order in enumerate(schedule.orders):
         nx.add_path(graph, [(rank, position) for position in range(len(order))])
     for (kind, microbatch, stage), place in at.items():
         receiver = stage + (1 if kind == "F" else -1)
-        if kind != "W" and (kind, microbatch, receiver) in at:
+        is_sent = kind == "F" or (kind == "B" and receiver not in one_way)
+        if is_sent and (kind, microbatch, receiver) in at:
             graph.add_edge(place, at[kind, microbatch, receiver])
     return nx.transitive_closure_dag(graph)
 
@@ -45,9 +46,8 @@ def places(schedule: Schedule) -> dict[tuple[str, int, int], tuple[int, int]]:
     }
 
 
-def messages(schedule: Schedule, rank: int) -> Iterator[tuple[bool, Message, int]]:
+def messages(schedule: Schedule, rank: int, slots: Slots) -> Iterator[tuple[bool, Message, int]]:
     """Of one rank: whether it is received, the message, and the position at which its buffer is written."""
-    slots = message_slots(schedule.orders, rank, schedule.num_stages, schedule.fold)
     for position, action in enumerate(schedule.orders[rank]):
         stage = stage_of(rank, action.chunk, schedule.pp, schedule.fold)
         for is_received, found_by in ((True, received_by), (False, sent_by)):
@@ -56,14 +56,15 @@ def messages(schedule: Schedule, rank: int) -> Iterator[tuple[bool, Message, int
                 yield is_received, message, position - is_received  # a receive is posted one action ahead
 
 
+@pytest.mark.parametrize("one_way", [(), (0,)], ids=["gradients", "frozen"])
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
-def test_no_buffer_is_overwritten_while_a_message_in_it_may_be_read(case):
+def test_no_buffer_is_overwritten_while_a_message_in_it_may_be_read(case, one_way):
     schedule = build_schedule(*case)
-    behind, at = happens_before(schedule), places(schedule)
+    behind, at = happens_before(schedule, one_way), places(schedule)
     for rank in range(schedule.pp):
-        slots = message_slots(schedule.orders, rank, schedule.num_stages, schedule.fold)
+        slots = message_slots(schedule.orders, rank, schedule.num_stages, schedule.fold, one_way)
         before: dict[object, Message] = {}
-        for is_received, message, begins in messages(schedule, rank):
+        for is_received, message, begins in messages(schedule, rank, slots):
             slot = ring_of(is_received, message), slots[is_received, message]
             if slot in before:
                 last = before[slot]

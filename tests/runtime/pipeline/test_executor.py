@@ -222,6 +222,27 @@ def test_a_stage_without_trainable_parameters_runs():
     assert run.run(step_of()).item() == pytest.approx(truth.item(), rel=1e-14)
 
 
+def test_values_that_no_gradient_follows_are_sent_as_copies():
+    class Static(Head):
+        """Gives its values in the same memory each time, as a CUDA graph does."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight.requires_grad_(False)
+            self.register_buffer("memory", torch.zeros(2, 3, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.memory.copy_(x * self.weight), x > 0
+
+    still, head = dataclasses.replace(VALUE, requires_grad=False), Static()
+    run = executor(head)
+    run.stages[0] = dataclasses.replace(run.stages[0], sends=(still, MASK))
+    run.stages[1] = dataclasses.replace(run.stages[1], receives=(still, MASK))
+    run.order = tuple(Action("F", m, c) for c in range(2) for m in range(2)) + ORDER[2:4] + ORDER[6:8]
+    truth = sum(((m["x"] * head.weight) * (m["x"] > 0)).square().sum() for m in step_of().microbatches)
+    assert run.run(step_of()).item() == pytest.approx(truth.item(), rel=1e-14)
+
+
 def test_activations_are_freed_by_their_backward():
     kept: list[weakref.ref] = []
 
