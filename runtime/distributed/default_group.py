@@ -16,10 +16,12 @@ Two groups, never one of two backends: then no tensor can take the way of the ot
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
@@ -29,6 +31,7 @@ from runtime.distributed.faults.board import Board
 from runtime.distributed.loopback import hosted_store, is_loopback
 from runtime.distributed.signatures import Signer
 
+T = TypeVar("T")
 BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
 BOARD_TIMEOUT = timedelta(seconds=10)
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -144,8 +147,9 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
     try:
         if rank == 0 and (store := _hosted_here(world_size, timeout)):
             return store
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    except (RuntimeError, ValueError) as error:
+        found = dist.rendezvous("env://", rank, world_size, timeout=timeout)
+        store, _, _ = within(timeout.total_seconds() + 1.0, partial(next, found))
+    except (RuntimeError, ValueError, TimeoutError) as error:
         address = ":".join(os.environ[name] for name in _ADDRESS)
         raise PlanError(
             f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s",
@@ -153,6 +157,30 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             fix=f"check that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
         ) from error
     return store
+
+
+def within(seconds: float, make: Callable[[], T]) -> T:
+    """``make()`` in a thread: torch has no limit for a server that accepts a connection and never answers.
+
+    Raises its error, or TimeoutError; the thread then stays where it is.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="meshwright-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError("a server there accepts connections and does not answer")
+    return results[0]
 
 
 def _hosted_here(world_size: int, timeout: timedelta) -> Store | None:

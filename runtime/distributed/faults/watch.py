@@ -11,6 +11,7 @@ attributes of the main thread, so a step costs nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -31,6 +32,7 @@ ENGAGED_SECONDS = 3.0  # for the main thread to notice a failure by itself, in a
 OUTSIDE_SECONDS = 10.0  # and in the user's own code, if a rank is dead
 UNREACHABLE_SECONDS = 5.0
 LINE_SECONDS = 2.0
+STORE_SECONDS = 11.0  # a call of the store ends before
 
 LastWords = Callable[[Failure], None]
 
@@ -48,6 +50,17 @@ def leave() -> None:
     """The process ends without a failure, or has published it."""
     for watch in list(_running):
         watch.stop()
+
+
+@atexit.register
+def _end_before_the_interpreter() -> None:
+    """A thread that comes back from the store while the interpreter ends would abort the process: SIGABRT in place of
+    its exit code."""
+    watches = [thread for thread in threading.enumerate() if isinstance(thread, Watch)]
+    for watch in watches:
+        watch.end()
+    for watch in watches:
+        watch.join(STORE_SECONDS)
 
 
 class Watch(threading.Thread):
@@ -86,11 +99,15 @@ class Watch(threading.Thread):
 
     def stop(self, *, says_so: bool = True) -> None:
         """No more beats; ``says_so``: the others know that this is no death."""
-        self._over.set()
-        _running.discard(self)
+        self.end()
         with self._lock, suppress(Exception):
             if says_so:
                 self.board.beat(self.pulse(has_left=True))
+
+    def end(self) -> None:
+        """No round after this one."""
+        self._over.set()
+        _running.discard(self)
 
     def look(self) -> None:
         """One round."""

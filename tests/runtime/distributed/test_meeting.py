@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 from passes.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed.default_group import _rendezvous
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, judge, meet
 from runtime.distributed.opening import open_groups
@@ -185,3 +187,13 @@ def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):
     with pytest.raises(PlanError, match="has no rendezvous: MASTER_ADDR and MASTER_PORT not set") as caught:
         open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
     assert "set MASTER_ADDR to the host of rank 0" in caught.value.fix
+
+
+def test_a_server_that_accepts_and_never_answers_is_refused_when_time_is_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PlanError, match=f"rank 1 found no other ranks at 127.0.0.1:{port} within 1 s") as caught:
+            _rendezvous(1, 2, timedelta(seconds=1))
+    assert "a server there accepts connections and does not answer" in caught.value.fix
