@@ -36,6 +36,10 @@ class Space:
     places: dict[fx.Node, set[Place]] = field(default_factory=dict)
     of_weights: frozenset[str] = frozenset()  # the names of all values that are made of weights alone
 
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether it is a parameter, or computed of parameters and known values alone."""
+        return is_weight(node) or node.name in self.of_weights
+
     def dim(self, node: fx.Node) -> int:
         """The dim that counts the experts and nothing else; -1 if there is none."""
         whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
@@ -87,12 +91,11 @@ def takings(graph: fx.Graph) -> list[Space]:
         for dim, size in enumerate(shape_of(scores)):
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
                 root = _root(known, scores, dim, size)
-                space = Space(root, size, [node], [(scores, dim)], chosen)
-                _grow(known, space, {root})
-                found.append(space)
+                found.append(Space(root, size, [node], [(scores, dim)], chosen))
     of_weights = computed_of_weights(graph.nodes) if found else frozenset[str]()
     for space in found:
         space.of_weights = of_weights
+        _grow(known, space, {space.root})
     return found
 
 
@@ -115,7 +118,8 @@ def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
 def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
     """Find all places, from the scores' dim and from the dims that ids make."""
     others = [r for r in roots if r is not space.root and r not in space.above]
-    closed = set(walk(others, readers)) | {n for n in space.above if n.op != "placeholder" and n is not space.root}
+    above = {n for n in space.above if n.op != "placeholder" and n.name not in space.of_weights}
+    closed = set(walk(others, readers)) | above - {space.root}
     of_ids = [*dims_of_experts(space.ids, space.size), *stacks_of_slots(space.ids, space.size, space.below)]
     work = [(node, (dim, 1)) for node, dim in [*space.seeds, *of_ids]]
     while work:

@@ -18,6 +18,7 @@ META = {
     "grad": "whether a gradient of the loss may flow through it",
     "stopped": "whether its gradient stops at a detach that stands below it (capture.canonical.stopped)",
     "parameter": "of a placeholder: the user's dotted name of the parameter",
+    "known": "of a placeholder: whether it is a buffer or a constant",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
     "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",

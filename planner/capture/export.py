@@ -269,6 +269,8 @@ def _program(
     refuse_unknown_values(program.graph.graph, program.constants)
     for name, fqn in program.parameters.items():
         program.node(name).meta["parameter"] = fqn
+    for name in (*program.buffers, *program.constants):
+        program.node(name).meta["known"] = True
     keep_what_is_reached(program)
     return program
 

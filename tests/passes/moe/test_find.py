@@ -7,6 +7,7 @@ change are those of the tokens that chose e.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 from passes.moe.find import find_experts
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.program.program import Program
-from tests.models import experts, hugging_face, selected_rows
+from tests.models import experts, hugging_face, routers, selected_rows
 from tests.models.hugging_face import EXPERTS, LLAMA, Member
 from tests.tools.captured import capture
 from tests.tools.captures import program_again
@@ -339,3 +340,24 @@ def test_what_is_not_understood_is_told_with_its_line(layer: Callable[[], nn.Mod
     assert [doubt.why for doubt in found.doubts] == [why]
     assert found.doubts[0].where.file.endswith("experts.py")
     assert "topk" in found.doubts[0].where.code
+
+
+# ---- routers
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("score", routers.SCORES, ids=lambda s: s.__name__)
+def test_a_router_with_a_computed_weight_is_one_with_a_weight(score: routers.Score, dtype: torch.dtype):
+    """Cast, normed, of low rank, moved by known values: the record is that of a plain router, but for its weights."""
+    plain, found = (_routed(s, dtype) for s in (routers.plain, score))
+    assert "p_layer_gate_weight" in found.router
+    assert replace(found, router=()) == replace(plain, router=())
+
+
+def _routed(score: routers.Score, dtype: torch.dtype) -> ExpertLayer:
+    torch.manual_seed(3)
+    model = experts.Net(routers.Routed(score, experts.slots)).to(dtype)
+    found = find_experts(program_again(model, experts.batch()))
+    assert found.doubts == ()
+    return found.layers[0]

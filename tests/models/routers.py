@@ -1,0 +1,66 @@
+"""Routers whose scores are computed in float32, or by a weight that is computed itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import experts
+
+
+class Routed(experts.Layer):
+    """A layer of experts with another router: ``score`` gives its scores [.., E] in float32."""
+
+    def __init__(self, score: Score, way: experts.Way = experts.stacked) -> None:
+        super().__init__(way)
+        self.score, (out, inner) = score, self.gate.weight.shape
+        self.size, self.offset = nn.Parameter(torch.rand(out, 1) + 0.5), nn.Parameter(torch.randn(out))
+        self.a, self.b = nn.Parameter(torch.randn(2, inner) * 0.3), nn.Parameter(torch.randn(out, 2) * 0.3)
+        self.register_buffer("known", torch.randn(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, chosen = self.score(self, x).softmax(-1).topk(self.top_k, -1)
+        return self.way(self, x, probs.to(x.dtype), chosen)
+
+
+Score = Callable[[Routed, Tensor], Tensor]
+
+
+def plain(layer: Routed, x: Tensor) -> Tensor:
+    return layer.gate(x).float()
+
+
+def cast(layer: Routed, x: Tensor) -> Tensor:
+    """As DeepSeek-V3 and GLM-4-MoE write it, with a known bias of the choices."""
+    return F.linear(x.float(), layer.gate.weight.float()) + layer.known.float()
+
+
+def cast_bias(layer: Routed, x: Tensor) -> Tensor:
+    return F.linear(x.float(), layer.gate.weight.float(), layer.gate.bias.float())
+
+
+def moved_by_a_known_value(layer: Routed, x: Tensor) -> Tensor:
+    """The weight is computed from a parameter, a buffer and a constant."""
+    weight = layer.gate.weight.float() * (layer.known.float().exp() + torch.tensor(0.5))[:, None]
+    return F.linear(x.float(), weight)
+
+
+def normed(layer: Routed, x: Tensor) -> Tensor:
+    """The direction of a weight, times a size."""
+    weight = layer.gate.weight.float()
+    return F.linear(x.float(), layer.size.float() * weight / weight.norm(dim=1, keepdim=True))
+
+
+def low_rank(layer: Routed, x: Tensor) -> Tensor:
+    return F.linear(x, layer.gate.weight + layer.b @ layer.a, layer.gate.bias).float()
+
+
+def low_rank_beside(layer: Routed, x: Tensor) -> Tensor:
+    """As peft writes it: with a product of its own."""
+    return (layer.gate(x) + 0.5 * F.linear(F.linear(x, layer.a), layer.b)).float()
+
+
+SCORES = (plain, cast, cast_bias, moved_by_a_known_value, normed, low_rank, low_rank_beside)
