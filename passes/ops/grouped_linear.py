@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.linear import places_of
-from passes.ops.meeting import Meeting, grouped_mm, has_kernel, of_groups
+from passes.ops.meeting import Meeting, gradient_of_groups, grouped_mm, has_kernel
 from passes.ops.weight_gradients import Handle, Place
 
 
@@ -59,6 +59,6 @@ def _add(place: Place, rows: Any, grad: Tensor | None, weights: Tensor, transpos
         return
     left, right = (grad, rows) if transposed else (rows, grad)
     if has_kernel(rows, _matrices(weights, transposed)):
-        place.add_whole(of_groups(left.t(), right, here))
+        place.add_whole(gradient_of_groups(left, right, here))
     else:
         place.add_products([part.t() for part in left.split(here.sizes)], right.split(here.sizes))

@@ -9,6 +9,7 @@ share is the rows [r · n // tp, (r + 1) · n // tp): all tp ranks have the same
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,15 +112,44 @@ def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
 
 def of_groups(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
     """The same in one call, which reads the ends of each expert's rows on the device."""
-    return F.grouped_mm(rows.contiguous(), weights, offs=ends_of(here, torch.int32))
+    return _OfGroups.apply(rows, weights, here)  # pyright: ignore[reportReturnType]
+
+
+class _OfGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
+        ctx.here = here
+        ctx.save_for_backward(rows, weights)
+        return F.grouped_mm(rows.contiguous(), weights, offs=ends_of(here, torch.int32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (rows, weights), (needs_rows, needs_weights, _) = ctx.saved_tensors, ctx.needs_input_grad
+        of_rows = of_groups(grads[0], weights.transpose(1, 2), ctx.here) if needs_rows else None
+        return of_rows, gradient_of_groups(rows, grads[0], ctx.here) if needs_weights else None, None
+
+
+def gradient_of_groups(left: Tensor, right: Tensor, here: Meeting) -> Tensor:
+    """[E / ep, m, n]: of each expert its rows of ``left`` [rows, m], transposed, times those of ``right`` [rows, n].
+
+    The transposed is a view: each expert begins at a row, thus at a multiple of 16 bytes, however many rows it has. The
+    kernel sums over these rows, and need not write the matrix of an expert that has none.
+    """
+    made = F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends_of(here, torch.int32))
+    return made.masked_fill_((here.counts == 0)[:, None, None], 0.0)
 
 
 def has_kernel(rows: Tensor, weights: Tensor) -> bool:
-    """Whether one call computes all experts: from Hopper on, in bfloat16, rows of 16 bytes or a multiple of it."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
+    """Whether one call computes all experts: in bfloat16, matrices of either order, rows of 16 bytes or a multiple."""
+    if rows.dtype != torch.bfloat16 or not len(rows) or not has_grouped_kernel(rows.device):
         return False
-    is_aligned = all(size % 8 == 0 for size in weights.shape[1:]) and weights.is_contiguous()
-    return is_aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    is_aligned = all(size % 8 == 0 for size in (*weights.shape[1:], weights.storage_offset()))
+    return is_aligned and (weights.is_contiguous() or weights.transpose(1, 2).is_contiguous())
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether it multiplies groups of rows in one call: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def part(rows: Tensor, here: Meeting, number: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from passes.ops import grouped_linear as room
 from passes.ops import meeting
 from passes.ops.grouped_linear import grouped_linear
 from passes.ops.weight_gradients import WeightGradients
@@ -93,8 +93,7 @@ def test_two_microbatches_add_to_the_buffer_what_autograd_gives(
     rows, stack, here = given(transposed, dtype)
     y, of_rows, of_stack = by_autograd(rows, stack, here, transposed)
     if is_one_call:
-        for module in (room, meeting):
-            monkeypatch.setattr(module, "has_kernel", lambda rows, weights: True)
+        monkeypatch.setattr(meeting, "has_grouped_kernel", lambda device: True)
     handle, buffer = WeightGradients(), Buffer(stack, main)
     handle.bind(buffer)
     near = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
@@ -107,6 +106,60 @@ def test_two_microbatches_add_to_the_buffer_what_autograd_gives(
         torch.testing.assert_close(buffer.main, times * of_stack.to(main), **near)
     assert buffer.num == 2
     assert stack.grad is None
+
+
+class OnHopper:
+    """The grouped product with the rules of its kernel: strides and addresses of groups are multiples of 16 bytes, and
+    of a group without rows nothing is written. ``num``: how often it was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = 0
+        monkeypatch.setattr(meeting, "has_grouped_kernel", lambda device: True)
+        monkeypatch.setattr(torch.nn.functional, "grouped_mm", self)
+
+    def __call__(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        self.num += 1
+        torch._grouped_mm(a.to("meta"), b.to("meta"), offs=offs.to("meta"))  # torch's own checks of strides
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        ends = [0, *offs.tolist()]
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        if b.dim() == 3:
+            assert a.stride(-1) == 1 or all(size % 8 == 0 for size in sizes)
+            return torch.cat([x @ w for x, w in zip(a.split(sizes), b, strict=True)])
+        along = [x for x, step in ((a, a.stride(1)), (b, b.stride(0))) if step == 1]  # groups move along such dims
+        assert not along or all(size > 0 and size % 8 == 0 for size in sizes)
+        made = torch.full((len(sizes), a.shape[0], b.shape[1]), torch.nan, dtype=a.dtype)
+        for part, x, y in zip(made, a.split(sizes, 1), b.split(sizes), strict=True):
+            if len(y):
+                part.copy_(x @ y)
+        return made
+
+
+COUNTS = [[0, 7, 9, 3], [8, 0, 0, 8], [0, 19, 0, 0], [0, 0, 1, 0], [6, 6, 6, 6]]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_all_three_products_are_one_call_of_the_kernel_each_whatever_the_counts(
+    counts: list[int], transposed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(2)
+    here: Any = SimpleNamespace(sizes=counts, counts=torch.tensor(counts))
+    shape = (len(counts), WIDE, WIDTH) if transposed else (len(counts), WIDTH, WIDE)
+    rows, stack = torch.randn(sum(counts), WIDTH).bfloat16(), nn.Parameter(torch.randn(shape).bfloat16())
+    y, of_rows, of_stack = by_autograd(rows, stack, here, transposed)
+    kernel, handle, buffer = OnHopper(monkeypatch), WeightGradients(), Buffer(stack, torch.float32)
+    handle.bind(buffer)
+    x = rows.clone().requires_grad_()
+    found = grouped_linear(x, stack, here, transposed, handle)
+    found.backward(y)
+    assert kernel.num == 3
+    for mine, other in ((found, y), (x.grad, of_rows), (buffer.main, of_stack.float())):
+        torch.testing.assert_close(mine, other)
+    assert not buffer.main[here.counts == 0].any()
+    for one, other in zip(by_autograd(rows, stack, here, transposed), (y, of_rows, of_stack), strict=True):
+        torch.testing.assert_close(one, other)
+    assert kernel.num == 6
 
 
 def test_no_tensor_of_the_size_of_the_stack_is_made():
