@@ -29,13 +29,44 @@ def _loss_of_linear(
     return functional.cross_entropy(logits, target, of_classes, None, ignore_index, None, reduction, smoothing)
 
 
-# Ops that PyTorch makes of several and does not write out; of newer versions than the oldest that we run on.
+def _multi_margin(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """Σ_i≠y max(0, margin − x_y + x_i)^p / classes of each row."""
+    rows, own = (x, target.unsqueeze(-1)) if x.dim() > 1 else (x.unsqueeze(0), target.reshape(1, 1))
+    beyond = functional.relu(margin - rows.gather(1, own) + rows) ** p
+    if weight is not None:
+        beyond = beyond * weight[own]
+    each = beyond.masked_fill(torch.arange(rows.shape[1], device=x.device) == own, 0.0).mean(1)
+    return _reduced(each, reduction, x.dim() > 1)
+
+
+def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """Σ_y Σ_i max(0, 1 − x_y + x_i) / classes of each row; y are its targets before the first −1, i all others."""
+    rows, labels = (x, target) if x.dim() > 1 else (x.unsqueeze(0), target.unsqueeze(0))
+    known = (labels < 0).cumsum(1) == 0
+    own = (labels.unsqueeze(-1) == torch.arange(rows.shape[1], device=x.device)) & known.unsqueeze(-1)
+    beyond = functional.relu(1 - rows.gather(1, labels.clamp(min=0)).unsqueeze(-1) + rows.unsqueeze(1))
+    counted = known.unsqueeze(-1) & own.any(1, keepdim=True).logical_not()
+    each = beyond.masked_fill(counted.logical_not(), 0.0).sum((1, 2)) / rows.shape[1]
+    return _reduced(each, reduction, x.dim() > 1)
+
+
+def _reduced(each: Tensor, reduction: int, has_rows: bool) -> Tensor:
+    if reduction:
+        return each.mean() if reduction == 1 else each.sum()
+    return each if has_rows else each.squeeze(0)
+
+
+# Ops that PyTorch makes of several and does not write out; some are of newer versions than the oldest that we run on.
 _OURS: dict[str, Callable[..., Any]] = {
     "torch_nn._linear_cross_entropy_batch_chunked.default": lambda *given: (
         _loss_of_linear(*given),
         *given[:3],
     ),  # the others are gradients, for its own backward
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": _loss_of_linear,
+    "aten.multi_margin_loss.default": _multi_margin,
+    "aten.multilabel_margin_loss.default": _multilabel_margin,
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonical.bags import BAGS, frequency_scaled
 from passes.canonical.branches import join_branches
 from passes.canonical.cells import CELLS
 from passes.canonical.decompose import HasRule, written_out
@@ -112,7 +113,9 @@ class _Writer:
             if parts is not None:
                 return self._write_out(parts, node, args, kwargs)
             return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
-        return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
+        made = rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
+        # an operand that takes the place of the call
+        return made if self.grad_enabled else fx.map_arg(made, lambda n: self._detached(node, n))
 
     def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Copy the parts of a composite op in its place, each with the user's line of the composite op."""
@@ -228,12 +231,7 @@ def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[
 def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """``sparse`` changes how the gradient is stored, not its values: the gradient of a shard is dense."""
     if len(args) > 3 and args[3]:
-        raise PlanError(
-            "scale_grad_by_freq divides the gradient of an embedding by counts in the batch, which a microbatch "
-            "does not have",
-            where=where_of(node),
-            fix="remove scale_grad_by_freq",
-        )
+        raise frequency_scaled(node)
     return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
 
 
@@ -312,4 +310,5 @@ REWRITES: dict[Any, Callable[..., Any]] = (
     | INDEXING
     | PRODUCTS
     | CELLS
+    | BAGS
 )

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from passes.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
+from passes.canonical.layout import sliced
 from passes.program.ops.aten import aten, shape_of
 
 
@@ -87,7 +88,7 @@ def _pieces(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> list[fx.N
             at += shape_of(operand)[dim]
         if sum(shape_of(n)[dim] for n in found) == end - start and _each_once(x):
             return found
-    return [applied(emit, aten.slice.Tensor, x, dim, start, end)]
+    return [sliced(emit, x, dim, start, end)]
 
 
 def _each_once(cat: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonical.emit import Emit, Rewrite, dim_of, reshaped, table
+from passes.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table
 from passes.program.ops.aten import aten, shape_of
 
 
@@ -73,13 +73,28 @@ def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
     return reshaped(emit, piece, node.meta["val"])
 
 
+def sliced(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
+    """[start, end) of ``x``: of the operand of a concatenation that it lies in, and of the source of a slice."""
+    args: Any = x.args
+    if (start, end) == (0, shape_of(x)[dim]):
+        return x
+    if x.target is aten.slice.Tensor and len(args) == 4 and args[1] == dim:
+        return sliced(emit, args[0], dim, start + args[2], end + args[2])
+    at = 0
+    for piece in args[0] if x.target is aten.cat.default and args[1] == dim else ():
+        stop, same = at + shape_of(piece)[dim], piece.meta["val"].dtype == x.meta["val"].dtype
+        if at <= start < end <= stop and same:
+            return sliced(emit, piece, dim, start - at, end - at)
+        at = stop
+    return applied(emit, aten.slice.Tensor, x, dim, start, end)
+
+
 def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     dim, index = dim_of(args, kwargs, 1), int(args[2])
     size = shape_of(args[0])[dim]
     index %= size
     val = node.meta["val"]
-    piece = emit(aten.slice.Tensor, (args[0], dim, index, index + 1), {}, val.unsqueeze(dim)) if size > 1 else args[0]
-    selected = reshaped(emit, piece, val)
+    selected = reshaped(emit, sliced(emit, args[0], dim, index, index + 1), val)
     if dim == 0:
         selected.meta["selected"] = True  # of size 1, if it looks like a view
     return selected
@@ -98,8 +113,9 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
             x.meta["selected"] = True  # the first n of n
         return x
     end = min(start + (length - 1) * step + 1 if length else start, size)
-    tail = (step,) if step != 1 else ()
-    return emit(aten.slice.Tensor, (x, dim, start, end, *tail), {}, node.meta["val"])
+    if step == 1:
+        return sliced(emit, x, dim, start, end)
+    return emit(aten.slice.Tensor, (x, dim, start, end, step), {}, node.meta["val"])
 
 
 def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -60,19 +60,20 @@ def pool(dims: int) -> Callable[[Call], OpRule]:
 
 
 def batch_norm(call: Call) -> OpRule:
-    """The first result alone."""
+    """The first result alone. With the statistics that it holds, each element by itself."""
     factors = _of_channels(call)
+    role = MIX if call.given.get("training", True) and "no_training" not in str(call.node.target) else EACH
     for dim in (d for d in range(len(call.result)) if d != 1):
-        factors.add(MIX, (0, dim), (RESULT, dim))
+        factors.add(role, (0, dim), (RESULT, dim))
     return factors.done()
 
 
 def instance_norm(call: Call) -> OpRule:
-    """Running statistics are averages over n."""
-    factors = _of_channels(call)
-    factors.add(MIX if call.position("running_mean") is not None else EACH, (0, 0), (RESULT, 0))
+    """Running statistics are averages over n; with those that it holds, each element by itself."""
+    factors, role = _of_channels(call), MIX if call.given["use_input_stats"] else EACH
+    factors.add(role if call.position("running_mean") is not None else EACH, (0, 0), (RESULT, 0))
     for dim in range(2, len(call.result)):
-        factors.add(MIX, (0, dim), (RESULT, dim))
+        factors.add(role, (0, dim), (RESULT, dim))
     return factors.done()
 
 

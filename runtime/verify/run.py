@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.stage_module import RankProgram
 from planner import plan
+from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
@@ -156,7 +158,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
         return VerifyReport(())
     precision = str(beside.precision).removeprefix("torch.")
     notes = [
-        _note_of_dropout(draws[0] if draws else None),
+        *_note_of_dropout(model, draws[0] if draws else None, batches[-1]),
         f"tolerances for {precision}, the lowest precision in the computation of the model",
     ]
     if beside.imbalance is not None:
@@ -179,13 +181,26 @@ def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
     return model.train(_draws_by_name(spec))
 
 
-def _note_of_dropout(draws: NamedDraws | None) -> str:
-    if draws is None:
-        return (
-            "dropout is off (model.eval()), because its masks depend on the order of draws; dropout: "
-            "layout_invariant removes this and turns it on"
-        )
-    return f"dropout is on: one process uses the same mapped random numbers, {draws.num_draws} draws per forward"
+def _note_of_dropout(model: nn.Module, draws: NamedDraws | None, batch: dict[str, Tensor]) -> list[str]:
+    if draws is not None:
+        return [f"dropout is on: one process uses the same mapped random numbers, {draws.num_draws} draws per forward"]
+    if not _draws_in_training(model, {name: rows[:1] for name, rows in batch.items()}):
+        return []
+    return [
+        "dropout is off (model.eval()), because its masks depend on the order of draws; dropout: "
+        "layout_invariant removes this and turns it on"
+    ]
+
+
+def _draws_in_training(model: nn.Module, batch: dict[str, Tensor]) -> bool:
+    """Whether a forward in training draws random numbers; also if it cannot be run. Called after all comparisons."""
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad(), in_eager_mode():
+            model.train()(**batch)
+    except Exception:
+        return True
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def run_beside(

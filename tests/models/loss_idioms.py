@@ -221,6 +221,12 @@ def pieces_of_rows(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return sum(F.cross_entropy(x, y, reduction="sum") for x, y in pieces) / (labels != IGNORED).sum()
 
 
+def rows_joined(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Of one sequence a concatenation of one piece, which ends with a sum."""
+    changed = torch.vstack([piece + piece.mean((1, 2), keepdim=True) for piece in logits.split(1)])
+    return changed.pow(2).sum()
+
+
 def pieces_by_slices(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     flat, targets, total = logits.flatten(0, 1), labels.flatten(), 0.0
     for i in range(0, len(targets), 5):
@@ -301,6 +307,22 @@ def two_less_cosine(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return 2 - 2 * F.cosine_similarity(logits.mean(1), logits.flip(-1).mean(1), dim=-1).mean()
 
 
+def margins(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """Of ids in 0 … 7; some of the labels are out of that range."""
+    labels, of_classes = labels.clamp(min=0), weight.detach().abs().sum(1)
+    first = F.multi_margin_loss(logits[:, 0], labels[:, 0], p=2, weight=of_classes, reduction="sum")
+    first = first + F.multi_margin_loss(logits[:, 2], labels[:, 2], margin=0.3)
+    several = torch.cat([labels[:, 1:3], labels.new_full((len(labels), 1), -1), labels[:, 1:6]], 1)
+    return first + F.multilabel_margin_loss(logits[:, 1], several, reduction="sum")
+
+
+def own_targets(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """The same target for each sequence."""
+    held = torch.tensor([3]).expand(len(labels))
+    near = F.mse_loss(logits.mean(1), weight.sum(1).expand(len(labels), -1), reduction="sum")
+    return F.cross_entropy(logits[:, 0], held, reduction="sum") + near
+
+
 def ranges_of_rows(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     """Chunks of so many tokens, whatever sequences they are of."""
     x, y = logits.flatten(0, 1), labels.flatten()
@@ -314,10 +336,10 @@ SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     size_less_one, ones_product, weights_product, einsum_of_mask, nested_means, mean_over_batch_first,
     transposed_means, normalised_weights, position_weights, weighted_by_size, cumulated_size, penalty_by_size,
     penalty_each, counts_by_position, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio,
-    cosine_embedding, margin_ranking, triplets, hinge_embedding, two_less_cosine, ranges_of_rows,
+    cosine_embedding, margin_ranking, triplets, hinge_embedding, two_less_cosine, ranges_of_rows, margins, own_targets,
 )}  # fmt: skip
 LOOPS: dict[str, Loss] = {f.__name__: f for f in (
     python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_losses,
     stacked_rows, chunks_of_rows, pieces_of_rows, pieces_by_slices, pieces_stacked, pieces_joined, chunks_of_length,
-    chunks_of_length_joined, chunk_means, lengths_first,
+    chunks_of_length_joined, chunk_means, lengths_first, rows_joined,
 )}  # fmt: skip

@@ -171,6 +171,8 @@ class Typing(Joins):
 
     def _given(self, reader: fx.Node, node: fx.Node) -> Kind:
         kind = self.kinds[node]
+        if (reader, node) in self.captures.spread and kind.name == WHOLE:
+            return Kind(ROWS, self.captures.spread[reader, node])
         if (reader, node) in self.captures.taken:
             return Kind(UNIT, part=EVERYTHING) if kind.name == ROWS and kind.part is None else unknown
         return kind

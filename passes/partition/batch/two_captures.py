@@ -44,6 +44,7 @@ class TwoCaptures:
     ``joins``: node of a graph with one sequence → the sum or concatenation that the second has in its place.
     ``taken``: (reader, node) if the reader in the second graph reads one of ``times`` parts of the node: in the first,
     of one sequence, a part is all of it.
+    ``spread``: (reader, node) → dim, if the reader in the second graph reads copies of the node along dim.
     """
 
     times: int
@@ -51,6 +52,7 @@ class TwoCaptures:
     more: dict[fx.Node, int] = field(default_factory=dict)
     joins: dict[fx.Node, fx.Node] = field(default_factory=dict)
     taken: set[tuple[fx.Node | None, fx.Node]] = field(default_factory=set)
+    spread: dict[tuple[fx.Node | None, fx.Node], int] = field(default_factory=dict)
 
     def changed(self, node: fx.Node) -> frozenset[int] | None:
         """The dims of ``node`` that grow with the batch; None if that is not known."""
@@ -100,6 +102,10 @@ def _same_op(found: TwoCaptures, reader: fx.Node | None, a: fx.Node, b: fx.Node)
     """The match of ``a`` in the second graph: ``b``, or the first of the terms or pieces that ``b`` joins."""
     while b.target in COPIES and b.target != a.target:
         b = b.all_input_nodes[0]
+    dim = _spread_along(a, b, found.times)
+    if dim is not None:
+        found.spread[reader, a] = dim
+        return b.all_input_nodes[0]
     if is_cut(b) and not (a.target == b.target and a.args[1:] == b.args[1:]):
         source = _cut_from(b)
         if _is_part_of(b, source, a, found.times):
@@ -140,6 +146,17 @@ def _pairs(a: Any, b: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         for x, y in zip(a, b, strict=False):
             yield from _pairs(x, y)
+
+
+def _spread_along(a: fx.Node, b: fx.Node, times: int) -> int | None:
+    """The dim along which ``b`` repeats a value of the shape of ``a``, once for each sequence; None if it does not."""
+    if b.target is not aten.expand.default or a.target == b.target or not isinstance(a.meta.get("val"), torch.Tensor):
+        return None
+    here, there, source = (n.meta["val"].shape for n in (a, b, b.all_input_nodes[0]))
+    if here != source or len(here) != len(there):
+        return None
+    grown = [d for d, (m, n) in enumerate(zip(here, there, strict=True)) if m != n]
+    return grown[0] if len(grown) == 1 and (here[grown[0]], there[grown[0]]) == (1, times) else None
 
 
 # ---- sums, concatenations and cuts

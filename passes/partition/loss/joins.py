@@ -40,7 +40,8 @@ class Joins(ABC):
 
     def _sum(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """a + b; and the last of a chain of additions knows whether all parts of the batch are in it."""
-        if spine_of(node) and not self._is_inner(node):
+        joined = self.captures.joins.get(node)
+        if spine_of(node) and not self._is_inner(node) and (joined is None or joined.target is aten.add.Tensor):
             kinds = [self.kinds[t] for t in terms_of(node)]
             parted = [k for k in kinds if k.part is not None]
             if len({k.part for k in parted}) > 1 or node in self.captures.more:

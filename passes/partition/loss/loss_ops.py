@@ -37,12 +37,8 @@ def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
 
 
 def reduces_rows(node: fx.Node, dim: int = 0) -> bool:
-    """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands.
-
-    Of margin losses PyTorch gives a wrong shape if they have no rows.
-    """
-    of_margins = packet_of(node.target) in (aten.multi_margin_loss, aten.multilabel_margin_loss)
-    return bool(reduction_of(node)) and not of_margins and dim < len(unreduced(node)[2])
+    """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands."""
+    return bool(reduction_of(node)) and dim < len(unreduced(node)[2])
 
 
 def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:

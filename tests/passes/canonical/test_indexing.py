@@ -192,3 +192,28 @@ def test_every_third_feature_of_eight_stays_a_write():
         return y
 
     assert canonical(written).count("aten.slice_scatter") == 1
+
+
+def test_a_slice_of_a_concatenation_or_of_a_slice_is_one_of_what_they_are_made_of():
+    def taken(_, x):
+        joined = torch.cat([x[:, :4][:, 1:3].sin(), x], 1)
+        return x + joined[:, 3:7].sum(1, keepdim=True)
+
+    assert_expected_inline(
+        canonical(taken),
+        """\
+v0 = aten.slice.Tensor(x, 1, 1, 5)
+v1 = aten.sum.dim_IntList(v0, [1], True)
+v2 = aten.add.Tensor(x, v1)
+""",
+    )
+
+
+def test_what_a_region_without_gradients_takes_from_outside_has_none():
+    def taken(_, x):
+        joined = torch.cat([x.sin(), x.cos()], 1)
+        with torch.no_grad():
+            part = joined[:, : x.shape[1]]
+        return part + x
+
+    assert "aten.detach(" in canonical(taken)

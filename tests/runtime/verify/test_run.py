@@ -58,6 +58,15 @@ def test_a_right_plan_is_equal_in_loss_norm_every_gradient_and_every_parameter(f
     assert str(report).endswith("EQUAL to one process")
 
 
+def test_a_model_without_dropout_is_not_said_to_have_it_off(tmp_path):
+    text = MODEL.format(root=str(ROOT)).replace("dropout=0.1", "dropout=0.0")
+    (tmp_path / "tiny.py").write_text(text)
+    (tmp_path / "spec.yaml").write_text(SPEC.format(mesh="tp: 1"))
+    report = verify(f"{tmp_path / 'tiny.py'}:build", str(tmp_path / "spec.yaml"))
+    assert report.passed, str(report)
+    assert "dropout" not in str(report)
+
+
 COUNTING = """
 from pathlib import Path
 import torch

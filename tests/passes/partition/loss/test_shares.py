@@ -140,6 +140,15 @@ class Less(torch.autograd.Function):
         return 2 * (g - g.mean(ctx.dim, keepdim=True)), None
 
 
+def rows_written(x: Tensor) -> Tensor:
+    """One after the other, into the tensor that the next turn reads."""
+    x = x * 2
+    for i in range(len(x)):
+        x[i] = x[i] - x[i].mean()
+        x[i].mul_(2.0)
+    return x
+
+
 MIXES = {
     "mean": lambda x: x - x.mean(0),
     "detached": lambda x: x / x.std(0).detach(),
@@ -151,6 +160,7 @@ MIXES = {
     "a custom backward": lambda x: Less.apply(x, 0),
 }
 APART = {
+    "rows written in place": rows_written,
     "norm": lambda x: x / x.pow(2).mean(-1, keepdim=True),
     "over positions": lambda x: x - x.mean(1, keepdim=True) + x.cumsum(1) + x.flip(1),
     "attention": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
@@ -158,6 +168,9 @@ APART = {
     "length first": lambda x: (x.transpose(0, 1) - x.transpose(0, 1).mean(0)).transpose(0, 1),
     "by an index in a sequence": lambda x: x + x[:, torch.tensor([2, 1, 0])].mean(1, keepdim=True),
     "a custom backward": lambda x: Less.apply(x, 1),
+    "batch normalisation by the statistics that it holds": lambda x: F.batch_norm(
+        x.transpose(1, 2), torch.zeros(x.shape[2]), torch.full((x.shape[2],), 2.0)
+    ).transpose(1, 2),
     "largest": lambda x: x.topk(2, sorted=False)[0].sum(-1, keepdim=True) * x,
 }
 
@@ -198,6 +211,7 @@ IDS_MIXED = {
 IDS_APART = {
     "largest of its own": lambda ids: ids.amax(1)[:, None, None],
     "places by padding": lambda ids: (ids != 0).cumsum(1)[:, :, None],
+    "a bag of embeddings": lambda ids: F.embedding_bag(ids, torch.linspace(1, 2, 32).view(8, 4))[:, None],
     "the next id": lambda ids: ids.roll(1, 1)[:, :, None],
 }
 
