@@ -44,6 +44,7 @@ from planner.capture.model.caches import caches_off
 from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
 from planner.capture.model.exchange import Exchange, fake, refuse_complex_parameters, refuse_shared_memory
 from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
+from planner.capture.model.scripted import refuse_loaded
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_loss.with_loss import model_of
 from planner.capture.python.eager_answers import EagerAnswers
@@ -76,6 +77,7 @@ def capture(
     output is a loss.
     """
     refuse_gradient_hooks(model)
+    refuse_loaded(model)
     refuse_shared_memory(model)
     refuse_complex_parameters(model)
     with in_eager_mode() as compiled:

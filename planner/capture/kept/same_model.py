@@ -52,7 +52,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, vars(module_hooks)[name]) for name in GLOBAL_HOOKS)
     for path, module in model.named_modules(remove_duplicate=False):
         before = f"{path}." if path else ""
-        yield f"the class of {path or 'the model'}", (type(module), type(module).forward)
+        yield f"the class of {path or 'the model'}", (type(module), getattr(type(module), "forward", None))
         held = [dict(vars(module)), *(getattr(module, kind) for kind in values.OF_MODULES)]
         for name in (*values.OF_MODULES, *(hooks for hooks in values.HOOKS if not held[0].get(hooks))):
             held[0].pop(name, None)

@@ -83,7 +83,8 @@ def in_eager_mode() -> Iterator[list[Any]]:
 
     eval_frame._callback_from_stance, eval_frame.OptimizedModule.__call__ = noted, call
     try:
-        with torch.compiler.set_stance("force_eager"):
+        # a scripted or traced function runs its graph as written, not as its first calls have specialised it
+        with torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False):
             yield found
     finally:
         eval_frame._callback_from_stance, eval_frame.OptimizedModule.__call__ = original

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.errors import PlanError
+from planner.capture.model.scripted import scripts_unwrapped, tensors_in_scripts
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -35,16 +36,18 @@ class Exchange:
         self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
         self._modules = list(model.modules())
         self.classes = {n: type(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self._in_scripts = tensors_in_scripts(self._modules)
         self._dtype, self._mode = dtype, mode
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def made(self) -> Iterator[None]:
         """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
-        with registry_kept(self._modules):
+        with registry_kept(self._modules), scripts_unwrapped(self._modules):
             try:
                 for tensor in self._tensors:
                     self._exchange(tensor, self._stand_in(tensor))
+                self._exchange_in_scripts()
                 for tensor in self._plain:
                     self._exchange(tensor, fake(tensor, None, self._mode) if tensor.is_meta else tensor.detach().cpu())
                 yield
@@ -52,6 +55,7 @@ class Exchange:
                 while self._pairs:
                     swap(*self._pairs[-1])
                     self._pairs.pop()
+                self._exchange_in_scripts()
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         empty = fake(tensor, self._dtype, self._mode)
@@ -63,6 +67,10 @@ class Exchange:
     def _exchange(self, tensor: Tensor, stand_in: Tensor) -> None:
         swap(tensor, stand_in)
         self._pairs.append((tensor, stand_in))
+
+    def _exchange_in_scripts(self) -> None:
+        for module, name, tensor in self._in_scripts:
+            module.setattr(name, tensor)
 
     def original(self, value: Tensor) -> Tensor | None:
         """While exchanged: the model's tensor (its object) of which ``value`` sees the memory, fully or in part."""
@@ -80,7 +88,8 @@ class Exchange:
 @contextmanager
 def registry_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Afterwards the same parameters and buffers are registered: a forward may register a buffer, to keep a table."""
-    held_by: list[dict[str, Any]] = [d for m in modules for d in (m._buffers, m._parameters)]
+    # those of a scripted module, in C++, are fixed
+    held_by: list[dict[str, Any]] = [d for m in modules for d in (m._buffers, m._parameters) if isinstance(d, dict)]
     registered = [(held, dict(held)) for held in held_by]
     try:
         yield
