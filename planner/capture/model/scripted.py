@@ -51,7 +51,7 @@ def refuse_loaded(model: nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if not isinstance(tensor, nn.Parameter):
             raise PlanError(
-                f"the parameter {name} is no nn.Parameter: torch.jit.load makes plain tensors, which cannot be captured",
+                f"the parameter {name} is no nn.Parameter: torch.jit.load makes plain tensors, and export takes none",
                 where=name.rpartition(".")[0],
                 fix="build the module from its Python class, and load the weights: "
                 "`module.load_state_dict(loaded.state_dict())`",
