@@ -26,6 +26,8 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Point = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)], Share]
 Spread = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
 Float = Literal["float32", "bfloat16", "float16", "float64"]
+# The most that PyTorch's allocator reserved beyond the tensors on an H200 was 6.8 % of them (benchmarks/RESULTS.md).
+GPU_SLACK = 0.07
 _FLOPS = {"float32": 67e12, "bfloat16": 989e12}
 _LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
 
@@ -58,12 +60,21 @@ class Device(Section):
         "devices that compute at this speed at the same time: the number of cores, if more processes share "
         "them; null: all",
     )
+    slack: Spread | None = key(
+        None,
+        f"bytes that the allocator reserves beyond tensors, as a fraction of these; null: {GPU_SLACK} on a GPU, else 0",
+    )
     usable_memory: Share = key(0.92, "fraction of the memory that a process may use")
 
     @property
     def is_gpu(self) -> bool:
         """Only a GPU has multiprocessors: its kernels are torch's for CUDA."""
         return self.processors is not None
+
+    @property
+    def slack_share(self) -> float:
+        """``slack``, or that of a device that was not measured."""
+        return self.slack if self.slack is not None else GPU_SLACK if self.is_gpu else 0.0
 
 
 def _ascending(points: tuple[Point, ...]) -> tuple[Point, ...]:

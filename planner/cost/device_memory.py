@@ -1,5 +1,6 @@
-"""Bytes that a process holds on a device beside its tensors: the driver's context, and buffers of collectives.
+"""Bytes that a process holds on a device beside its tensors: the allocator's, the driver's, those of collectives.
 
+    slack            at least ``device.slack`` of all tensors, those that stay included: gaps lie between them
     context          of the driver and its libraries, as the cluster file states it
     communicators    one for each axis with several ranks, by the outermost link that a group of it crosses
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group
@@ -31,5 +33,9 @@ def on_device(rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None) ->
     """``rows`` with these bytes; as they are without a cluster."""
     if cluster is None:
         return tuple(rows)
-    more = device_bytes(mesh, cluster)
-    return tuple(replace(row, device=more, total=row.total + more) for row in rows)
+    more, share = device_bytes(mesh, cluster), cluster.device.slack_share
+    return tuple(_with(row, more, max(row.slack, ceil(share * (row.total - row.slack)))) for row in rows)
+
+
+def _with(row: MemoryRow, device: int, slack: int) -> MemoryRow:
+    return replace(row, device=device, slack=slack, total=row.total - row.slack + slack + device)

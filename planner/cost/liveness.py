@@ -11,10 +11,9 @@ gradients wait for a W, the saved tensors of their products and the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.cost.allocator.ledger import Event, Held, Ledger
 from planner.cost.let_go import LetGo
 from planner.saved.observe import Gradient
 from planner.saved.trace import Call, StageTrace
@@ -100,104 +99,47 @@ def _kept_by_last(trace: StageTrace, after_blocks: frozenset[str]) -> int:
     return sum(trace.bytes_of[m] for m in kept) + sum(sum(call.hidden) for call in last)
 
 
-def forward_live(
-    trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = (), ledger: Ledger | None = None
-) -> Iterator[tuple[int, int]]:
+def forward_live(trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = ()) -> Iterator[tuple[int, int]]:
     """Call by call: its number, and the most bytes that live during its forward."""
-    ledger = ledger or Ledger()
     last_read = {m: at for at, call in enumerate(trace.calls) for m in (*call.reads, *call.makes)}
     last_read |= {m: block.end for block in let_go for m in block.memory}
     ends = {block.end: block for block in let_go}
     stays = held | trace.outside | set(trace.sent.values())
     alive: set[int] = set(trace.received.values())
-    for m in sorted(alive):
-        ledger.take(Held("memory", m), trace.bytes_of[m])
+    live = sum(trace.bytes_of[m] for m in alive)
     for at, call in enumerate(trace.calls):
-        before, mark = ledger.live, ledger.mark
+        most = live + call.seen.peak
         new = [m for m in call.makes if m not in alive and m not in trace.outside]
         alive.update(new)
-        for m in new:
-            ledger.take(Held("memory", m), trace.bytes_of[m])
-        ledger.take_hidden(at, call.hidden)
-        ledger.passing(mark, at, call.seen.peak - (ledger.live - before))
-        yield at, max(before + call.seen.peak, ledger.live)
+        live += sum(trace.bytes_of[m] for m in new) + sum(call.hidden)
+        yield at, max(most, live)
         read = {*call.reads, *call.makes}
         if at in ends:
             read |= ends[at].memory
-            for number in sorted(ends[at].inside):
-                ledger.give_hidden(number, trace.calls[number].hidden)
-        for m in sorted(read):
+            live -= sum(sum(trace.calls[number].hidden) for number in ends[at].inside)
+        for m in read:
             if last_read[m] == at and m not in stays and m in alive:
                 alive.discard(m)
-                ledger.give(Held("memory", m), trace.bytes_of[m])
+                live -= trace.bytes_of[m]
 
 
-def _rerun(trace: StageTrace, block: LetGo, ledger: Ledger) -> int:
-    """The most bytes that live while a block is recomputed; its freed memory lives again afterwards."""
-    calls, lives = [trace.calls[at] for at in block.again], ledger.live
+def _rerun(trace: StageTrace, block: LetGo) -> int:
+    """The most bytes that are made and live at once while a block is recomputed."""
+    calls = [trace.calls[at] for at in block.again]
     last_read = {m: at for at, call in enumerate(calls) for m in (*call.reads, *call.makes)}
-    alive, made, peak = set[int](), {m for call in calls for m in call.makes}, ledger.live
+    alive, made, live, peak = set[int](), {m for call in calls for m in call.makes}, 0, 0
     made -= block.sources | trace.outside
     for at, (number, call) in enumerate(zip(block.again, calls, strict=True)):
-        before, mark = ledger.live, ledger.mark
         new = [m for m in call.makes if m in made and m not in alive]
+        peak = max(peak, live + call.seen.peak)
         alive.update(new)
-        for m in new:
-            ledger.take(_again(m, block), trace.bytes_of[m])
-        if number in block.inside:
-            ledger.take_hidden(number, call.hidden)
-        ledger.passing(mark, number, call.seen.peak - (ledger.live - before))
-        peak = max(peak, before + call.seen.peak, ledger.live)
-        for m in sorted({*call.reads, *call.makes} & alive):
+        live += sum(trace.bytes_of[m] for m in new) + (sum(call.hidden) if number in block.inside else 0)
+        peak = max(peak, live)
+        for m in {*call.reads, *call.makes} & alive:
             if last_read[m] == at and m not in block.memory:
                 alive.discard(m)
-                ledger.give(_again(m, block), trace.bytes_of[m])
-    for m in sorted(alive - block.memory):
-        ledger.give(_again(m, block), trace.bytes_of[m])
-    for m in sorted(block.memory - alive):
-        ledger.take(Held("memory", m), trace.bytes_of[m])
-    ledger.live = lives + block.bytes(trace)
+                live -= trace.bytes_of[m]
     return peak
-
-
-def _again(memory: int, block: LetGo) -> Held:
-    """Memory that is freed and made again keeps its name; a value that is held, and made again on the way, does not."""
-    return Held("memory" if memory in block.memory else "inside", memory, 1 - (memory in block.memory))
-
-
-@dataclass(frozen=True, slots=True)
-class StageEvents:
-    """Births and deaths of one microbatch on a stage, in their order: of its ``forward`` and its ``backward``.
-
-    ``received``, ``sent``: memory of the values that cross its ends, by name. ``returned``: gradients of the received
-    values, which live when the backward ends. ``kept``: memory that lives between both; ``aside``: what a W frees.
-    """
-
-    forward: tuple[Event, ...]
-    backward: tuple[Event, ...]
-    received: Mapping[str, Held]
-    sent: Mapping[str, Held]
-    returned: tuple[Held, ...]
-    kept: frozenset[Held]
-    aside: frozenset[Held]
-
-
-def stage_events(trace: StageTrace, let_go: Sequence[LetGo] = (), later: frozenset[int] = frozenset()) -> StageEvents:
-    """The events of which ``stage_memory`` has the peaks."""
-    held, kept = held_between(trace, let_go)
-    there, back = Ledger(records=True), Ledger(records=True)
-    for _ in forward_live(trace, held, let_go, there):
-        pass
-    ran = _Backward(trace, held, kept, let_go, later, back)
-    for _ in ran.run():
-        pass
-    received, sent = ({n: Held("memory", m) for n, m in of.items()} for of in (trace.received, trace.sent))
-    returned = [ran.gradient_of[v.number] for v in trace.values if v.number in ran.gradient_of]
-    aside = {Held("memory", m) for m in ran.kept_aside} | {Held("gradient", g) for g in ran.given_aside}
-    aside |= {Held("hidden", at, which) for at in ran.hidden_aside for which in range(len(trace.calls[at].hidden))}
-    gradients = tuple(Held("gradient", g) for g in dict.fromkeys(returned))
-    events = tuple(there.events or ()), tuple(back.events or ())
-    return StageEvents(*events, received, sent, gradients, frozenset(Held("memory", m) for m in held), frozenset(aside))
 
 
 class _Backward:
@@ -210,7 +152,6 @@ class _Backward:
         kept: int,
         let_go: Sequence[LetGo],
         later: frozenset[int] = frozenset(),
-        ledger: Ledger | None = None,
     ) -> None:
         self.trace, self.later = trace, later
         self.kept_aside: set[int] = set()
@@ -220,8 +161,7 @@ class _Backward:
         self.sizes: list[int] = []
         self.owners = Counter[int]()
         self.gradient_of: dict[int, int] = {}
-        self.ledger = ledger or Ledger()
-        self.ledger.live = kept
+        self.live = kept
         self.keepers = Counter(m for call in trace.calls for m in call.keeps)
         self.keepers.update(m for block in let_go for m in block.sources)  # the rerun frees them
         self.received = set(trace.received.values())
@@ -252,20 +192,17 @@ class _Backward:
         if at in self.later:
             self._put_aside(at, call, given)
         first = next((g for g in given if g is not None), None)
-        most = before = self.ledger.live
-        gradients, mark = self._gradients(call), self.ledger.mark
+        most = self.live
+        gradients = self._gradients(call)
         overwrites = first is not None and any(g is not None and g.is_kept for g in gradients)
         if overwrites:  # its saved tensor lives on as a gradient
             self._release(at, call)
-            before, mark = self.ledger.live, self.ledger.mark
         if first is not None:
             most += call.seen.backward_peak
             for number, gradient in zip(call.operands, gradients, strict=True):
                 if gradient is not None:
                     self._give(number, first if gradient.is_given else self._new(gradient.bytes))
-        most = max(most, self.ledger.live)
-        if first is not None:
-            self.ledger.passing(mark, at, call.seen.backward_peak - (self.ledger.live - before))
+        most = max(most, self.live)
         for number in call.results:
             self._drop(number)
         for number in call.operands:  # a parameter's gradient goes into its buffer once all its readers are done
@@ -296,7 +233,8 @@ class _Backward:
 
     def _run_again(self, block: LetGo) -> int:
         """The most bytes that live while a block is recomputed; its freed memory is allocated again."""
-        most = _rerun(self.trace, block, self.ledger)
+        most = self.live + _rerun(self.trace, block)
+        self.live += block.bytes(self.trace)
         for m in block.sources:
             self._read(m)
         return most
@@ -309,14 +247,14 @@ class _Backward:
 
     def _release(self, at: int, call: Call) -> None:
         if at not in self.hidden_aside:
-            self.ledger.give_hidden(at, call.hidden)
+            self.live -= sum(call.hidden)
         for m in call.keeps:
             self._read(m)
 
     def _read(self, m: int) -> None:
         self.keepers[m] -= 1
         if not self.keepers[m] and m not in self.trace.outside and m not in self.received:
-            self.ledger.give(Held("memory", m), self.trace.bytes_of[m])
+            self.live -= self.trace.bytes_of[m]
 
     def _new(self, size: int) -> int:
         self.sizes.append(size)
@@ -341,9 +279,9 @@ class _Backward:
     def _hold(self, memory: int) -> None:
         self.owners[memory] += 1
         if self.owners[memory] == 1:
-            self.ledger.take(Held("gradient", memory), self.sizes[memory])
+            self.live += self.sizes[memory]
 
     def _let_go(self, memory: int) -> None:
         self.owners[memory] -= 1
         if not self.owners[memory]:
-            self.ledger.give(Held("gradient", memory), self.sizes[memory])
+            self.live -= self.sizes[memory]

@@ -22,8 +22,8 @@ whole                   with zero 2 and 3: full gradients, and weights, of the b
                         (planner.cost.whole)
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
-slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to communication); of a
-                        plan for a cluster of GPUs by replay (planner.cost.allocator)
+slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to whole); on a cluster at
+                        least ``device.slack`` of all tensors (planner.cost.device_memory)
 device                  if the cluster file has figures: of the driver's context and of collectives
                         (planner.cost.device_memory)
 """

@@ -13,7 +13,8 @@ from typing import Any
 from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
 from planner.cluster.cluster import Cluster
-from planner.cost.allocator.replay import rows_of_plan
+from planner.cost.device_memory import on_device
+from planner.cost.memory import memory_rows
 from planner.cost.planned import too_large
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
@@ -44,7 +45,7 @@ def decide_reshard(
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
-    rows = rows_of_plan(once, schedule, slots, recomputed, compiled, cluster)
+    rows = on_device(memory_rows(once, schedule, slots, recomputed, compiled), once.decisions.mesh, cluster)
     return lowered if any(too_large(rows, cluster)) else once
 
 

@@ -27,6 +27,7 @@ _KEYS = {
     "processors": "multiprocessors",
     "host": "seconds in which the host launches an op",
     "context": "bytes that the driver held before the first tensor",
+    "slack": "bytes reserved beyond tensors in steps of a few layers, as a fraction of the tensors",
 }
 
 

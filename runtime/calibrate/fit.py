@@ -66,7 +66,8 @@ def _device(found: Found) -> dict[str, Any]:
         "bandwidth_fraction": share(1 / float(np.mean([1 / fraction for fraction in own]))),
     }
     if processors:
-        return device | {"processors": processors, "host": _an_op(found), "context": found.machine.context}
+        device |= {"processors": processors, "host": _an_op(found), "context": found.machine.context}
+        return device if found.machine.slack is None else device | {"slack": found.machine.slack}
     return device | {"launch": _an_op(found)} | ({"at_once": found.machine.cores} if sharing > 1 else {})
 
 

@@ -30,7 +30,8 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The measured machine. ``cores``: shared by the ranks; 0: each rank has a device of its own. ``memory``: bytes of
-    a rank. ``load``: the load average before. ``processors``: of a GPU; ``context``: bytes that its driver holds.
+    a rank. ``load``: the load average before. ``processors``: of a GPU; ``context``: bytes that its driver holds;
+    ``slack``: what its allocator reserves beyond tensors, as a fraction of them, or None.
     """
 
     device: str
@@ -42,6 +43,7 @@ class Machine:
     torch: str = ""
     processors: int = 0
     context: int = 0
+    slack: float | None = None
 
     @property
     def sharing(self) -> float:

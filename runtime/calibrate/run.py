@@ -18,6 +18,7 @@ from runtime.calibrate.computing import attention, moved, products, small
 from runtime.calibrate.exchanging import exchanges, measured_mesh, overlap, product
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Found, Machine, Timed
+from runtime.calibrate.reserving import reserved_share
 from runtime.calibrate.timing import Clock
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
@@ -115,7 +116,8 @@ def _machine(groups: Groups, load: float) -> Machine:
         context = whole - free - torch.cuda.memory_reserved(groups.device)
         gpu = torch.cuda.get_device_properties(groups.device)
         backend = groups.backend or "nccl"
-        return Machine(gpu.name, backend, size, 0, whole, load, version, gpu.multi_processor_count, context)
+        processors, slack = gpu.multi_processor_count, reserved_share(groups.device)
+        return Machine(gpu.name, backend, size, 0, whole, load, version, processors, context, slack)
     cores = len(os.sched_getaffinity(0))
     return Machine(_cpu_name(), "gloo", size, cores, _memory() // size, load, version)
 

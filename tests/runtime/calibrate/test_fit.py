@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from passes.errors import RunError
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import GPU_SLACK, Cluster
 from planner.cluster.links import Group, seconds, wires
 from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.fit import cluster_of
@@ -220,12 +220,18 @@ def test_a_gpu_is_a_gpu_to_the_planner_and_its_largest_product_runs_at_the_speed
     device = fitted(of_a_gpu()).device
     assert device.is_gpu
     assert (device.processors, device.context, device.host) == (132, 500_000_000, 15.9e-6)
+    assert (device.slack, device.slack_share) == (None, GPU_SLACK)
     rounds, tiles = 16, 32 * 64 / 132  # of the result 256 × 128 at a time
     filled = 1 + device.half_tile / 8192
     assert device.flops["bfloat16"] * device.product_fraction == pytest.approx(
         684e12 * rounds / tiles * filled, rel=1e-3
     )
     assert fitted(of_a_gpu()).uncertainty.compute == pytest.approx(0.15, abs=0.01)
+
+
+def test_the_share_that_the_allocator_reserved_is_written():
+    measured = of_a_gpu()
+    assert fitted(replace(measured, machine=replace(measured.machine, slack=0.081))).device.slack_share == 0.081
 
 
 def test_products_that_end_before_the_host_launches_the_next_do_not_count_on_a_gpu():
