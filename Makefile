@@ -35,11 +35,11 @@ check: lint changed_types
 
 test: lint types
 	$(PYTEST) --tier test --durations=250 --durations-min=3
-	$(BIN)/meshwright fuzz --minutes 1 --seed 1000
+	$(BIN)/python -m tests.fuzz --minutes 1 --seed 1000
 
 all: lint types
 	$(PYTEST) --tier all --durations=60 --durations-min=5
-	$(BIN)/meshwright fuzz --minutes 10 --seed 2000
+	$(BIN)/python -m tests.fuzz --minutes 10 --seed 2000
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,18 +18,12 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
     os.path.join(str(Path(__file__).absolute().parents[2]), d) + os.sep for d in ("planner", "passes", "runtime")
 )
-_DRAWN = os.path.join(str(Path(__file__).absolute().parents[2]), "runtime", "fuzz", "drawn") + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
 @lru_cache(maxsize=4096)
 def is_foreign_frame(filename: str) -> bool:
-    """Whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user.
-
-    Models that ``meshwright fuzz`` draws count as a user's: their lines are reported.
-    """
-    if filename.startswith(_DRAWN):
-        return False
+    """Whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user."""
     return filename.startswith((_TORCH, "<", *_OURS)) or "eval_with_key" in filename
 
 

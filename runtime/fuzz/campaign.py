@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.fuzz.case import Case
+from runtime.fuzz.case import Case, Model
 from runtime.fuzz.forks import StoreHost
-from runtime.fuzz.own_model import OwnModel
 from runtime.fuzz.progress import Progress
 from runtime.fuzz.run import Outcome, Verdict, run_cases
 from runtime.fuzz.shrink import shrunk
@@ -34,15 +33,15 @@ class Failure:
 class Campaign:
     """Owns the counts and failures so far. ``seed``: of the first model, the next has the next. ``folder``: of files.
 
-    ``say``: called with each finished case and each failure. ``own``: the user's model; None: models are drawn.
-    ``num_specs``: cases of each model.
+    ``say``: called with each finished case and each failure. ``model_of``: the model of a seed. ``num_specs``: cases of
+    each model.
     """
 
     seed: int
     most_ranks: int
     folder: Path
     say: Callable[[str], None]
-    own: OwnModel | None = None
+    model_of: Callable[[int], Model]
     num_specs: int = SPECS_OF_A_MODEL
     counts: Counter[tuple[Verdict, str]] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Campaign:
 
         The first case of seed 7 is named 7, the others 7.1, 7.2, ….
         """
-        cases = {str(seed): (first := Case.drawn(seed, self.most_ranks, self.own))}
+        cases = {str(seed): (first := Case.drawn(seed, self.most_ranks, self.model_of(seed)))}
         cases |= {f"{seed}.{k}": first.another(seed, k, self.most_ranks) for k in range(1, num_specs)}
         outcomes = self.outcomes_of(list(cases.values()))
         for (name, case), outcome in zip(cases.items(), outcomes, strict=True):
@@ -104,9 +103,10 @@ class Campaign:
         return [(str(count), verdict.value, reason) for (verdict, reason), count in found]
 
 
-def told(failure: Failure) -> str:
+def told(failure: Failure, command: str) -> str:
+    """``command``: that runs a case from its file."""
     words = f"seed {failure.name}, reduced: {failure.outcome.words}"
-    return f"{words}\n  {failure.case}\n  run it again: meshwright fuzz --case {failure.file}"
+    return f"{words}\n  {failure.case}\n  run it again: {command} --case {failure.file}"
 
 
 def processor_seconds() -> float:

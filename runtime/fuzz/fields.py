@@ -37,3 +37,11 @@ def told(chosen: Choices, options: Options) -> str:
     """The fields that are not the simplest, as ``name value``."""
     names = [f"{n} {chosen[n]}" for n, values in options.items() if n in chosen and chosen[n] != values[0]]
     return ", ".join(names) or "only defaults"
+
+
+def listed(values: dict[str, Any], options: Options) -> Choices:
+    """The options that were written. Raises ValueError if any is missing or unknown."""
+    found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
+    if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
+        raise ValueError
+    return found

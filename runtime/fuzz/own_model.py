@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model
 from planner.spec.fields import AUTO
 from planner.spec.lines import read_yaml
 from planner.spec.spec import Spec
+from runtime.fuzz.case import Model
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts, world_size
 from runtime.fuzz.forks import in_fork
@@ -69,8 +69,14 @@ class OwnModel:
     def build(self, seed: int) -> nn.Module:
         return load_model(self.reference, materialize=True, seed=seed)
 
+    def simpler(self) -> list[Model]:
+        return []
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __str__(self) -> str:
+        return self.reference
 
 
 def _captured(own: OwnModel) -> tuple[int, bool]:
@@ -104,10 +110,3 @@ def _at(values: dict[str, Any], name: str) -> Any:
     for key in name.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     return found
-
-
-def need_spec(spec: Path | None) -> Path:
-    """Raises PlanError if there is none."""
-    if spec is None:
-        raise PlanError("MODEL needs inputs and a batch", where="SPEC", fix="give a SPEC with `inputs` and `batch`")
-    return spec

@@ -1,4 +1,4 @@
-"""Cases that ``meshwright fuzz`` found once, as small as they failed, are equal to one process."""
+"""Cases that ``tests.fuzz`` found once, as small as they failed, are equal to one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from runtime.fuzz.campaign import Campaign
-from runtime.fuzz.case import Case
-from runtime.fuzz.drawn import models
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.run import Outcome, Verdict
-from runtime.fuzz.specs import FIELDS
+from tests.fuzz.drawing import campaign_of, case_with
 
 FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a compiled piece that a backward reruns gives the tuple of a topk": (
@@ -132,6 +129,4 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_case_that_failed_is_equal(name: str, tmp_path: Path):
     model, spec = FOUND[name]
     prepare()
-    simplest = {n: v[0] for n, v in models.FIELDS.items()}, {n: v[0] for n, v in FIELDS.items()}
-    case = Case(simplest[0] | model, simplest[1] | spec)
-    assert Campaign(0, 2, tmp_path, print).outcome_of(case) == Outcome(Verdict.EQUAL)
+    assert campaign_of(0, 2, tmp_path).outcome_of(case_with(model, spec)) == Outcome(Verdict.EQUAL)

@@ -1,14 +1,16 @@
-"""Drawn cases equal one process; a fault that is planted is found, shrunk and runs again from its file."""
+"""Cases of drawn models equal one process; a planted fault is found, shrunk and runs again from its file."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -22,23 +24,21 @@ from passes.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.fuzz import specs
-from runtime.fuzz.campaign import Campaign
 from runtime.fuzz.case import Case
-from runtime.fuzz.drawn import models
 from runtime.fuzz.forks import ForkError
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.progress import Progress
 from runtime.fuzz.run import Outcome, Verdict, _last_line, refused
 from runtime.fuzz.shrink import shrunk
 from runtime.verify.mutants import num_collectives, without_collective
-
-SIMPLEST = Case({n: v[0] for n, v in models.FIELDS.items()}, {n: v[0] for n, v in specs.FIELDS.items()})
+from tests.fuzz.__main__ import main
+from tests.fuzz.drawing import campaign_of, case_with, drawn_case, read_case
 
 
 @given(st.integers(0, 1 << 32), st.integers(2, 8))
 def test_a_drawn_case_is_a_spec_of_at_most_so_many_ranks(seed, most_ranks):
-    case = Case.drawn(seed, most_ranks)
-    assert case == Case.drawn(seed, most_ranks)
+    case = drawn_case(seed, most_ranks)
+    assert case == drawn_case(seed, most_ranks)
     assert case.world_size <= most_ranks
     spec = Spec.load(case.to_spec())
     assert spec.batch.global_size == case.spec["microbatches"] * case.spec["batch.micro"] * case.spec["mesh.dp"]
@@ -46,17 +46,17 @@ def test_a_drawn_case_is_a_spec_of_at_most_so_many_ranks(seed, most_ranks):
 
 def test_a_case_comes_back_from_its_file(tmp_path: Path):
     for seed in range(20):
-        case = Case.drawn(seed, 4)
+        case = drawn_case(seed, 4)
         case.save(tmp_path / "case.json")
-        assert Case.load(tmp_path / "case.json") == case
+        assert read_case(tmp_path / "case.json") == case
 
 
 def test_shrinking_ends_at_the_fields_that_a_failure_needs():
     def run(case: Case) -> Outcome:
-        fails = case.spec["mesh.tp"] > 1 and case.model["norm"] == "rms"
+        fails = case.spec["mesh.tp"] > 1 and case.model.chosen["norm"] == "rms"
         return Outcome(Verdict.DIFFERS if fails else Verdict.EQUAL)
 
-    first = next(c for c in (Case.drawn(seed, 4) for seed in range(10_000)) if run(c).verdict is Verdict.DIFFERS)
+    first = next(c for c in (drawn_case(seed, 4) for seed in range(10_000)) if run(c).verdict is Verdict.DIFFERS)
     *_, (smallest, _) = shrunk(first, run(first), run, 4)
     assert str(smallest) == "model: norm rms; spec: mesh.tp 2"
 
@@ -65,7 +65,7 @@ def test_shrinking_ends_at_the_fields_that_a_failure_needs():
 @pytest.mark.slow
 def test_drawn_cases_are_equal_or_refused_with_a_place(tmp_path: Path):
     prepare()
-    campaign = Campaign(1000, 4, tmp_path, print)
+    campaign = campaign_of(1000, 4, tmp_path)
     campaign.run(6, None)
     assert not campaign.failures
     assert sum(n for (verdict, _), n in campaign.counts.items() if verdict is Verdict.EQUAL) >= 3
@@ -82,15 +82,17 @@ def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, m
 
     prepare()
     monkeypatch.setattr(runtime.verify.run, "run_beside", mutated)
-    campaign = Campaign(0, 2, tmp_path, print)
-    case = Case(SIMPLEST.model | {"layers": 1}, SIMPLEST.spec | {"mesh.tp": 2})
+    campaign = campaign_of(0, 2, tmp_path)
+    case = case_with({"layers": 1}, {"mesh.tp": 2})
     outcome = campaign.outcome_of(case)
     assert outcome.verdict is Verdict.DIFFERS
     assert "step 1" in outcome.words
     assert "gradient tokens.weight" in outcome.words
     monkeypatch.undo()
     case.save(tmp_path / "case.json")
-    again = CliRunner().invoke(app, ["fuzz", "--case", str(tmp_path / "case.json")])
+    command = typer.Typer()
+    command.command()(main)
+    again = CliRunner().invoke(command, ["--case", str(tmp_path / "case.json")])
     assert (again.exit_code, again.stdout.splitlines()[0]) == (0, "equal")
 
 
@@ -98,9 +100,9 @@ def test_a_missing_collective_is_found_and_its_file_runs_again(tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
 def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2, "continued on": axis})
+    case = case_with({}, {"mesh.dp": 2, "continued on": axis})
     prepare()
-    campaign = Campaign(0, 2, tmp_path, print)
+    campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
     whole = runtime.engine.Engine.load
 
@@ -110,7 +112,7 @@ def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypat
         return found
 
     monkeypatch.setattr(runtime.engine.Engine, "load", with_the_next_rate)
-    decayed = Case(case.model, case.spec | {"optimizer.schedule.kind": "linear"})
+    decayed = replace(case, spec=case.spec | {"optimizer.schedule.kind": "linear"})
     outcome = campaign.outcome_of(decayed)
     assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "continued")
 
@@ -118,9 +120,9 @@ def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypat
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.pp": 2})
+    case = case_with({}, {"mesh.pp": 2})
     prepare()
-    campaign = Campaign(0, 2, tmp_path, print)
+    campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
     monkeypatch.setattr(runtime.memory.run, "registered_bytes", lambda engine: 100_000)
     outcome = campaign.outcome_of(case)
@@ -130,9 +132,9 @@ def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_running_mean_that_is_none_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    case = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2, "optimizer.ema": 0.9})
+    case = case_with({}, {"mesh.dp": 2, "optimizer.ema": 0.9})
     prepare()
-    campaign = Campaign(0, 2, tmp_path, print)
+    campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
     monkeypatch.setattr(runtime.optimizer.average.WeightAverage, "update", lambda self, found_inf: None)
     assert "mean" in campaign.outcome_of(case).words
@@ -147,7 +149,7 @@ def test_a_refusal_names_a_line_or_a_key():
 
 
 def test_an_interrupt_keeps_the_smallest_case_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    campaign, runs = Campaign(0, 4, tmp_path, print), iter(range(100))
+    campaign, runs = campaign_of(0, 4, tmp_path), iter(range(100))
 
     def outcomes_of(cases: list[Case]) -> Iterator[Outcome]:
         for _ in cases:
@@ -158,12 +160,12 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(tmp_path: Path, monkeypatch
     monkeypatch.setattr(campaign, "outcomes_of", outcomes_of)
     campaign.run(5, None)
     assert campaign.rows() == [("1", "differs", "values")]
-    assert Case.load(tmp_path / "fuzz-0.json") == campaign.failures[0].case
+    assert read_case(tmp_path / "fuzz-0.json") == campaign.failures[0].case
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 9))
 def test_cases_of_one_model_share_what_a_capture_depends_on(seed: int, number: int):
-    first = Case.drawn(seed, 4)
+    first = drawn_case(seed, 4)
     other = first.another(seed, number, 4)
     assert other == first.another(seed, number, 4)
     assert other.model == first.model
@@ -183,15 +185,15 @@ This is a bug in meshwright, not of your model or spec: please report it, with t
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_case_that_ends_its_process_is_a_crash_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ending, whole = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.dp": 2}), runtime.fuzz.run.plan
+    ending, whole = case_with({}, {"mesh.dp": 2}), runtime.fuzz.run.plan
 
     def ended(captured: Any, spec: Spec) -> Any:
         return os._exit(3) if spec.mesh.dp == 2 else whole(captured, spec)
 
     prepare()
     monkeypatch.setattr(runtime.fuzz.run, "plan", ended)
-    following = Case(SIMPLEST.model, SIMPLEST.spec | {"mesh.pp": 2})
-    found = list(Campaign(0, 2, tmp_path, print).outcomes_of([ending, following]))
+    following = case_with({}, {"mesh.pp": 2})
+    found = list(campaign_of(0, 2, tmp_path).outcomes_of([ending, following]))
     assert [outcome.verdict for outcome in found] == [Verdict.CRASHED, Verdict.EQUAL]
     assert "without a result" in found[0].words
 
@@ -212,6 +214,8 @@ def test_progress_tells_what_is_left():
         (["--folder", "/none/such"], "directory not found"),
         (["--case", "/none/such"], "/none/such"),
         (["--case", "{damaged}"], "not a case of this version"),
+        ([], "MODEL is missing"),
+        (["--minutes", "10"], "MODEL is missing"),
         (["m.py:build"], "MODEL needs inputs and a batch"),
         (["m.py:build", "--case", "x.json"], "cannot be combined with MODEL"),
     ],

@@ -60,7 +60,7 @@ def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
     assert {s.mesh.dp for s in specs} == {1, 2}
     assert len({s.precision.parameters for s in specs}) > 1
     found[3].save(Path("case.json"))
-    assert Case.load(Path("case.json")) == found[3]
+    assert Case.load(Path("case.json"), lambda values: OwnModel(**values)) == found[3]
 
 
 @pytest.mark.thorough

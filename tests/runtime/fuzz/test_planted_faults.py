@@ -12,6 +12,7 @@ import pytest
 from runtime.fuzz.campaign import Campaign
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.run import Outcome, Verdict
+from tests.fuzz.drawing import campaign_of
 from tests.tools.planted.search import MOST_RANKS, case_of
 from tests.tools.planted.table import FAULTS
 
@@ -19,7 +20,7 @@ from tests.tools.planted.table import FAULTS
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     prepare()
-    return Campaign(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"), print)
+    return campaign_of(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.mark.sampled(1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from planner.spec.spec import Spec
-from runtime.fuzz.case import Case
-from runtime.fuzz.drawn import models
 from runtime.fuzz.fitting import Facts
 from runtime.fuzz.spec_text import NOT_KEYS, continued_on, split_of
-from runtime.fuzz.specs import EXCLUDED, FIELDS, FOLLOWS
+from runtime.fuzz.specs import FIELDS
+from tests.fuzz.drawing import case_with, drawn_case
+from tests.fuzz.not_drawn import EXCLUDED, FOLLOWS
 from tests.test_spec_keys import leaves
 
 
@@ -23,8 +23,7 @@ def test_every_key_of_the_spec_is_drawn_or_left_out_with_a_reason():
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - NOT_KEYS - {"mesh.etp", "mesh.order"}))
 def test_an_option_of_a_key_reaches_the_spec(name: str):
     """etp and order have a test of the mesh alone."""
-    model = {n: values[0] for n, values in models.FIELDS.items()} | {"layers": 4, "experts": "stacked"}
-    spec = {n: values[0] for n, values in FIELDS.items()}
+    model = {"layers": 4, "experts": "stacked"}
     needs = {
         "mesh.ep": {"mesh.tp": 1, "mesh.dp": 2},
         "optimizer.schedule": {"optimizer.schedule.kind": "cosine"},
@@ -41,8 +40,8 @@ def test_an_option_of_a_key_reaches_the_spec(name: str):
         "precision.gradients": {"precision.parameters": "float32"},
     }
     given = needs.get(name, needs.get(name.rpartition(".")[0], {}))
-    simple = Case(model, spec | given | {name: FIELDS[name][0]}).sensible(8)
-    other = Case(model, spec | given | {name: FIELDS[name][1]}).sensible(8)
+    simple = case_with(model, given | {name: FIELDS[name][0]}).sensible(8)
+    other = case_with(model, given | {name: FIELDS[name][1]}).sensible(8)
     assert Spec.load(simple.to_spec()) != Spec.load(other.to_spec())
 
 
@@ -65,14 +64,13 @@ def test_splits_name_every_block(kind: str, split: object):
     ],
 )
 def test_some_blocks_are_recomputed(recompute: str, blocks: str, written: object):
-    model, spec = ({name: values[0] for name, values in fields.items()} for fields in (models.FIELDS, FIELDS))
-    case = Case(model, spec | {"recompute": recompute, "blocks recomputed": blocks}).sensible(4)
+    case = case_with({}, {"recompute": recompute, "blocks recomputed": blocks}).sensible(4)
     assert case.to_spec()["recompute"] == written
 
 
 @pytest.mark.parametrize("axis", ["one", "tp", "pp", "dp", "cp"])
 def test_the_layout_that_goes_on_has_the_same_batch(axis: str):
-    case = Case.drawn(3, 4)
+    case = drawn_case(3, 4)
     spec = Spec.load(continued_on(case.to_spec(), axis))
     assert spec.batch.global_size == Spec.load(case.to_spec()).batch.global_size
     assert spec.mesh.to_mesh().world_size <= 2

@@ -16,9 +16,10 @@ from pathlib import Path
 from runtime.fuzz import specs
 from runtime.fuzz.campaign import Campaign, processor_seconds
 from runtime.fuzz.case import Case
-from runtime.fuzz.drawn import models
 from runtime.fuzz.prepare import prepare
 from runtime.fuzz.run import Verdict
+from tests.fuzz.drawing import DrawnModel, campaign_of, drawn_case, drawn_model
+from tests.fuzz.drawn import models
 from tests.tools.planted.fault import Fault
 from tests.tools.planted.table import FAULTS
 
@@ -29,9 +30,9 @@ LATER_OF_MODEL, LATER_OF_SPEC = ("early_losses",), ("blocks recomputed",)
 
 def case_of(seed: int) -> Case:
     """The case that ``seed`` draws, with the simplest of the later options."""
-    case = Case.drawn(seed, MOST_RANKS)
-    model = {name: models.FIELDS[name][0] for name in LATER_OF_MODEL}
-    return replace(case, model=case.model | model, spec=case.spec | {n: specs.FIELDS[n][0] for n in LATER_OF_SPEC})
+    case = drawn_case(seed, MOST_RANKS)
+    model = DrawnModel(drawn_model(seed).chosen | {name: models.FIELDS[name][0] for name in LATER_OF_MODEL})
+    return replace(case, model=model, spec=case.spec | {n: specs.FIELDS[n][0] for n in LATER_OF_SPEC})
 
 
 def found(fault: Fault, seeds: Iterator[int], campaign: Campaign) -> tuple[int, float, str] | None:
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> None:
     first, names = int((arguments[at:] or ["", "0"])[1]), arguments[:at] or list(FAULTS)
     prepare()
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(0, MOST_RANKS, Path(folder), print)
+        campaign = campaign_of(0, MOST_RANKS, Path(folder))
         for name in names:
             fault = FAULTS[name]
             known = [] if arguments[:at] else [fault.seed]

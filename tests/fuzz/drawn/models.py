@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.fuzz.drawn.parts import MLP, Attention, Experts, norm
 from runtime.fuzz.fields import Choices
+from tests.fuzz.drawn.parts import MLP, Attention, Experts, norm
 
 FIELDS: dict[str, tuple[Any, ...]] = {
     "kind": ("decoder", "encoder", "encoder_decoder", "vision"),

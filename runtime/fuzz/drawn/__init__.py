@@ -1,1 +1,0 @@
-"""Models that are drawn: plain PyTorch, as a user would write it."""
