@@ -1,5 +1,4 @@
-"""Lines over steps, or over the actions of one, as plain SVG: axes at round numbers, a dash for each run, gaps for NaN
-and Inf."""
+"""Lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from planner.report.shapes import Scale, round_ticks
 from runtime.report.runs.figures import Figure, Line
 
 WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number; runs.html.j2 has both sides too
+LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number
 NUM_COLOURS = len(LINES)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
@@ -25,11 +24,10 @@ class Axes(NamedTuple):
     y: Scale
 
     @classmethod
-    def around(cls, lines: Sequence[Line], *, from_zero: bool = False) -> Axes:
+    def around(cls, lines: Sequence[Line]) -> Axes:
         steps = [float(step) for line in lines for step, _ in line.points]
         values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
         low, high = min(values), max(values)
-        low = min(low, 0.0) if from_zero else low
         room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
         floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
         x = Scale(min(steps), max(*steps, min(steps) + 1), LEFT, WIDTH - RIGHT)
@@ -38,13 +36,13 @@ class Axes(NamedTuple):
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
     """One SVG element; its colours come from the page (``planner.report.page.palette``)."""
-    axes = Axes.around(lines, from_zero=figure.from_zero)
-    words = f"{figure.title} over {figure.along}s: {', '.join(line.name for line in lines)}"
+    axes = Axes.around(lines)
+    words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">',
         *_grid(figure, axes),
         *(_path(line, axes) for line in lines),
-        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>',
+        "</svg>",
     ]
     return "".join(parts)
 
@@ -60,7 +58,7 @@ def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
         x = axes.x(step)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
         yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
-    yield f'<text class="quiet" x="0" y="{foot + 17}">{figure.along}</text>'
+    yield f'<text class="quiet" x="0" y="{foot + 17}">step</text>'
 
 
 def _path(line: Line, axes: Axes) -> str:

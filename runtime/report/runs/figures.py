@@ -30,8 +30,7 @@ def size(value: float) -> str:
 class Figure:
     """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin.
 
-    ``along``: the name of its x axis, if not steps. ``is_bytes``: its ticks are round in KiB, MiB and so on.
-    ``from_zero``: so that heights compare.
+    ``is_bytes``: its ticks are round in KiB, MiB and so on.
     """
 
     field: str
@@ -40,9 +39,7 @@ class Figure:
     format: Format = plain
     beside: str = ""
     beside_title: str = ""
-    along: str = "step"
     is_bytes: bool = False
-    from_zero: bool = False
 
 
 FIGURES = (

@@ -1,4 +1,4 @@
-"""Measured and planned memory of ranks: bars by category, and lines over the actions of a step.
+"""Measured and planned memory of ranks: bars by category, and tables by category and by action.
 
 Of each pp rank the one rank that held the most is drawn; the table has all of them.
 """
@@ -6,28 +6,16 @@ Of each pp rank the one rank that held the most is drawn; the table has all of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.report.page.bars import Bars, Row, bars_of
 from planner.report.section import Section
 from planner.tables.sizes import format_bytes
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
-from runtime.report.runs.figures import Figure, Line, size
 from runtime.report.runs.reading import Run
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")  # "at the peak" has activations in it
 _RANKS = ("run", "rank", "category", "measured", "planned", "measured / planned")
 _ACTIONS = ("run", "pp rank", "rank", "action", "measured", "planned", "live at its peak")
-MEASURED, PLANNED = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class OverActions:
-    """The bytes that one rank kept while each action ran. ``names``: of the actions, in the order of the points."""
-
-    figure: Figure
-    lines: tuple[Line, ...]
-    names: tuple[str, ...]
 
 
 def fullest(report: MemoryReport) -> dict[int, int]:
@@ -65,26 +53,6 @@ def category_bars(runs: Sequence[Run]) -> Bars | None:
 
 def measured_runs(runs: Sequence[Run]) -> list[tuple[Run, MemoryReport]]:
     return [(run, run.memory) for run in runs if run.memory is not None]
-
-
-def over_actions(runs: Sequence[Run]) -> list[OverActions]:
-    """One for each pp rank of each run."""
-    found = []
-    for run, report in measured_runs(runs):
-        for pp_rank, rank in fullest(report).items():
-            actions = [action for action in report.actions if action.rank == rank]
-            lines = [Line(MEASURED, "measured", tuple(_points(actions, "measured")))]
-            if planned := tuple(_points(actions, "predicted")):
-                lines.append(Line(PLANNED, "planned", planned))
-            title, unit = f"{run.name}, pp rank {pp_rank}", f"saved for microbatches in flight, rank {rank}"
-            figure = Figure("", title, unit, size, along="action", is_bytes=True, from_zero=True)
-            found.append(OverActions(figure, tuple(lines), tuple(action.action for action in actions)))
-    return found
-
-
-def _points(actions: Sequence[ActionMemory], field: str) -> list[tuple[int, float]]:
-    values = [(at, getattr(action, field)) for at, action in enumerate(actions, start=1)]
-    return [(at, float(value)) for at, value in values if value is not None]
 
 
 def memory_sections(runs: Sequence[Run]) -> list[Section]:

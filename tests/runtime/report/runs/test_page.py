@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from planner.files.text import MIB
 from planner.pipeline.schedule import Action
 from planner.report.shapes import round_ticks
 from runtime.cli import app
@@ -25,7 +24,7 @@ from runtime.report.runs.actions import action_times
 from runtime.report.runs.chart import Axes, chart
 from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary
 from runtime.report.runs.history import Series
-from runtime.report.runs.memory import PARTS, category_bars, fullest, over_actions
+from runtime.report.runs.memory import PARTS, category_bars, fullest
 from runtime.report.runs.page import page
 from runtime.report.runs.reading import Run
 from runtime.report.runs.table import sections_of
@@ -95,7 +94,8 @@ def test_a_value_that_is_no_number_is_a_gap_and_is_told():
     (path,) = [p for p in picture.iter("path") if p.get("class") == "line"]
     assert path.get("d", "").count("M") == 2
     assert "nan" not in path.get("d", "")
-    assert '"nan"' in page([Run("one", tuple(rows))]).replace("&#34;", '"')
+    broken = page([Run("one", (*ROWS, replace(ROWS[-1], step=31, loss=nan)))])
+    assert "at the end: one nan" in re.sub(r"<[^>]*>", "", broken)
 
 
 @given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=3000), st.integers(10, 200))
@@ -184,12 +184,9 @@ def test_memory_measured_stands_beside_that_planned_by_category_and_by_action():
     assert [bar.name.split(", ", 1)[1] for bar in bars.bars] == [", ".join(reversed(w.split(", "))) for w in words]
     lengths = [sum(segment.width for segment in bar.segments) for bar in bars.bars]
     assert lengths[2] == pytest.approx(2 * lengths[0], rel=0.01)
-    first, second = over_actions([run])
-    assert [line.points for line in second.lines] == [((1, 2.0 * MIB), (2, 4.0 * MIB))] * 2
-    assert first.names == ("F0.0", "F1.0")
-    html = page([run])
-    assert html.count('class="chart"') == 2 + len(re.findall(r'data-along="step"', html))
-    assert [s.title for s in sections_of([run])] == ["Runs (1)", "Memory of ranks", "Memory by action"]
+    runs, _, actions = sections_of([run])
+    assert runs.title == "Runs (1)"
+    assert actions.rows[2] == ("one", "1", "3", "F0.0", "2.00 MiB", "2.00 MiB", "6.00 MiB")
 
 
 def test_what_a_rank_keeps_follows_from_its_order():
@@ -199,22 +196,9 @@ def test_what_a_rank_keeps_follows_from_its_order():
 
 
 @needs_browser
-def test_a_page_of_runs_can_be_read_and_answers_to_the_keyboard(tmp_path: Path):
+def test_a_page_of_runs_can_be_read(tmp_path: Path):
     events = [*TRACKS, event(MEASURED, 0, "forward", 3.0), event(PLANNED, 0, "forward", 2.0)]
     html = page([replace(with_memory(), trace=tuple(events)), Run("two", OTHER)])
-    keys = """
-      const found = [];
-      for (const svg of document.querySelectorAll(".chart")) {
-        const reading = svg.parentElement.querySelector(".reading"), before = reading.textContent;
-        svg.focus();
-        if (document.activeElement !== svg) found.push("cannot be reached");
-        svg.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
-        if (!/^(step|action) /.test(reading.textContent)) found.push(reading.textContent);
-        svg.blur();
-        if (reading.textContent !== before) found.push("stays");
-      }
-      return found;
-    """
-    looked = f"return [(() => {{ {CONTRAST} }})(), (() => {{ {LAYOUT} }})(), (() => {{ {keys} }})()].flat();"
+    looked = f"return [(() => {{ {CONTRAST} }})(), (() => {{ {LAYOUT} }})()].flat();"
     for dark in (False, True):
         assert ask(html, tmp_path, looked, dark=dark) == []
