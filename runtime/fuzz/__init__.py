@@ -1,1 +1,1 @@
-"""Random models and specs, each compared with one process."""
+"""Random specs for a model, each compared with one process."""
