@@ -62,6 +62,10 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def request(self) -> None:
+        """As if SIGTERM had come: all ranks stop after the same step, the next one at the earliest."""
+        _note(signal.SIGTERM, None)
+
     def agreed(self, report: Told) -> bool:
         """Whether any rank got a stop request before the update of ``report``: the same on every rank.
 

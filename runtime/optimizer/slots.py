@@ -128,6 +128,11 @@ class BucketTensors:
         """The values of each parameter that lie here for good: all, or those of the own part."""
         if not self.gathers:
             return [(slot.local.fqn, slot.parameters[0].detach()) for slot in self.slots]
+        return self.updated_parameters
+
+    @property
+    def updated_parameters(self) -> list[tuple[str, Tensor]]:
+        """The values of each parameter that this rank updates, and others get from it."""
         owned = self.layout.owned_ranges(self.shared_by.shard_rank, self.shared_by.num_shards)
         return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in owned.items()]
 

@@ -25,18 +25,24 @@ Sizes = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Dotted name → "NaN" or "infinity", for the tensors that held one on this rank."""
+    """Dotted name → "NaN" or "infinity", for the tensors that held one on this rank.
+
+    ``from_others``: of the parameters those of which this rank updates a finite part, after an update: the rest may
+    have come from the ranks that update it.
+    """
 
     parameters: dict[str, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
+    from_others: frozenset[str] = frozenset()
 
 
 class Unmixed:
     """Owns the sizes of the last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Sizes, Sizes]] = deque(maxlen=KEPT)
+        self._steps: deque[tuple[Sizes, Sizes, Sizes]] = deque(maxlen=KEPT)
         self._gradients: Sizes = []
+        self._has_gathered = False
 
     def see_gradients(self, slots: Iterable[ParameterSlot]) -> None:
         """Of one bucket of this rank, before it is reduced."""
@@ -44,8 +50,13 @@ class Unmixed:
 
     def see_parameters(self, buckets: Iterable[BucketTensors]) -> None:
         """Of all, before they are gathered; it ends the step."""
+        buckets = list(buckets)
         seen = _sizes(entry for bucket in buckets for entry in bucket.held_parameters)
-        self._steps.append((seen, self._gradients))
+        own = seen
+        if self._has_gathered:
+            own = _sizes(entry for bucket in buckets for entry in bucket.updated_parameters)
+        self._has_gathered = True
+        self._steps.append((seen, own, self._gradients))
         self._gradients = []
 
     def begin_step(self) -> None:
@@ -54,13 +65,14 @@ class Unmixed:
     def forget(self) -> None:
         """The parameters were replaced by other values."""
         self._steps.clear()
+        self._has_gathered = False
 
     def bad(self, ago: int) -> Bad:
         """The tensors that were not finite in the last step (0), or in the one before (1); empty if unknown."""
         if not 0 <= ago < len(self._steps):
             return Bad()
-        parameters, gradients = self._steps[-1 - ago]
-        return Bad(_bad(parameters), _bad(gradients))
+        parameters, own, gradients = map(_bad, self._steps[-1 - ago])
+        return Bad(parameters, gradients, frozenset(parameters.keys() - own.keys()))
 
 
 def _sizes(named: Iterable[tuple[str, Tensor]]) -> Sizes:

@@ -7,7 +7,7 @@ The same dropout is drawn, as it depends on the step and the microbatch alone; n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -23,11 +23,13 @@ from runtime.pipeline.nonfinite import NonFinite, Seen, Watch, first_of, worst
 
 class Before(Protocol):
     """The tensors of this rank that were not finite in the step, before ranks exchanged them: "NaN" or "infinity" by
-    name.
+    name. ``from_others``: parameters with a bad part that may have come from other ranks in the last update.
     """
 
     @property
     def parameters(self) -> Mapping[str, str]: ...
+    @property
+    def from_others(self) -> Collection[str]: ...
     @property
     def gradients(self) -> Mapping[str, str]: ...
 
@@ -59,14 +61,14 @@ def find_nonfinite(
 def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Before) -> None:
     """Check parameters before the exchange between ranks, and now: a later NaN is on all ranks."""
     for name, bad in before.parameters.items():
-        watch.parameter(name, bad, is_first=True)
+        watch.parameter(name, bad, int(name in before.from_others))
     for stage in stages:
         for parameter in stage.parameters:
             if bad := worst(stage.parameter(parameter.fqn).data):
-                watch.parameter(parameter.fqn, bad)
+                watch.parameter(parameter.fqn, bad, 2)
         for fqn in stage.buffers:
             if (bad := worst(stage.module.get_buffer(stage.attributes[fqn]))) == "NaN":  # infinity may mask something
-                watch.parameter(fqn, bad)
+                watch.parameter(fqn, bad, 2)
 
 
 @contextmanager

@@ -171,9 +171,9 @@ class Watch:
             for stage, module in zip(executor.stages, modules, strict=True):
                 stage.module = module
 
-    def parameter(self, name: str, value: str, *, is_first: bool = False) -> None:
-        """``is_first``: it was so before ranks exchanged it, so that others may have it from here."""
-        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank, place=(0 if is_first else 1,)))
+    def parameter(self, name: str, value: str, place: int) -> None:
+        """``place``: 0 if others may have it from here, 1 if it was so before ranks exchanged it, 2 if now."""
+        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank, place=(place,)))
 
     def gradient_sum(self, name: str, value: str) -> None:
         self._found.append(NonFinite(SUM, name, value, rank=self.rank))

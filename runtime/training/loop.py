@@ -90,6 +90,8 @@ class _Run:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
             self.showing.step(report, seen)
+            if self.showing.failure is not None:
+                self.stopping.request()
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
 
 
@@ -147,6 +149,8 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
                 engine.save_adapters(job.save_adapters)
             if job.save_merged is not None:
                 engine.save_merged(job.save_merged)
+    if showing.failure is not None:
+        raise showing.failure
     return Trained(showing.rows, stopped)
 
 

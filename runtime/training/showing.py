@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
+from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from runtime.report.curve import draw_curve
 from runtime.report.log import Log, rows_until
@@ -39,12 +40,17 @@ class Seen:
 
 
 class Showing:
-    """Owns the rows of the run, the progress line, and the files that figures go to."""
+    """Owns the rows of the run, the progress line, and the files that figures go to.
+
+    ``failure``: why they could not be written, as on a full disk; no row is shown afterwards. Training then stops as
+    if asked to, with a save, and ends with it.
+    """
 
     def __init__(self, job: Job, plan: Plan, *, leads: bool) -> None:
         """Before an engine is made of ``plan``. ``leads``: this is rank 0."""
         self.job, self.leads = job, leads
         self.rows: list[StepRow] = []
+        self.failure: PlanError | None = None
         self.pace = Pace(job.num_steps)
         self._planned = [Planned.of(each) for each in plan.of_all_lengths] if leads else []
         self._first = 0
@@ -93,7 +99,11 @@ class Showing:
             validation_loss=seen.validation_loss,
         )
         self.rows.append(row)
-        self._progress.show(row)
+        if self.failure is None:
+            try:
+                self._progress.show(row)
+            except PlanError as error:
+                self.failure = error
 
     def _warn_of_imbalance(self, report: StepReport, step: int) -> None:
         """Once for each value that is larger: the plan's memory is that of fewer rows."""

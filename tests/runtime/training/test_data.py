@@ -91,6 +91,12 @@ def test_with_a_running_mean_of_the_weights_validation_reads_it_and_training_doe
     assert of_mean[1] > of_weights[1], "the mean is of earlier weights"
 
 
+def test_a_full_disk_under_the_log_ends_training_with_a_save(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot write the log: No space left on device"):
+        run_rank(job_in(tmp_path, steps=100, log="/dev/full", save=str(tmp_path / "saves")))
+    assert (tmp_path / "saves" / "step-00000002").is_dir()  # the first step is shown, and the next one is the last
+
+
 def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path) -> None:
     job = job_in(tmp_path, section={"validation": 0.1}, validate_every=1)
     spec = Spec.load(job.spec)

@@ -175,6 +175,11 @@ def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: in
                 own[name].copy_(tensor)
             assert not engine.train_step(batches[0]).skipped
             assert engine.find_nonfinite(batches[0]) is None
+        _break_what_is_updated(engine, is_broken)
+        assert engine.train_step(batches[0]).skipped
+        found.append(engine.find_nonfinite(batches[0]))
+        for name, tensor in kept.items():
+            own[name].copy_(tensor)
         gradient = next(slot.main_grad for slot in engine.optimizer.buffers.slots if slot.local.fqn == BIAS)
         before, executor = engine.executor.before_backward, engine.executor
         assert before is not None
@@ -191,12 +196,23 @@ def breaking_one_rank(decided: Any, batches: list[dict[str, Tensor]], broken: in
     return found
 
 
+def _break_what_is_updated(engine: Engine, is_broken: bool) -> None:
+    """NaN in the part of the parameters that this rank updates, while others may still gather it: as they all do here
+    before the next step."""
+    if is_broken:
+        _, part = next(each for each in engine.optimizer.shards[0].bucket.updated_parameters if each[1].numel())
+        part[0] = float("nan")
+    engine.optimizer.buffers.start_parameter_gather()
+    engine.optimizer.wait_parameters()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_was_not_finite_on_one_rank_alone_is_named_with_it_after_all_have_it(lab: Lab, broken: int):
     results = lab.run(Case("fragile", {"dp": 2}, {}, job=breaking_one_rank, job_arguments=(broken,)))
     assert results[0] == results[1]
-    *weights, gradient = results[0]
+    *weights, of_all, gradient = results[0]
+    assert (of_all.phase, of_all.ranks) == ("parameter", (broken,))
     for layer, found in enumerate(weights):
         assert (found.phase, found.name) == ("parameter", WEIGHT_OF_ONE.format(layer))
         assert (found.rank, found.ranks, found.value) == (broken, (broken,), "NaN")
