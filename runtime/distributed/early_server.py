@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from multiprocessing import resource_tracker, util
 from typing import Any
 
@@ -21,13 +22,14 @@ _imported: set[str] = set()  # modules of the server; empty if none was forked
 
 
 def begin() -> None:
-    """Fork it now, unless this process has what a fork must not inherit: threads, or a device in use.
+    """Fork it now, unless this process has what a fork must not inherit (threads, or a device in use), or another
+    Python's ``multiprocessing`` does it otherwise: the launch then begins the ordinary server.
 
     Call it before any code of the user's is imported: ranks would find its modules as the command left them.
     """
     if METHOD not in multiprocessing.get_all_start_methods() or threading.active_count() > 1:
         return
-    if torch.cuda.is_initialized() or _server()._forkserver_pid is not None:
+    if torch.cuda.is_initialized() or not _is_as_known() or _server()._forkserver_pid is not None:
         return
     resource_tracker.ensure_running()  # by a new interpreter, as ever
     multiprocessing.get_context(METHOD).set_forkserver_preload([FORK_SERVER])
@@ -35,9 +37,10 @@ def begin() -> None:
     util.spawnv_passfds = _forked  # pyright: ignore[reportAttributeAccessIssue]
     try:
         _server().ensure_running()
-        _imported.update(sys.modules)
     finally:
         util.spawnv_passfds = spawned  # pyright: ignore[reportAttributeAccessIssue]
+    if not _imported:  # another Python has started it in another way, with less than ranks need
+        _server()._stop()
 
 
 def end() -> None:
@@ -53,6 +56,18 @@ def end_without(needed: Iterable[str]) -> None:
         end()
 
 
+def _is_as_known() -> bool:
+    """Whether this Python's fork server has the parts that are used here; they are its own, and may change."""
+    try:
+        server, spawn = _server(), util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue]
+        parameters = list(signature(spawn).parameters)
+        parts = (server._stop, server._lock.acquire, server.ensure_running)
+        is_callable = all(callable(part) for part in parts)
+        return is_callable and parameters == ["path", "args", "passfds"] and hasattr(server, "_forkserver_pid")
+    except (AttributeError, ImportError, ValueError):
+        return False
+
+
 def _server() -> Any:
     from multiprocessing import forkserver  # not on Windows
 
@@ -64,6 +79,7 @@ def _forked(path: bytes, arguments: Sequence[str], passed: Iterable[int]) -> int
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
+        _imported.update(sys.modules)
         return pid
     code = 1
     try:

@@ -47,3 +47,36 @@ def test_ranks_are_forked_from_the_command_at_its_beginning() -> None:
 def test_a_new_server_begins_if_a_fork_would_not_do(why: str) -> None:
     program = THREAD + PROGRAM if why == "a thread" else PROGRAM
     assert seen(program, why) == "[('new', '0'), ('new', '1')]"
+
+
+CHANGED = {
+    "no spawnv_passfds": "del util.spawnv_passfds",
+    "other arguments": "util.spawnv_passfds = lambda path, args, passfds, more: 0",
+    "no server": "del forkserver._forkserver",
+    "no _stop": "forkserver._forkserver = SimpleNamespace(_lock=Lock(), _forkserver_pid=None, ensure_running=print)",
+    "no _lock": "forkserver._forkserver = SimpleNamespace(_stop=print, _forkserver_pid=None, ensure_running=print)",
+    "no pid": "forkserver._forkserver = SimpleNamespace(_stop=print, _lock=Lock(), ensure_running=print)",
+    "does not call it": "forkserver._forkserver = SimpleNamespace("
+    "_stop=lambda: None, _lock=Lock(), _forkserver_pid=None, ensure_running=lambda: None)",
+}
+OTHER_PYTHON = """
+import sys
+from multiprocessing import forkserver, util
+from threading import Lock
+from types import SimpleNamespace
+from runtime.distributed import early_server
+
+for change in sys.argv[1:]:
+    before = util.spawnv_passfds, forkserver._forkserver
+    exec(change)
+    early_server.begin()
+    assert not early_server._imported, change
+    util.spawnv_passfds, forkserver._forkserver = before
+    assert forkserver._forkserver._forkserver_pid is None, change
+early_server.begin()
+print(len(early_server._imported) > 0)
+"""
+
+
+def test_another_pythons_fork_server_is_left_alone_in_silence() -> None:
+    assert seen(OTHER_PYTHON, *CHANGED.values()) == "True"
