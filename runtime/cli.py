@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from enum import StrEnum
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -174,6 +176,8 @@ app.command("env", epilog=env.EPILOG)(env.env_command)
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for × and ·
     app(prog_name="meshwright", obj=PROCESS)
 
 

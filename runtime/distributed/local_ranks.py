@@ -181,6 +181,7 @@ def _context() -> Any:
     method = early_server.METHOD if early_server.METHOD in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == early_server.METHOD:
+        early_server.check_directory()
         slow = [name for name in sys.modules if _is_slow_to_import(name)]
         early_server.end_without(filter(_is_model_file, slow))
         context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])
