@@ -79,7 +79,8 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
                 _hand_axes(stage, context, node)
                 node.args = (*node.args, node.meta["val"].shape[node.args[2]])
             if node.target in exchange.OF_TOKENS:
-                node.args = (node.args[0], node.all_input_nodes[-1])  # which token a row has is known by then
+                dtype = node.args[4:] if node.target is exchange.combine else ()
+                node.args = (node.args[0], node.all_input_nodes[-1], *dtype)  # by then a row's token is known
             node.target = BECOMES[node.target]
 
 

@@ -8,7 +8,7 @@
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
     rows = dispatch_tokens(x, token, here)    [n, …]        rows that are copies of tokens: each goes once to a rank
-    y = combine(rows, token, here, t)         [t, …]        of each token the sum of its rows
+    y = combine(rows, token, here, t, dtype)         [t, …]        of each token the sum of its rows
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
     own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
@@ -61,9 +61,9 @@ def dispatch_tokens(tokens: Tensor, token: Tensor, here: Tensor) -> Tensor:
     return tokens.index_select(0, token)
 
 
-def combine(rows: Tensor, token: Tensor, here: Tensor, num_tokens: int) -> Tensor:
-    """The sums of the results of the rows of each token."""
-    return rows.new_zeros(num_tokens, *rows.shape[1:]).index_add(0, token, rows)
+def combine(rows: Tensor, token: Tensor, here: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """The sums of the results of the rows of each token, in ``dtype``."""
+    return rows.new_zeros(num_tokens, *rows.shape[1:]).index_add(0, token, rows).to(dtype)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Tensor) -> Tensor:

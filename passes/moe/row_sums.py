@@ -2,6 +2,8 @@
 
 rows [n, h] by expert → (· w) → in the order of the pairs → [t, k, h] → (· w) → Σ over k         or w @ rows
                       → (· w) → added at the tokens of the rows
+
+Weights may be wider than the rows, as float32 beside bfloat16, if the sum is cast back to the rows' dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.groups import CASTS, RESHAPES
+from passes.program.walks import readers, walk
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,19 @@ def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
         if step is None:
             return None
         found, node = step, user
-    return found if found.end is not rows else None
+    is_whole = found.end is not rows and (
+        found.end.meta["val"].dtype == rows.meta["val"].dtype or _is_cast(found, rows)
+    )
+    return found if is_whole else None
+
+
+def _is_cast(found: RowSum, rows: fx.Node) -> bool:
+    """Whether a sum that is wider than the rows is read in their dtype alone, and is a sum of them alone."""
+    seen = list(walk([found.end], readers, stop=lambda n: n is not found.end and n.target not in RESHAPES))
+    ends = [n for n in seen if n is not found.end and n.target not in RESHAPES]
+    has_base = found.base is not None and any(isinstance(n, fx.Node) for n in tree_leaves(found.base.args))
+    dtype = rows.meta["val"].dtype
+    return not has_base and all(n.target in CASTS and n.meta["val"].dtype == dtype for n in ends)
 
 
 def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
@@ -84,13 +101,14 @@ def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowS
 
 
 def _weight(node: fx.Node, user: fx.Node, num_rows: int) -> fx.Node | None:
-    """The factor of ``node``, one number for each row, that keeps its shape and dtype."""
+    """The factor of ``node``, one number for each row, that keeps its shape and rounds it to no narrower dtype."""
     if user.target is not aten.mul.Tensor or len(user.all_input_nodes) != 2:
         return None
     (weight,) = (n for n in user.all_input_nodes if n is not node)
     shape, own = shape_of(node), shape_of(weight)
     leads = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == num_rows]
-    same = shape_of(user) == shape and user.meta["val"].dtype == node.meta["val"].dtype
+    dtype = user.meta["val"].dtype
+    same = shape_of(user) == shape and torch.promote_types(dtype, node.meta["val"].dtype) == dtype
     return weight if same and any(own == shape[:d] + (1,) * (len(shape) - d) for d in leads) else None
 
 

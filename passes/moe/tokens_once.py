@@ -4,8 +4,8 @@
     w · give_back(rows, here), in the order of
     the pairs, summed over a token's choices          →   combine(rows · dispatch(w, here), token, here, t)
 
-A layer that sums otherwise, or weights in another dtype than that of the rows, returns row by row; one with values that
-are no copies of tokens sends row by row.
+Weights that are wider than the rows make products and sums so wide; the sums travel in the rows' dtype. A layer that
+sums otherwise returns row by row; one with values that are no copies of tokens sends row by row.
 """
 
 from __future__ import annotations
@@ -96,16 +96,18 @@ class _Layer:
         """The results of experts, weighted there, summed by token."""
         rows: Any
         rows, here = back.args
-        end, size = found.end, self.num_tokens
+        end, size, dtype = found.end, self.num_tokens, rows.meta["val"].dtype
         build = Builder(self.graph, end, end)
         for weight in self._weights(build, found):
             sent = build.call(exchange.dispatch, weight, here, val=weight.meta["val"], domain=ROWS)
             shape = [self.routing.num_rows, *(1 for _ in shape_of(rows)[1:])]
             sent = build.call(aten.reshape.default, sent, shape, domain=ROWS)
             rows = build.call(aten.mul.Tensor, rows, sent, domain=ROWS)
-        val = torch.empty(size, *shape_of(rows)[1:], dtype=rows.meta["val"].dtype, device="meta")
-        whole = build.call(exchange.combine, rows, token, here, size, val=val)
+        val = torch.empty(size, *shape_of(rows)[1:], dtype=dtype, device="meta")
+        whole = build.call(exchange.combine, rows, token, here, size, dtype, val=val)
         whole = build.call(aten.reshape.default, whole, list(shape_of(end)))
+        if end.meta["val"].dtype != dtype:
+            whole = build.call(aten.to.dtype, whole, end.meta["val"].dtype)
         whole = whole if found.base is None else build.call(aten.add.Tensor, found.base, whole)
         end.replace_all_uses_with(whole)
         erase_unread(self.graph, [end])

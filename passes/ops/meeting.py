@@ -96,11 +96,13 @@ def dispatch_tokens(tokens: Tensor, here: Meeting) -> Tensor:
     return came if here.to_parts is None else experts.spread_rows(came, here.to_parts, here.etp)
 
 
-def combine(rows: Tensor, here: Meeting) -> Tensor:
-    """The results of rows → [t, …]: of each token the sum of those that this tp rank sent."""
+def combine(rows: Tensor, here: Meeting, dtype: torch.dtype) -> Tensor:
+    """The results of rows → [t, …]: of each token the sum of those that this tp rank sent. All that is sent is in
+    ``dtype``, which may be narrower than the rows."""
     assert here.tokens is not None
-    whole = rows if here.to_parts is None else experts.gather_in(rows, here.to_parts, here.etp)
-    return collect(whole, here.tokens, here.ep)
+    if here.to_parts is not None:
+        rows = experts.gather_in(rows.to(dtype), here.to_parts, here.etp)
+    return collect(rows, here.tokens, here.ep, dtype)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:

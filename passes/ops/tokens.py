@@ -12,7 +12,7 @@ Of the rows (token, choice) themselves only places travel, once a layer: which o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -45,30 +45,31 @@ def spread(tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
     return Way.apply(tokens, way, axis, _spread, _collect)
 
 
-def collect(rows: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
-    """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks."""
-    return Way.apply(rows, way, axis, _collect, _spread)
+def collect(rows: Tensor, way: TokenWay, axis: AxisHandle, dtype: torch.dtype) -> Tensor:
+    """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks. Sums that are
+    sent are rounded to ``dtype``, and gradients have it on their way too."""
+    return Way.apply(rows, way, axis, partial(_collect, dtype=dtype), partial(_spread, dtype=rows.dtype))
 
 
-def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
+def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str, dtype: torch.dtype | None = None) -> Tensor:
     for hop in way.hops:
         tokens = exchanged(tokens.index_select(0, hop.chosen), hop.sent, hop.received, axis, phase)
-    return tokens.index_select(0, way.places)
+    return tokens.index_select(0, way.places).to(dtype or tokens.dtype)
 
 
-def _collect(rows: Tensor, way: TokenWay, axis: AxisHandle, phase: str) -> Tensor:
-    came, places = rows, way.places
+def _collect(rows: Tensor, way: TokenWay, axis: AxisHandle, phase: str, dtype: torch.dtype | None = None) -> Tensor:
+    came, places, dtype = rows, way.places, dtype or rows.dtype
     for hop in reversed(way.hops):
-        summed = _summed(came, places, sum(hop.received))
+        summed = _summed(came, places, sum(hop.received), dtype)
         came, places = exchanged(summed, hop.received, hop.sent, axis, phase, back=True), hop.chosen
-    return _summed(came, places, way.num_tokens)
+    return _summed(came, places, way.num_tokens, dtype)
 
 
-def _summed(rows: Tensor, places: Tensor, size: int) -> Tensor:
-    """[size, …]: the sum of the rows of each place, rounded once. In one order on every device."""
+def _summed(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[size, …]: the sum of the rows of each place, rounded once, to ``dtype``. In one order on every device."""
     wide = widened(rows)
     total = wide.new_zeros(size, *rows.shape[1:])
-    return total.index_put_((places,), wide, accumulate=True).to(rows.dtype)
+    return total.index_put_((places,), wide, accumulate=True).to(dtype)
 
 
 # ---- which tokens go where

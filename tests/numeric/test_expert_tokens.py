@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from planner.tables.experts import ONCE_TO_A_NODE, ONCE_TO_A_RANK, ROWS
 from tests.models import experts, hugging_face, sorted_experts
 from tests.numeric.test_expert_layouts import batch_of, built, check, family
 from tests.tools.captures import plan_again
 from tests.tools.paths import ROOT
-from tests.tools.simulated_mesh import spec_of
+from tests.tools.simulated_mesh import run_mesh, spec_of
 
 NODES_OF_TWO = str(ROOT / "tests/models/nodes_of_two.yaml")
 OVER_NODES = {"dp": 4, "ep": 4}
@@ -76,9 +77,53 @@ def test_a_family_over_nodes(name, more):
     check(lambda: family(name), batch, OVER_NODES, 1e-5, 1e-5, cluster=NODES_OF_TWO, **more)
 
 
-def test_weights_of_another_dtype_than_the_rows_return_row_by_row():
-    """Sums would be in the greater of both. The weights of Mixtral are float32, those of Qwen have the rows' dtype."""
-    batch = {key: x.repeat(4, 1)[:8] for key, x in hugging_face.batch("mixtral").items()}
+class Wide(sorted_experts.Sorting):
+    """Weights of at least float32, as of most families. ``scale``: of sums before they have the rows' dtype again."""
+
+    def __init__(self, way: sorted_experts.Way = sorted_experts.by_places, scale: float = 1.0) -> None:
+        super().__init__(way)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        scores = self.gate(flat).to(torch.promote_types(x.dtype, torch.float32))
+        y = self.way(self, flat, *scores.softmax(-1).topk(self.top_k, -1)).view_as(x)
+        return (y if self.scale == 1.0 else y * self.scale).to(x.dtype)
+
+
+def in_half(dtype: torch.dtype, **given) -> nn.Module:
+    return built(partial(Wide, **given)).to(torch.bfloat16).to(dtype)
+
+
+def errors(
+    loss: Tensor, gradients: dict[str, Tensor], truth: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Of the loss, and of all gradients together."""
+    truth.zero_grad()
+    true = truth(**batch)
+    true.backward()
+    wrong = [(gradients[name].double() - p.grad).norm() for name, p in truth.named_parameters()]
+    return (loss.double() - true.detach()).abs(), torch.stack(wrong).norm()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", [sorted_experts.by_places, sorted_experts.of_named_tokens], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, OVER_NODES, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}], ids=str)
+def test_wider_weights_lose_no_more_than_in_one_process(mesh, way):
+    batch, make = batch_of(8), partial(in_half, torch.bfloat16, way=way)
+    ran = run_mesh(make, batch, mesh, cluster=NODES_OF_TWO)
+    assert all(row.sends.startswith("tokens, once") and "back" not in row.sends for row in ran.plan.experts)
+    alone, truth = make(), in_half(torch.float64, way=way)
+    loss = alone(**batch)
+    loss.backward()
+    _, by_one = errors(loss.detach(), {name: p.grad for name, p in alone.named_parameters()}, truth, batch)
+    of_loss, by_ranks = errors(ran.loss, ran.gradients, truth, batch)
+    assert by_ranks <= 1.5 * by_one
+    assert of_loss < 2e-2
+
+
+def test_sums_that_are_read_in_their_wider_dtype_return_row_by_row():
+    """Rounded on the way they would be other sums."""
     given = {"precision": {"parameters": "bfloat16"}}
-    found = {name: sends_of(family(name), batch, {"dp": 4, "ep": 2}, **given) for name in ("mixtral", "qwen3_moe")}
-    assert found == {"mixtral": {f"{ONCE_TO_A_RANK}; rows back"}, "qwen3_moe": {ONCE_TO_A_RANK}}
+    found = [sends_of(in_half(torch.bfloat16, scale=x), batch_of(4), {"dp": 2, "ep": 2}, **given) for x in (1.0, 0.5)]
+    assert found == [{ONCE_TO_A_RANK}, {f"{ONCE_TO_A_RANK}; rows back"}]

@@ -57,7 +57,7 @@ def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
         assert len(meeting.ids_of(here, 2 * TOKENS)) == len(rows)
         weights = torch.ones(EXPERTS // ep, WIDTH, WIDTH, requires_grad=True)
         made = meeting.grouped_mm(rows, weights, here)
-        back = meeting.combine(made, here) if nodes else meeting.give_back(made, here)
+        back = meeting.combine(made, here, made.dtype) if nodes else meeting.give_back(made, here)
         back.backward(torch.ones_like(back))
     groups.close()
     return watch.sights

@@ -74,7 +74,7 @@ def test_tokens_that_go_once_to_a_rank_compute_what_one_process_computes(seed, l
         w = meeting.dispatch(p.reshape(-1)[order], here)
         rows = meeting.dispatch_tokens(tokens, here)
         part = torch.cat([r @ m for r, m in zip(rows.split(here.sizes), own, strict=True)]) / etp
-        out = meeting.combine(part.tanh() * w[:, None], here)
+        out = meeting.combine(part.tanh() * w[:, None], here, part.dtype)
         out.backward(torch.ones_like(out) * (1 + torch.arange(3)))
         whole = torch.zeros(ep, EXPERTS // ep, 3, 3, dtype=torch.float64)
         whole[axis.rank] = grad_of(own)
