@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import getitem
 
 from torch import fx
 
@@ -132,7 +133,7 @@ def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region]
 def _parts(
     block: Block, scope: Collection[str], decisions: Decisions, on_batch: Collection[fx.Node]
 ) -> list[tuple[str, list[fx.Node]]]:
-    calls = decisions.calls_of(block)
+    calls = _with_items(decisions.calls_of(block))
     if not scope:
         return [(LAYER, calls)] if calls else []
     found, layers = parts_of(calls, on_batch), layers_of(calls, decisions.experts.layers)
@@ -140,7 +141,15 @@ def _parts(
         rest = next((nodes for part, nodes in found if part == REST), [])
         found = [(part, nodes) for part, nodes in found if part != REST]
         found += [(WHOLE, rest)] if WHOLE in scope else expert_parts_of(rest, layers, on_batch)
-    return [(part, nodes) for part, nodes in found if part in scope and nodes]
+    found = [(part, _with_items(nodes)) for part, nodes in found if part in scope]
+    return [(part, nodes) for part, nodes in found if nodes]
+
+
+def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The items of a list are taken where the list is made: tensors cross borders, lists do not."""
+    inside = set(nodes)
+    inside -= {node for node in nodes if node.target is getitem and node.all_input_nodes[0] not in inside}
+    return sorted(inside | {user for node in inside for user in node.users if user.target is getitem})
 
 
 def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decisions) -> Refusal | None:

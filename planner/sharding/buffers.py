@@ -211,13 +211,11 @@ def buffers_of_rank(
     """The buffers of one rank's parameters, in the model's order. ``sizes``: of the axes that gradients are reduced
     over.
 
-    ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 on a rank with a parameter of half
-    precision, else of the parameter's dtype. ``rules``: left out, that of the section for all.
+    ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 for parameters of half precision,
+    else of the parameter's own dtype. ``rules``: left out, that of the section for all.
     ``units``: of parameters that share a bucket (planner.sharding.visits), with zero 2 and 3.
     """
-    held, rules = list(held), rules or UpdateRules(optimizer.name)
-    if gradients is None and any(p.dtype in LOW_PRECISION for p in held):
-        gradients = "float32"
+    rules = rules or UpdateRules(optimizer.name)
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
     for p in held:
         if not p.requires_grad and optimizer.planned_zero == 3:
@@ -233,7 +231,8 @@ def buffers_of_rank(
         is_frozen = not members[0].requires_grad
         if members[0].tied_stages and not is_frozen:  # stages list them in other orders; layouts are to be equal
             members = tuple(sorted(members, key=lambda p: p.fqn))
-        dtype = getattr(torch, gradients) if gradients else members[0].dtype
+        own = torch.float32 if members[0].dtype in LOW_PRECISION else members[0].dtype
+        dtype = getattr(torch, gradients) if gradients else own
         if units is not None and members[0].tied_stages and not is_frozen:
             units = {**units, **{p.fqn: p.fqn for p in members}}  # stages read them at other places
         layout = _layout(optimizer, sizes[members[0].reduced_over], members, units)

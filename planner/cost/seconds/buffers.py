@@ -17,8 +17,6 @@ from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.spec.spec import Spec
 from planner.spec.update_rules import moments_of
 
-LOW = ("bfloat16", "float16")
-
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
@@ -107,7 +105,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
     groups: dict[tuple[str, str, tuple[str, ...], bool, str, str], _Sums] = {}
-    frozen, low = 0, False
+    frozen = 0
     held: list[tuple[HeldParameter, int, bool]] = []
     for first, end in chunks:
         for unit in work.units[first:end]:
@@ -121,7 +119,6 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
             count = 1 if item.held.is_trainable else times
             held.append((item.held, count, any(item.is_in(*chunk) for chunk in others)))
     for p, count, tied in held:
-        low |= p.dtype in LOW
         if not p.is_trainable:
             shards = layout.mesh.size(p.reduced_over) if layout.zero == 3 else 1
             frozen += -(-p.elements * p.itemsize * count // shards)
@@ -131,7 +128,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
         sums.elements += p.starts * count
         for number, *shape in p.matrices:
             sums.matrices[tuple(shape)] += number * count
-    asked = spec.precision.gradients or ("float32" if low else None)
+    asked = spec.precision.gradients
     buffers = tuple(
         _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, layout, spec)
         for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
@@ -160,7 +157,7 @@ def _buffer(
     num_buckets = max(1, -(-total // size) if size else 1)
     elements = padded(total, end_multiple(num_ranks, alignment))
     main = 8 if dtype == "float64" else 4
-    gradient = SIZES[asked] if asked else itemsize
+    gradient = SIZES[asked] if asked else max(4, itemsize)
     kept = optimizer.ema is not None, len(moments_of(rule, optimizer))
     shard = elements // num_ranks
     matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())

@@ -12,8 +12,10 @@ from passes.regions import Region
 from planner import Plan, PlanError, plan
 from planner.pipeline.schedule import build_schedule
 from planner.regions.static_memory import num_slots, slots_of
+from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.graphed_runs import differences, train_on
 
 aten = torch.ops.aten
 MODELS = ["gpt2", "llama", "bert", "t5", "falcon-new", "gptj", "relative-bias", "matmul", "parallel", "torch-encoder"]
@@ -182,3 +184,39 @@ def test_a_slot_is_one_microbatch_s_from_its_forward_to_its_backward(kind, pp, v
             counts.append((microbatches, num_slots(slots)))
     by_count = [[slots for count, slots in counts if count == n] for n in (16, 64, 256)]
     assert kind == "gpipe" or by_count[0] == by_count[1] == by_count[2]
+
+
+class SplitOverParts(nn.Module):
+    """A block of which one split gives attention its operands and the rest its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.out, self.down = nn.Linear(16, 64), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *heads, gate = self.given(x).split(16, -1)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in heads)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(gate))
+
+
+class SplitModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(SplitOverParts(), SplitOverParts())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+@pytest.mark.parametrize("scope", [["attn"], ["mlp"]], ids=str)
+def test_of_a_list_that_two_parts_read_the_items_cross_the_border(scope):
+    spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [8, 16], "dtype": "float64"}}}
+    runs = []
+    for sections in ({}, {"cuda_graphs": {"impl": "emulate", "scope": scope}}):
+        torch.manual_seed(0)
+        with Engine(plan(SplitModel().double(), {**spec, **sections})) as engine:
+            runs.append(train_on(engine, [{"x": torch.randn(4, 8, 16, dtype=torch.float64)} for _ in range(2)]))
+            rows = engine.plan.graph_regions
+    assert all(row.captured and len(row.outputs) == 1 + (scope == ["attn"]) for row in rows)
+    assert differences(*runs) == []

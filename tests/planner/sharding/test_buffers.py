@@ -50,14 +50,22 @@ def test_one_buffer_for_each_dtype_and_each_set_of_sums():
         ([torch.float16], None, [SINGLE]),
         ([HALF, SINGLE], None, [SINGLE, SINGLE]),
         ([SINGLE, DOUBLE], None, [SINGLE, DOUBLE]),
+        ([DOUBLE, HALF], None, [DOUBLE, SINGLE]),
         ([HALF], "bfloat16", [HALF]),
         ([SINGLE, HALF], "bfloat16", [HALF, HALF]),
     ],
 )
-def test_gradients_are_as_asked_else_float32_beside_half_precision(dtypes, asked, expected):
+def test_gradients_are_as_asked_else_of_their_parameters_but_float32_at_least(dtypes, asked, expected):
     buffers = buffers_of_rank(0, [held(str(i), d) for i, d in enumerate(dtypes)], OptimizerSpec(), {"dp": 1}, asked)
     assert [b.gradient_dtype for b in buffers] == expected
     assert [b.main_dtype for b in buffers] == [DOUBLE if d == DOUBLE else SINGLE for d in dtypes]
+
+
+def test_a_frozen_parameter_of_half_precision_changes_no_gradient():
+    (buffer,) = buffers_of_rank(
+        0, [held("a", DOUBLE), held("b", HALF, requires_grad=False)], OptimizerSpec(), {"dp": 1}
+    )
+    assert buffer.gradient_dtype == DOUBLE
 
 
 @given(st.permutations("abcde"), st.permutations("abcde"))
