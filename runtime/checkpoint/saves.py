@@ -199,19 +199,6 @@ def _written(save: Path) -> str:
     return "at an unknown time"
 
 
-def newest_intact(directory: str | PathLike[str]) -> tuple[Path | None, list[PlanError]]:
-    """The save to resume from, verified; and why newer ones were skipped."""
-    candidates, skipped = by_newest(directory)
-    for save in candidates:
-        try:
-            verify(save)
-        except PlanError as error:
-            skipped.append(error)
-        else:
-            return save, skipped
-    return None, skipped
-
-
 def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -> list[Path]:
     """Remove all but the last ``keep`` saves of a line; the save that ``latest`` names stays. For the owner of the
     directory.

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner import Captured, Plan, capture, plan
-from planner.capture.kept import sources
+from planner.capture.kept.sources import our_sources
 from planner.capture.kept.values import Uncertain
 from planner.captured import dtype_of, inputs_of
 from planner.search.winner import spec_to_capture
@@ -104,14 +104,14 @@ def _facts() -> list[Any]:
     models = sorted([*(ROOT / "tests" / "models").glob("*.py"), *(ROOT / "examples").glob("*.py")])
     versions = [sys.version, torch.__version__, torch.version.git_version]
     installed = sorted(f"{found.name} {found.version}" for found in distributions())
-    return [sources.our_sources(), installed, versions, *map(_content, map(str, models))]
+    return [our_sources(), installed, versions, *map(_content, map(str, models))]
 
 
 def _files(model: nn.Module) -> list[str]:
     """Where its classes are written, but for installed packages."""
     modules = {type(module).__module__ for module in model.modules()}
     files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in modules}
-    return sorted(file for file in files if file.startswith(f"{ROOT}/") and not sources._is_installed(file))
+    return sorted(file for file in files if file.startswith(f"{ROOT}/") and "/site-packages/" not in file)
 
 
 @cache

@@ -11,17 +11,32 @@ from typing import Any
 
 import torch
 
+from passes.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.pieces import WrittenPiece
 from runtime.checkpoint.saver import Content, write_save
+from runtime.checkpoint.saves import by_newest, verify
 from runtime.distributed.groups import Groups
 from tests.tools.limits import HANG_SECONDS
 
 WRITES = ("open", "os.", "shutil.", "tempfile.", "ctypes.call_function")  # audit events of what changes a file system
 KILLED = 9
 LINE = Line(id="a" * 32)
+
+
+def newest_intact(directory: Path) -> tuple[Path | None, list[PlanError]]:
+    """The first save that a run can resume from, and why those before it are skipped."""
+    candidates, skipped = by_newest(directory)
+    for save in candidates:
+        try:
+            verify(save)
+        except PlanError as error:
+            skipped.append(error)
+        else:
+            return save, skipped
+    return None, skipped
 
 
 def content(step: int, value: float, line: Line = LINE) -> Content:

@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from planner import PlanError, plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.saves import newest_intact, resolve, saves_in, verify
+from runtime.checkpoint.saves import resolve, saves_in, verify
 from runtime.cli import app
 from runtime.engine import Engine
 from tests.models import families
 from tests.tools.laboratory import Case, Lab, spec_of
 from tests.tools.resumed import same_state, save_twice, state_of, steps
+from tests.tools.small_saves import newest_intact
 
 pytestmark = pytest.mark.slow
 ONE = Case("gpt", {"dp": 1})

@@ -14,7 +14,7 @@ import pytest
 
 from planner import PlanError
 from runtime.checkpoint.manifest import json_of
-from runtime.checkpoint.saves import check_writable, newest_intact, owned, prune, resolve, saves_in, verify
+from runtime.checkpoint.saves import check_writable, owned, prune, resolve, saves_in, verify
 from runtime.fuzz.forks import in_fork
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
@@ -26,7 +26,7 @@ from tests.tools.resumed import (
     tied_copies,
     train_and_save,
 )
-from tests.tools.small_saves import save
+from tests.tools.small_saves import newest_intact, save
 
 FULL = "cannot write the checkpoint: File too large"
 

@@ -19,10 +19,10 @@ import xxhash
 
 from planner import PlanError
 from runtime.checkpoint.manifest import MANIFEST, MAX_BYTES
-from runtime.checkpoint.saves import newest_intact, verify
+from runtime.checkpoint.saves import verify
 from runtime.fuzz.forks import in_fork
 from tests.tools.checkpoints import Own, own_engine
-from tests.tools.small_saves import save
+from tests.tools.small_saves import newest_intact, save
 
 NUM_MUTANTS, MEMORY, SECONDS = 500, 1 << 30, 10.0  # of the processor: other programs may run beside it
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint.saves import newest_intact, owned, resolve, saves_in, verify
+from runtime.checkpoint.saves import owned, resolve, saves_in, verify
 from runtime.fuzz.forks import ForkError, in_fork
 from tests.tools.laboratory import Case, Lab
 from tests.tools.resumed import die_in_a_save
-from tests.tools.small_saves import die_before, num_operations, save
+from tests.tools.small_saves import die_before, newest_intact, num_operations, save
 
 
 def count(directory: Path, step: int) -> int:
