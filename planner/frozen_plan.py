@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from os import PathLike
@@ -74,9 +75,7 @@ class Plan(Tables):
     def at_length(self, length: int) -> Plan:
         """The plan of one of ``lengths``. Raises PlanError if it is none of them, or the plan was loaded from JSON."""
         known = [row.length for row in self.lengths]
-        if length not in known:
-            told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
-            raise PlanError(f"the plan has no length {length}: {told}", where="--length", fix="name one of its lengths")
+        check_length(length, known)
         if len(self.of_all_lengths) < len(known):
             raise PlanError("a plan loaded from JSON has the tables of its longest length alone", fix="plan again")
         return self.of_all_lengths[known.index(length)]
@@ -177,6 +176,13 @@ class Plan(Tables):
                 fix=_AGAIN,
             )
         return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))
+
+
+def check_length(length: int, known: Sequence[int]) -> None:
+    """Raise PlanError for a length that is none of the ``known`` ones of a plan."""
+    if length not in known:
+        told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
+        raise PlanError(f"the plan has no length {length}: {told}", where="--length", fix="name one of its lengths")
 
 
 def _of_stored(stored: Stored) -> Plan:

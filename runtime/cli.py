@@ -71,6 +71,7 @@ def plan_command(
     from planner import plan
     from planner.capture.model.reference import load_model
     from planner.capture.model.with_adapters import named
+    from planner.frozen_plan import check_length
     from planner.spec.spec import Spec
 
     model = named(model, peft)
@@ -78,7 +79,10 @@ def plan_command(
     if length is not None and format is PlanFormat.pt:
         fix = "leave out --length: the file has all lengths"
         raise PlanError("--length selects tables to print", where="--length", fix=fix)
-    result = plan(load_model(model), Spec.load(spec))
+    asked = Spec.load(spec)
+    if length is not None:
+        check_length(length, asked.lengths)
+    result = plan(load_model(model), asked)
     result = result if length is None else result.at_length(length)
     if passes:
         from planner.lower import passes_text

@@ -16,6 +16,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +37,22 @@ from runtime.distributed.loopback import stay_on_one_host
 from runtime.distributed.signatures import Signer
 
 NONE = ""  # in place of a file: each rank plans by itself
+TIMEOUT_SECONDS = 600.0
 _SAME = "build the same model in every process: from the spec's seed, without regard to the rank"
+
+
+@dataclass
+class Planned:
+    """``model``: None for a saved plan. ``directory``: of the file by which ranks of this host got the plan."""
+
+    plan: Plan
+    model: nn.Module | None
+    directory: TemporaryDirectory[str] | None = None
+
+    def forget_file(self) -> None:
+        """Once all ranks have read it."""
+        if self.directory is not None:
+            self.directory.cleanup()
 
 
 @contextmanager
@@ -76,34 +92,39 @@ def read_shared(file: str, model: nn.Module, spec: Spec) -> Plan:
     return found
 
 
-def planned(
-    model: nn.Module, spec: Spec, plan: Callable[[], Plan], file: str | None, timeout_seconds: float
-) -> tuple[Plan, TemporaryDirectory[str] | None]:
-    """The plan of a rank. ``file``: that of the launcher; None if there was none: then the first rank of each host
-    plans, and gets the directory of its file, to remove when all ranks have read it. ``plan`` captures ``model`` here.
+def planned(model: nn.Module, spec: Spec, file: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Planned:
+    """The plan of the launcher, or of a rank. ``file``: that of the launcher; None if there was none: then the first
+    rank of each host plans, and gets the directory of its file, to remove when all ranks have read it.
     """
     if file:
-        return read_shared(file, model, spec), None
+        return Planned(read_shared(file, model, spec), model)
     place = launched(os.environ)
     if file == NONE or place.world_size == 1 or place.local_rank is None or place.local_world_size == 1:
-        return plan(), None
+        return Planned(_planned_here(model, spec), model)
     stay_on_one_host()
     timeout = timedelta(seconds=timeout_seconds)
     store = next_store(known_rank(place), place.world_size, timeout)
     if place.local_rank == 0:
-        return _lead(store, plan)
+        return _lead(store, model, spec)
     told = _told(store, timeout)
-    return (plan() if told is None else read_shared(told, model, spec)), None
+    return Planned(_planned_here(model, spec) if told is None else read_shared(told, model, spec), model)
 
 
-def _lead(store: Store, plan: Callable[[], Plan]) -> tuple[Plan, TemporaryDirectory[str]]:
+def _planned_here(model: nn.Module, spec: Spec) -> Plan:
+    # not above: a rank that is given a plan starts in half the time without the planner and torch.export
+    from planner.api import plan
+
+    return plan(model, spec)
+
+
+def _lead(store: Store, model: nn.Module, spec: Spec) -> Planned:
     directory, file, key = TemporaryDirectory(), NONE, _key()
     try:
-        made = plan()
+        made = _planned_here(model, spec)
         file = _written(made, directory.name)
     finally:  # others of this host wait; after an error each plans, and raises it too
         store.set(key, Signer.of(os.environ).signed(key, file))
-    return made, directory
+    return Planned(made, model, directory)
 
 
 def _told(store: Store, timeout: timedelta) -> str | None:

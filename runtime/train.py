@@ -15,13 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from passes.errors import PlanError
+from planner.capture.model.hub_format import hub_format
 from planner.capture.model.reference import import_packages, pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from runtime.audit.audit import check_audit
 from runtime.checkpoint.adapters_load import check_adapters
-from runtime.checkpoint.adapters_save import adapted_of
+from runtime.checkpoint.adapters_save import adapted_in, adapted_of
 from runtime.checkpoint.manifest import MANIFEST
 from runtime.checkpoint.merged_save import check_merge
 from runtime.checkpoint.pretrained_load import check_pretrained
@@ -34,13 +37,13 @@ from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.distributed.same_options import require_same_options
 from runtime.report.step_row import StepRow
-from runtime.shared_plan import shared
-from runtime.training.data import check_source, run_data
+from runtime.shared_plan import Planned, shared
+from runtime.training.data import check_roles, check_source, check_validation, run_data
 from runtime.training.job import AUTO, OWN, PLACES, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
-from runtime.training.planned import Planned, plan_of
-from runtime.training.samples import Samples
+from runtime.training.planned import plan_of
+from runtime.training.samples import Samples, check_samples
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -98,10 +101,15 @@ def _checked(
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
+    check_roles(spec)
+    check_validation(job, spec)
+    check_samples(job, spec)
+    _check_directories(job)
     if is_command:
         import_packages(job.model)
         early_server.begin()
-    made = plan_of(job, spec)
+    check_outputs(job)  # runs the file of a callback
+    made = plan_of(job, spec, lambda model: _check_model(job, model))
     decided = made.plan
     if spec.audit.every is not None:
         check_audit(decided)
@@ -111,25 +119,33 @@ def _checked(
     run_data(job, spec, decided)
     Samples(job, spec, decided, leads=False)
     world_size = num_ranks_of(decided, spec, num_ranks)
-    check_outputs(job)
     if show_plan is not None:
         show_plan(decided)
     return world_size, made
 
 
-def _check_adapters(job: Job, decided: Plan) -> None:
-    """Raise PlanError for options about adapters that do not go together, or adapters that do not fit the plan."""
-    for directory in (job.save_adapters, job.save_merged):
-        if directory is not None:
-            adapted_of(decided)
-            check_writable(directory)
-    if job.save_merged is not None:
-        check_merge(decided)
-    trained = adapter_directory(job.model)
-    if trained is not None and job.compare:
+def _check_directories(job: Job) -> None:
+    """Raise PlanError for options about adapters that do not go together, or a directory that cannot be written."""
+    if adapter_directory(job.model) is not None and job.compare:
         fix = "leave out --compare, or name the adapter_config.json alone"
         raise PlanError("--compare begins with new adapters, --peft names trained ones", where="--compare", fix=fix)
-    if trained is not None:
+    for directory in filter(None, (job.save_adapters, job.save_merged)):
+        check_writable(directory)
+
+
+def _check_model(job: Job, model: nn.Module) -> None:
+    """Raise PlanError if an option needs adapters that the model does not have."""
+    if job.save_adapters is not None or job.save_merged is not None:
+        adapted_in(hub_format(model))
+
+
+def _check_adapters(job: Job, decided: Plan) -> None:
+    """Raise PlanError for adapters that do not fit the plan."""
+    if job.save_adapters is not None or job.save_merged is not None:
+        adapted_of(decided)
+    if job.save_merged is not None:
+        check_merge(decided)
+    if (trained := adapter_directory(job.model)) is not None:
         check_adapters(decided, trained)
 
 

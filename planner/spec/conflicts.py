@@ -11,6 +11,7 @@ from planner.pipeline.schedule import KINDS
 from planner.pipeline.split import stage_problems
 from planner.spec.fields import AUTO
 from planner.spec.lengths import batch_problems, length_problems, tokens_of
+from planner.spec.roles import TELLING, role_of
 from planner.spec.sections import needs_auto_mesh
 from planner.spec.update_rules import MATRIX_RULES
 
@@ -28,6 +29,7 @@ def conflicts(spec: Spec) -> Iterator[PlanError]:
     if not found:
         yield from _batch_problems(spec)
         yield from _size_problems(spec)
+    yield from _document_problems(spec)
     yield from _recompute_problems(spec)
     yield from _zero_problems(spec)
     yield from _stage_problems(spec)
@@ -65,6 +67,17 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
             f"batch.global = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}",
             where="batch.global",
             fix=f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
+        )
+
+
+def _document_problems(spec: Spec) -> Iterator[PlanError]:
+    is_told = any(role_of(name, spec.data.inputs) in TELLING for name in spec.inputs)
+    if spec.data.packing == "documents" and spec.inputs and not is_told:
+        yield SpecError(
+            "packing: documents needs an input by which the model knows where a document begins, and it has none",
+            where="data.packing",
+            fix="add position_ids or document_ids to inputs (or name one by data: {inputs: {NAME: documents}}), or set "
+            "packing: false to pad each document",
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.capture.model.adapted import Adapted
+from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.hugging_face import offline
 from planner.capture.model.with_adapters import CONFIG
 from planner.frozen_plan import Plan
@@ -38,7 +39,12 @@ _FILE = re.compile(r"adapter_model.*|adapter_config\.json")
 
 def adapted_of(plan: Plan) -> Adapted:
     """Raises PlanError for a plan of a model without adapters."""
-    found = hub_of(plan).adapted
+    return adapted_in(hub_of(plan))
+
+
+def adapted_in(hub: HubFormat) -> Adapted:
+    """Raises PlanError for a model without adapters."""
+    found = hub.adapted
     if found is None:
         raise PlanError(
             "the planned model has no adapters of peft, or the plan was loaded from a file",

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from passes.errors import PlanError
-from planner import plan
-from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler_here
@@ -31,6 +29,7 @@ from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity
 from runtime.evaluation.measures import Cloze, Perplexity
 from runtime.evaluation.rows import RowBatches
 from runtime.evaluation.weights import Weights
+from runtime.shared_plan import Planned, planned, shared
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -38,7 +37,7 @@ TIMEOUT_SECONDS = 7 * 24 * 3600.0
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The options; the same on every rank. ``load``: a save of training, or a directory of saves. ``averaged``: score
-    the running mean of the saved weights."""
+    the running mean of the saved weights. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
 
     model: str
     spec: str
@@ -49,6 +48,7 @@ class Evaluation:
     original_tokens: int | None = None
     load: str | None = None
     averaged: bool = False
+    planned: str | None = None
 
     def read_spec(self) -> Spec:
         """Raises PlanError."""
@@ -68,14 +68,16 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
         require_same_options(asked, own=("model", "spec", "data", "tokenizer"), places=("load",))
         return run_rank(asked)
-    world_size = _checked(asked, num_ranks)
+    world_size, made = _checked(asked, num_ranks)
     if world_size == 1:
-        return run_rank(asked)
-    return launch(run_rank, world_size, asked, timeout_seconds=TIMEOUT_SECONDS)[0]
+        return run_rank(asked, made)
+    with shared(made.plan) as file:
+        del made  # with the model: each rank builds its own
+        return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 
-def _checked(asked: Evaluation, num_ranks: int | None) -> int:
-    """The number of ranks. Raises PlanError for all that can be known to be wrong before a process is started."""
+def _checked(asked: Evaluation, num_ranks: int | None) -> tuple[int, Planned]:
+    """The number of ranks, and the plan. Raises PlanError for all that is known to be wrong before a process starts."""
     spec = asked.read_spec()
     check_backend_here(spec)
     check_compiler_here(spec)
@@ -83,10 +85,10 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> int:
     if is_token_file(Path(asked.data)):
         check_content(Path(asked.data))  # all of it will be read anyway
     asked.weights.check_load()
-    decided = plan(load_model(asked.model), spec)
-    asked.weights.check(decided)
-    _num_rows(asked, spec, decided, tokens)
-    return num_ranks_of(decided, spec, num_ranks)
+    made = planned(asked.weights.model(spec.seed), spec)
+    asked.weights.check(made.plan)
+    _num_rows(asked, spec, made.plan, tokens)
+    return num_ranks_of(made.plan, spec, num_ranks), made
 
 
 def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
@@ -102,17 +104,17 @@ def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> i
     return len(rows_of(tokens, batches, is_cloze=asked.is_cloze, stride=asked.stride))
 
 
-def run_rank(asked: Evaluation) -> Perplexity | Cloze | None:
-    """The evaluation of one rank; the first returns the result."""
+def run_rank(asked: Evaluation, made: Planned | None = None) -> Perplexity | Cloze | None:
+    """The evaluation of one rank; the first returns the result. ``made``: the plan, if this process has it."""
     spec = asked.read_spec()
     asked.weights.check_load()
     tokens = read_tokens(asked.data, asked.tokenizer)
-    model = load_model(asked.model, materialize=asked.weights.are_initial, seed=spec.seed)
     leads = not launched(os.environ).rank
-    decided = plan(model, spec)
-    num_rows = _num_rows(asked, spec, decided, tokens)
-    del model
-    with Engine(decided, mode="evaluate") as engine:
+    made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
+    made.model = None
+    num_rows = _num_rows(asked, spec, made.plan, tokens)
+    with Engine(made.plan, mode="evaluate") as engine:
+        made.forget_file()
         require_same_data(tokens.identity, engine.groups)
         asked.weights.into(engine, leads=leads)
         with _shown(num_rows, enabled=leads) as progress:

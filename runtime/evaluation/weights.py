@@ -6,8 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from passes.errors import PlanError
-from planner.capture.model.reference import pretrained_directory
+from planner.capture.model.reference import load_model, pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters_load import check_adapters
@@ -39,6 +41,10 @@ class Weights:
     def are_initial(self) -> bool:
         """Whether the model has to be built with values."""
         return self.load is None and self.directory is None
+
+    def model(self, seed: int) -> nn.Module:
+        """The model; values that are not in files are real, or drawn when an engine needs them."""
+        return load_model(self.reference, materialize=self.are_initial, seed=seed, values_later=True)
 
     def check_load(self) -> None:
         """Raise PlanError if there is nothing to load."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -22,12 +22,12 @@ SLACK_BYTES = {"activations": 1024}
 SMALLEST_SLACK = 64
 
 
-def held(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]], spec: Spec) -> list[Compared]:
+def held(decided: Plan, batches: Sequence[dict[str, Tensor]], spec: Spec) -> list[Compared]:
     """The memory of this rank in a step, beside its row of the plan."""
     if not is_forecast(decided, spec):
         return []
     of_one_length = batches[:: len(decided.of_all_lengths)]  # from the greatest on
-    return measured(decided, model, [of_one_length[0], of_one_length[-1]]).rows
+    return measured(decided, [of_one_length[0], of_one_length[-1]]).rows
 
 
 def is_forecast(decided: Plan, spec: Spec) -> bool:

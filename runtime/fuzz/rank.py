@@ -112,7 +112,7 @@ def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None,
     """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError if a rank refuses."""
     documents.CALL = 0  # however small they are, documents run block by block
     batches = _batches(spec, decided)
-    memory = held(decided, model, batches, spec)
+    memory = held(decided, batches, spec)
     look = Look(spec, directory)
     make = partial(_kept, model, spec, decided.parameters)
     beside = verify.run_beside(decided, batches, make, look=look, is_local=is_local)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from planner import plan
-from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
 from runtime.compiled.compiler import check_compiler_here
 from runtime.distributed.devices import launched
@@ -21,7 +19,8 @@ from runtime.distributed.same_options import require_same_options
 from runtime.engine import Engine
 from runtime.evaluation.weights import Weights
 from runtime.next_tokens.choice import Choice
-from runtime.next_tokens.texts import codec_of, tokens_of
+from runtime.next_tokens.texts import codec_of, fitted, tokens_of
+from runtime.shared_plan import Planned, planned, shared
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -42,7 +41,7 @@ class Continued:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of
-    ``Engine.generate``."""
+    ``Engine.generate``. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
 
     weights: Weights
     spec: str
@@ -51,6 +50,7 @@ class Generation:
     max_new_tokens: int | None = None
     tokenizer: str | None = None
     cache: bool | None = None
+    planned: str | None = None
 
 
 def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
@@ -65,26 +65,29 @@ def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued]
     spec = Spec.load(asked.spec)
     check_compiler_here(spec)
     asked.weights.check_load()
-    decided = plan(load_model(asked.weights.reference), spec)
-    asked.weights.check(decided)
-    tokens_of(asked.prompts, codec_of(asked.tokenizer), spec, decided, asked.max_new_tokens)
-    world_size = num_ranks_of(decided, spec, num_ranks)
+    fitted(asked.prompts, codec_of(asked.tokenizer), spec, asked.max_new_tokens)
+    made = planned(asked.weights.model(spec.seed), spec)
+    asked.weights.check(made.plan)
+    tokens_of(asked.prompts, codec_of(asked.tokenizer), spec, made.plan, asked.max_new_tokens)
+    world_size = num_ranks_of(made.plan, spec, num_ranks)
     if world_size == 1:
-        return run_rank(asked)
-    return launch(run_rank, world_size, asked, timeout_seconds=TIMEOUT_SECONDS)[0]
+        return run_rank(asked, made)
+    with shared(made.plan) as file:
+        del made  # with the model: each rank builds its own
+        return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 
-def run_rank(asked: Generation) -> list[Continued] | None:
-    """The part of one rank; the first returns the texts."""
+def run_rank(asked: Generation, made: Planned | None = None) -> list[Continued] | None:
+    """The part of one rank; the first returns the texts. ``made``: the plan, if this process has it."""
     spec = Spec.load(asked.spec)
     asked.weights.check_load()
-    model = load_model(asked.weights.reference, materialize=asked.weights.are_initial, seed=spec.seed)
-    decided, leads = plan(model, spec), not launched(os.environ).rank
-    del model
+    made, leads = made or planned(asked.weights.model(spec.seed), spec, asked.planned), not launched(os.environ).rank
+    made.model = None
     codec, choice = codec_of(asked.tokenizer), asked.choice
-    sequences, count = tokens_of(asked.prompts, codec, spec, decided, asked.max_new_tokens)
+    sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
     end = codec.tokenization.special.get("end")
-    with Engine(decided, mode="evaluate") as engine:
+    with Engine(made.plan, mode="evaluate") as engine:
+        made.forget_file()
         asked.weights.into(engine, leads=leads)
         found = engine.generate(sequences, count, stop=() if end is None else end, cache=asked.cache, **asdict(choice))
     if not leads:

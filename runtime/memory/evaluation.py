@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from torch import Tensor
 
@@ -27,10 +28,13 @@ KEPT = "keys and values"
 ALLOWED = {"parameters": 0.01, "activations": 0.03, "whole": 0.03, KEPT: 0.01}
 
 
-def measured_evaluation(decided: Plan, batch: dict[str, Tensor]) -> list[Compared]:
-    """The rows of this rank, on the CPU or the device that the launcher gave it."""
+def measured_evaluation(decided: Plan, batch: dict[str, Tensor], weights: Path | None = None) -> list[Compared]:
+    """The rows of this rank, on the CPU or the device that the launcher gave it. ``weights``: a directory that the
+    engine reads first."""
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided, mode="evaluate") as engine:
+        if weights is not None:
+            engine.load_pretrained(weights)
         engine.evaluate(batch)
         row = decided.evaluation_memory()[engine.mesh.pp_rank]
         most = _live(engine, engine.executor, batch)

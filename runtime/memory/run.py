@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from planner import plan
-from planner.capture.model.reference import load_model
+from planner.capture.model.reference import load_model, pretrained_directory
 from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -29,6 +29,7 @@ from runtime.engine import Engine
 from runtime.memory.evaluation import measured_evaluation
 from runtime.memory.watch import MemoryWatch, Moment
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
+from runtime.shared_plan import Planned, planned, shared
 from runtime.verify.batches import random_batch
 
 TIMEOUT_SECONDS = 1800.0
@@ -53,34 +54,46 @@ def compare_memory(
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
-    decided = plan(load_model(model_ref), spec)
-    given = (model_ref, spec_path, evaluates)
-    if decided.mesh.world_size == 1:
-        found = [memory_of_rank(*given)]
+    made = planned(_model(model_ref, spec), spec)
+    rows = made.plan.evaluation_memory() if evaluates else made.plan.memory
+    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in rows)
+    world_size, given = made.plan.mesh.world_size, (model_ref, spec_path, evaluates)
+    if world_size == 1:
+        found = [memory_of_rank(*given, made=made)]
     else:
-        found = launch(memory_of_rank, decided.mesh.world_size, *given, timeout_seconds=timeout_seconds)
-    planned = decided.evaluation_memory() if evaluates else decided.memory
-    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in planned)
-    rows = tuple(row for rank in found for row in rank.rows)
-    return MemoryReport(rows, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
+        with shared(made.plan) as file:
+            del made  # with the model: each rank builds its own
+            found = launch(memory_of_rank, world_size, *given, file, timeout_seconds=timeout_seconds)
+    compared = tuple(row for rank in found for row in rank.rows)
+    return MemoryReport(compared, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
 
 
-def memory_of_rank(model_ref: str, spec_path: str, evaluates: bool = False) -> OfRank:
-    """This rank's part, on the CPU or the device that the launcher gave it."""
+def memory_of_rank(
+    model_ref: str, spec_path: str, evaluates: bool = False, file: str | None = None, made: Planned | None = None
+) -> OfRank:
+    """This rank's part, on the CPU or the device that the launcher gave it. ``file``: of the launcher's plan;
+    ``made``: the plan, if this process has it."""
     spec = Spec.load(spec_path)
-    model = load_model(model_ref, materialize=True, seed=spec.seed)
-    decided = plan(model, spec)
+    made = made or planned(_model(model_ref, spec), spec, file)
+    made.model, decided, weights = None, made.plan, pretrained_directory(model_ref)
     if evaluates:
-        return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0)), [])
-    return measured(decided, model, [random_batch(spec, decided, seed) for seed in range(2)])
+        return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0), weights), [])
+    return measured(decided, [random_batch(spec, decided, seed) for seed in range(2)], weights)
 
 
-def measured(decided: Plan, model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> OfRank:
+def _model(reference: str, spec: Spec) -> nn.Module:
+    is_drawn = pretrained_directory(reference) is None
+    return load_model(reference, materialize=is_drawn, seed=spec.seed, values_later=True)
+
+
+def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path | None = None) -> OfRank:
     """The memory of this rank in the second step; the first step allocates lasting state, such as the optimizer's
-    moments.
+    moments. ``weights``: a directory that the engine reads first.
     """
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided) as engine:
+        if weights is not None:
+            engine.load_pretrained(weights)
         engine.train_step(batches[0])
         outside = held_tensors(engine)
         watch = MemoryWatch(engine.executor, outside)

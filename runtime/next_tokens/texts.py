@@ -28,13 +28,26 @@ def tokens_of(
 
     Raises PlanError if they do not fit the plan.
     """
-    decisions, inputs = decided.to_run()[0], spec.longest.require_inputs()
+    decisions = decided.to_run()[0]
+    found, count, roles = fitted(texts, codec, spec, max_new_tokens)
     try:
-        roles = roles_of(inputs, spec.data.inputs)
-        feed, most = Feed(roles, decisions.scored), length_of(inputs, roles)
+        feed = Feed(roles, decisions.scored)
     except PlanError as error:
         raise spec.locate(error) from None
-    found = sequences_of([codec.ids(t) for t in texts], feed.name, decisions.id_ranges.get(feed.name, ()))
+    return sequences_of(found, feed.name, decisions.id_ranges.get(feed.name, ())), count
+
+
+def fitted(
+    texts: Sequence[str], codec: Codec, spec: Spec, max_new_tokens: int | None = None
+) -> tuple[list[list[int]], int, dict[str, str]]:
+    """As ``tokens_of``, and the role of each input. Raises PlanError if no plan of ``spec`` takes the texts."""
+    inputs = spec.longest.require_inputs()
+    try:
+        roles = roles_of(inputs, spec.data.inputs)
+        most = length_of(inputs, roles)
+    except PlanError as error:
+        raise spec.locate(error) from None
+    found = sequences_of([codec.ids(t) for t in texts], "prompts", ())
     count = max(1, min(MOST, most - max(map(len, found)))) if max_new_tokens is None else max_new_tokens
     check_lengths(found, count, most)
-    return found, count
+    return found, count, roles

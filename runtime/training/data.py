@@ -15,7 +15,7 @@ from runtime.data.batches import BatchLayout
 from runtime.data.buckets import BucketBatches, OfLength, batches_of
 from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
-from runtime.data.roles import roles_of
+from runtime.data.roles import length_of, roles_of
 from runtime.data.text.sources import STDLIB, files_of
 from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
@@ -56,11 +56,7 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     texts = [read_tokens(source, job.tokenizer) for source in job.sources]
     for tokens in texts:
         _check_ids(tokens, spec, plan)
-    if job.validate_every is not None and not spec.data.validation:
-        fix = "add `data: {validation: 0.05}` to the spec"
-        raise PlanError(
-            "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
-        )
+    check_validation(job, spec)
     parts = [split(tokens, spec.data.validation) for tokens in texts]
     weights = [weight for _, weight in job.mixture]
     content = " + ".join(f"{weight:g} * {t.identity}" for (t, _), weight in zip(parts, weights or [1.0], strict=True))
@@ -75,6 +71,24 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     held_out = [tokens for _, tokens in parts if tokens is not None]
     validation = _validation(held_out, weights, specs) if held_out else None
     return RunData(training, validation, identity, job.validate_every)
+
+
+def check_validation(job: Job, spec: Spec) -> None:
+    """Raise PlanError if nothing is held out that a validation could read."""
+    if job.validate_every is not None and not spec.data.validation:
+        fix = "add `data: {validation: 0.05}` to the spec"
+        raise PlanError(
+            "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
+        )
+
+
+def check_roles(spec: Spec) -> None:
+    """Raise PlanError for inputs that no text can feed."""
+    inputs = spec.longest.require_inputs()
+    try:
+        length_of(inputs, roles_of(inputs, spec.data.inputs))
+    except PlanError as error:
+        raise spec.locate(error) from None
 
 
 def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:

@@ -7,9 +7,9 @@ import signal
 import sys
 from contextlib import nullcontext
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.reference import pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -24,15 +24,16 @@ from runtime.engine import Engine
 from runtime.profiling.profile import Profile
 from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
+from runtime.shared_plan import Planned
 from runtime.training.best import Best
 from runtime.training.data import RunData, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
-from runtime.training.planned import FRESH, Planned, plan_of
+from runtime.training.planned import FRESH, plan_of
 from runtime.training.samples import Samples
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
-from runtime.verify.reference import OneProcess
+from runtime.verify.reference import OneProcess, with_values
 
 
 class _Run:
@@ -107,7 +108,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     leads = not launched(os.environ).rank
     made = made or plan_of(job, spec)
     decided, model = made.plan, made.model
-    alone = _with_values(model, job, spec) if model is not None and job.compare and leads else None
+    alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
     made.model = model = None
     data = run_data(job, spec, decided)
     showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
@@ -165,10 +166,3 @@ def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProce
     for step in range(num_steps):
         beside.train_step(batches.batch(step))
     return beside
-
-
-def _with_values(model: nn.Module, job: Job, spec: Spec) -> nn.Module:
-    """``model`` if it holds values, else a model loaded from its directory, in the same mode."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return model
-    return load_model(job.model, materialize=True, seed=spec.seed).train(model.training)

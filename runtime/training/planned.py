@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +13,7 @@ from planner.frozen_plan import Plan
 from planner.named_code import is_named
 from planner.spec.spec import Spec
 from planner.stored.plan_file import SUFFIX
-from runtime.shared_plan import planned
+from runtime.shared_plan import Planned, planned
 from runtime.training.job import Job
 
 OPTION = "--plan"
@@ -25,22 +23,9 @@ FRESH = (
 )
 
 
-@dataclass
-class Planned:
-    """``model``: None for a saved plan. ``directory``: of the file by which ranks of this host got the plan."""
-
-    plan: Plan
-    model: nn.Module | None
-    directory: TemporaryDirectory[str] | None = None
-
-    def forget_file(self) -> None:
-        """Once all ranks have read it."""
-        if self.directory is not None:
-            self.directory.cleanup()
-
-
-def plan_of(job: Job, spec: Spec) -> Planned:
-    """The plan of a job, made here or by another process of the launch. Raises PlanError.
+def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], None] | None = None) -> Planned:
+    """The plan of a job, made here or by another process of the launch. ``check``: called with the model before it is
+    captured. Raises PlanError.
 
     Values of the model that are not in files are real, or drawn when an engine needs them.
     """
@@ -50,15 +35,9 @@ def plan_of(job: Job, spec: Spec) -> Planned:
 
     is_drawn = pretrained_directory(job.model) is None
     model = load_model(job.model, materialize=is_drawn, seed=spec.seed, values_later=True)
-
-    def made() -> Plan:
-        # not above: a rank that is given a plan starts in half the time without the planner and torch.export
-        from planner.api import plan
-
-        return plan(model, spec)
-
-    decided, directory = planned(model, spec, made, job.planned, job.timeout)
-    return Planned(decided, model, directory)
+    if check is not None:
+        check(model)
+    return planned(model, spec, job.planned, job.timeout)
 
 
 def stored_plan(job: Job, spec: Spec) -> Plan:

@@ -14,7 +14,7 @@ from runtime.data.text.byte_tokens import BYTES
 from runtime.data.text.sources import STDLIB
 from runtime.data.token_file import is_token_file, open_token_file
 from runtime.engine import Engine
-from runtime.next_tokens.texts import codec_of, tokens_of
+from runtime.next_tokens.texts import codec_of, fitted, tokens_of
 from runtime.training.job import Job
 
 
@@ -23,12 +23,8 @@ class Samples:
 
     def __init__(self, job: Job, spec: Spec, decided: Plan, *, leads: bool) -> None:
         self._every, self._texts, self._leads = job.sample_every, job.sample_prompt, leads
-        if (self._every is None) != (not self._texts):
-            missing = "--sample-prompt TEXT" if self._every is not None else "--sample-every N"
-            what = "samples need prompts, and a number of steps between them"
-            raise PlanError(what, where="--sample-every", fix=f"add {missing}")
+        check_samples(job, spec)
         if self._texts:
-            _check_tokens(job)
             self._codec = codec_of(job.tokenizer)
             self._tokens, self._count = tokens_of(self._texts, self._codec, spec, decided)
 
@@ -41,6 +37,17 @@ class Samples:
         for text, tokens in zip(self._texts, found.tokens, strict=True) if self._leads else ():
             written = f"{text}{self._codec.text(tokens.tolist())}"
             print(f"step {engine.step_index} continues: {written}", file=sys.stderr, flush=True)
+
+
+def check_samples(job: Job, spec: Spec) -> None:
+    """Raise PlanError for prompts that no plan of ``spec`` takes."""
+    if (job.sample_every is None) != (not job.sample_prompt):
+        missing = "--sample-prompt TEXT" if job.sample_every is not None else "--sample-every N"
+        what = "samples need prompts, and a number of steps between them"
+        raise PlanError(what, where="--sample-every", fix=f"add {missing}")
+    if job.sample_prompt:
+        _check_tokens(job)
+        fitted(job.sample_prompt, codec_of(job.tokenizer), spec)
 
 
 def _check_tokens(job: Job) -> None:

@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
 from planner.capture.model.compiled import in_eager_mode
+from planner.capture.model.exchange import swap
+from planner.capture.model.reference import load_model
 from planner.capture.own_loss.with_loss import apply_loss
+from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from runtime.audit.own_module import loss_of
 from runtime.distributed.fingerprint import fingerprint_of_model
 from runtime.optimizer.lr import LearningRate
 from runtime.verify.optimizers import optimizer_of
+from runtime.weights.sources import weight_source
 
 if TYPE_CHECKING:
     from runtime.verify.named_draws import NamedDraws  # it captures: a run of training does not
@@ -49,6 +53,27 @@ class Untouched:
                 where=names[0].rpartition(".")[0],
                 fix="this is a bug in meshwright: please report it with the model",
             )
+
+
+def with_values(model: nn.Module, reference: str, plan: Plan, spec: Spec) -> nn.Module:
+    """``model``, which was planned, if it holds values; else another with those of its directory or seed, in the same
+    mode. One that its own code builds on the meta device has the values that engines draw for it.
+    """
+    if not _is_on_meta(model):
+        return model
+    found = load_model(reference, materialize=True, seed=spec.seed).train(model.training)
+    if _is_on_meta(found):
+        source = weight_source(plan, spec)
+        for name, parameter in found.named_parameters():
+            value = source.parameter(name, tuple(parameter.shape), parameter.dtype).clone()
+            stand_in = nn.Parameter(value, parameter.requires_grad)
+            stand_in.__dict__.update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+            swap(parameter, stand_in)
+    return found
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 class OneProcess:

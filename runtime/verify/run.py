@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.stage_module import RankProgram
-from planner import plan
 from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.reference import load_model, pretrained_directory
 from planner.frozen_plan import Plan
@@ -32,19 +32,21 @@ from runtime.cuda_graphs.choice import check_backend_here
 from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
 from runtime.engine import Engine
+from runtime.shared_plan import Planned, planned, shared
 from runtime.verify.batches import random_batch
 from runtime.verify.beside import Beside, EngineStep
 from runtime.verify.comparison import Row
 from runtime.verify.mutants import freeze_parameter, without_collective
 from runtime.verify.named_draws import NamedDraws, draws_of_lengths
-from runtime.verify.reference import OneProcess, Untouched
+from runtime.verify.reference import OneProcess, Untouched, with_values
 
 TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """The settings of a verification; the same on every rank."""
+    """The settings of a verification; the same on every rank. ``planned``: the file of the launcher's plan
+    (``runtime.shared_plan``)."""
 
     model: str
     spec: str
@@ -52,6 +54,21 @@ class VerifyJob:
     remove_collective: int | None = None
     tolerance: float | None = None
     freeze_parameter: str | None = None
+    planned: str | None = None
+
+
+class _Made(NamedTuple):
+    """The plan, and the weights of its model as they were before it was planned."""
+
+    planned: Planned
+    untouched: Untouched
+
+    @classmethod
+    def of(cls, job: VerifyJob, spec: Spec) -> _Made:
+        is_drawn = pretrained_directory(job.model) is None
+        model = load_model(job.model, materialize=is_drawn, seed=spec.seed, values_later=True)
+        untouched = Untouched(in_mode(model, spec))
+        return cls(planned(model, spec, job.planned), untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +125,27 @@ def verify(
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
-    decided = plan(in_mode(load_model(model_ref), spec), spec)
+    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance, freeze_parameter)
+    made = _Made.of(job, spec)
+    decided = made.planned.plan
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
     world_size = decided.mesh.world_size
-    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance, freeze_parameter)
     if world_size == 1:
-        return verify_rank(job)
+        return verify_rank(job, made)
+    assert made.planned.model is not None
+    made.untouched.check(made.planned.model)
+    with shared(decided) as file:
+        del made, decided  # with the model: each rank builds its own
+        return _launched(replace(job, planned=file), world_size, timeout_seconds)
+
+
+def _launched(job: VerifyJob, world_size: int, timeout_seconds: float) -> VerifyReport:
     try:
         return launch(verify_rank, world_size, job, timeout_seconds=timeout_seconds)[0]
     except RankError as error:
-        if remove_collective is None:
+        if job.remove_collective is None:
             raise
         return VerifyReport((), failure=_last_error(str(error)))
 
@@ -129,27 +155,24 @@ def _last_error(text: str) -> str:
     return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
-def verify_rank(job: VerifyJob) -> VerifyReport:
-    """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty."""
+def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
+    """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty.
+    ``made``: the plan, if this process has it."""
     spec = Spec.load(job.spec)
-    has_weights = pretrained_directory(job.model) is not None
-    model = in_mode(load_model(job.model, materialize=not has_weights, seed=spec.seed), spec)
-    untouched = Untouched(model)
-    decided = plan(model, spec)
+    of_rank, untouched = made or _Made.of(job, spec)
+    decided, model = of_rank.plan, of_rank.model
+    assert model is not None
     if job.freeze_parameter is not None:
         decided = freeze_parameter(decided, job.freeze_parameter)
     num_steps = max(job.num_steps, len(decided.of_all_lengths))
     batches = [random_batch(spec, decided, seed) for seed in range(num_steps)]
-    draws: list[NamedDraws] = []
+    alone: list[OneProcess] = []
 
     def make() -> Beside:
         untouched.check(model)
-        truth = model
-        if has_weights:  # the plan read its slices, the one process reads all, by transformers
-            truth = in_mode(load_model(job.model, materialize=True, seed=spec.seed), spec)
-        one = one_process(truth, spec, decided.parameters)
-        draws.extend([one.draws] if one.draws else [])
-        return Beside(one, job.tolerance)
+        # if the engine read its slices of files, the one process reads all, by transformers
+        alone.append(one_process(with_values(model, job.model, decided, spec), spec, decided.parameters))
+        return Beside(alone[0], job.tolerance)
 
     number, rank = job.remove_collective, int(os.environ.get("RANK", "0"))
     program = None if number is None else without_collective(decided, rank, number)
@@ -158,7 +181,7 @@ def verify_rank(job: VerifyJob) -> VerifyReport:
         return VerifyReport(())
     precision = str(beside.precision).removeprefix("torch.")
     notes = [
-        *_note_of_dropout(model, draws[0] if draws else None, batches[-1]),
+        *_note_of_dropout(alone[0].model, alone[0].draws, batches[-1]),
         f"tolerances for {precision}, the lowest precision in the computation of the model",
     ]
     if beside.imbalance is not None:

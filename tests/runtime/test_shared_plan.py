@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,16 @@ from planner.spec.spec import Spec
 from runtime.audit.audit import check_audit
 from runtime.distributed.launch import launch
 from runtime.engine import Engine
+from runtime.evaluation.run import Evaluation, evaluate
+from runtime.evaluation.weights import Weights
+from runtime.generation.run import Generation, generate
+from runtime.memory.run import compare_memory
+from runtime.next_tokens.choice import Choice
 from runtime.shared_plan import NONE, read_shared, shared
 from runtime.train import train
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.verify.run import verify
 from tests.tools import pretrained_ranks as ranks
 
 SPEC: dict[str, Any] = {
@@ -31,6 +39,8 @@ SPEC: dict[str, Any] = {
     "inputs": {"input_ids": {"shape": [6], "dtype": "int64", "high": 256}, "labels": {"like": "input_ids"}},
 }
 OWN = """
+import os
+
 import torch
 from torch import nn
 from planner import meta_parameters, rule
@@ -56,6 +66,25 @@ def build():
 
 def seeded():
     return Model()
+"""
+LOGITS = (
+    OWN.replace("OPS", "")
+    .replace("input_ids, labels)", "input_ids)")
+    .replace("ACT", "torch.tanh")
+    .replace(
+        "return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())",
+        "return x @ self.embed.weight.T",
+    )
+)
+LOSS = """
+from torch.nn.functional import cross_entropy
+
+def of_logits(logits, batch):
+    return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+"""
+OUTSIDE = """
+if "RANK" in os.environ:
+    torch.export.export = None
 """
 OP = """
 @torch.library.custom_op("shared_plan::twice", mutates_args=())
@@ -96,6 +125,8 @@ def reference(kind: str, directory: Path) -> str:
         return f"hf:{directory / 'base' / 'config.json'}"
     if kind == "own op":
         return f"{own(directory, 'with_an_op', OP, 'torch.ops.shared_plan.twice')}:build"
+    if kind == "exported outside":
+        return f"{own(directory, 'outside', OUTSIDE)}:seeded"
     return f"{own(directory, 'plain')}:{'build' if kind == 'on meta' else 'seeded'}"
 
 
@@ -132,6 +163,16 @@ def test_the_first_step_is_that_of_a_rank_that_plans_by_itself(
     assert again[:2] == (loss, norm)
     assert again[2].keys() == weights.keys()
     assert all(torch.equal(again[2][name], weights[name]) for name in weights)
+
+
+def test_a_loss_in_a_file_is_that_of_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "logits.py").write_text(LOGITS)
+    asked, spec = f"{tmp_path / 'logits.py'}:seeded", Spec.load(SPEC | {"loss": f"{tmp_path / 'loss.py'}:of_logits"})
+    made = plan(load_model(asked), spec)
+    with shared(made) as file:
+        found = read_shared(file, load_model(asked), spec)
+    assert first_step(found, asked)[:2] == first_step(made, asked)[:2]
 
 
 def test_the_file_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
@@ -178,3 +219,46 @@ def test_ranks_of_each_launcher_train_alike(tmp_path: Path) -> None:
 
 def vars_of(job: Job) -> dict[str, Any]:
     return {name: getattr(job, name) for name in job.__dataclass_fields__}
+
+
+COMMANDS: dict[str, Callable[[str, str, str], Any]] = {
+    "evaluate": lambda model, spec, text: evaluate(Evaluation(model, spec, text)).to_dict()["log_probability"],
+    "generate": lambda model, spec, text: [*chain(*(each.tokens for each in generate(prompted(model, spec))))],
+    "memory": lambda model, spec, text: compare_memory(model, spec).passed,
+    "verify": lambda model, spec, text: verify(model, spec).passed,
+    "train": lambda model, spec, text: [row.loss for row in train(Job(model, spec, text, 2, quiet=True, audit=1)).rows],
+}
+
+
+def prompted(model: str, spec: str) -> Generation:
+    return Generation(Weights(model), spec, ("To",), Choice(), max_new_tokens=2)
+
+
+def found_by(command: str, directory: Path, mesh: dict[str, int]) -> Any:
+    """The result of a command. Ranks that a launcher starts cannot export."""
+    spec, text = directory / "spec.yaml", directory / "text.txt"
+    spec.write_text(json.dumps(SPEC | {"data": {"inputs": {"labels": "next_tokens"}}, "mesh": mesh}))
+    text.write_text("To train a model, a text is needed. " * 4)
+    return COMMANDS[command](reference("exported outside", directory), str(spec), str(text))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_one_rank_captures_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, export = [], torch.export.export
+
+    def counted(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        return export(*given, **more)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    found_by(command, tmp_path, {})
+    of_command = len(calls)
+    plan(load_model(reference("seeded", tmp_path)), Spec.load(str(tmp_path / "spec.yaml")))
+    assert of_command == len(calls) - of_command
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ranks_of_a_command_export_nothing(command: str, tmp_path: Path) -> None:
+    assert found_by(command, tmp_path, {"tp": 2}) == pytest.approx(found_by(command, tmp_path, {}))

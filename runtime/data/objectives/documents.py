@@ -17,7 +17,6 @@ import numpy as np
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
-from planner.spec.roles import TELLING
 from runtime.data.objectives.fill import fill
 from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Roles, Within
 from runtime.data.tokens import Tokens
@@ -87,14 +86,7 @@ class PackedDocuments:
 def packed_documents(
     tokens: Tokens, length: int, data: DataSpec, roles: Roles, within: Within = ALL
 ) -> PackedDocuments:
-    """``roles``: those that the model reads. Raises PlanError if it cannot know by them where a document begins."""
-    if not any(role in roles for role in TELLING):
-        raise PlanError(
-            "packing: documents needs an input by which the model knows where a document begins, and it has none",
-            where="data.packing",
-            fix="add position_ids or document_ids to inputs (or name one by data: {inputs: {NAME: documents}}), or set "
-            "packing: false to pad each document",
-        )
+    """``roles``: those that the model reads, one of which names documents. Raises PlanError if they do not serve."""
     if "cu_seqlens" in roles and roles["cu_seqlens"][0] < 3:
         what = f"cu_seqlens has {roles['cu_seqlens'][0]} numbers: none is left for the end of a document"
         raise PlanError(what, where="inputs", fix="give it two more than documents in a sequence, at most")

@@ -229,7 +229,7 @@ def test_a_value_that_is_right_without_quotes_is_told_so(keys, value):
 
 
 def test_documents_longer_than_a_sequence_are_refused():
-    inputs = {"input_ids": {"shape": [32], "dtype": "int64", "high": 9}}
+    inputs = {"position_ids": {"shape": [32], "dtype": "int64", "high": 9}}
     with pytest.raises(SpecError, match="mean_document is 33, and a sequence has 32 tokens"):
         Spec.load(MINIMAL | {"inputs": inputs, "data": {"packing": "documents", "mean_document": 33}})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from planner import plan
 from planner.spec.spec import Spec
+from runtime.train import train
+from runtime.training.job import Job
 from runtime.verify.reference import OneProcess, Untouched
+from runtime.verify.run import verify
 
 SPEC = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}
 
@@ -74,3 +78,38 @@ def test_planning_leaves_the_model_as_it_is():
 
     plan(Summed(), SPEC)
     untouched.check(model)
+
+
+ON_META = """
+from torch import nn
+from planner import meta_parameters
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(256, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        x = x + self.down(self.up(x).tanh())
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+def build():
+    with meta_parameters():
+        return Model()
+"""
+
+
+@pytest.mark.parametrize("method", ["model", "normal"])
+def test_a_model_on_meta_is_compared_from_the_values_that_its_engine_draws(tmp_path: Path, method: str) -> None:
+    ids = "{shape: [6], dtype: int64, high: 256}"
+    (tmp_path / "on_meta.py").write_text(ON_META)
+    (tmp_path / "text.txt").write_text("To train a model, a text is needed. " * 4)
+    (tmp_path / "spec.yaml").write_text(
+        f"{{mesh: {{}}, batch: {{global: 4, micro: 2}}, inputs: {{input_ids: {ids}, labels: {{like: input_ids}}}}, "
+        f"initialization: {{method: {method}}}}}"
+    )
+    asked, spec = f"{tmp_path / 'on_meta.py'}:build", str(tmp_path / "spec.yaml")
+    assert verify(asked, spec).passed
+    rows = train(Job(asked, spec, str(tmp_path / "text.txt"), 2, compare=True, quiet=True)).rows
+    assert [row.loss for row in rows] == pytest.approx([row.one_process_loss for row in rows])
