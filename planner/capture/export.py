@@ -146,9 +146,15 @@ def _captured(
         others = [(asked, _functional(other, held)[0].graph_module) for asked, other in made.others]
         refuse_other_constants(exported, [other for _, other in made.others])
         first = _parameter_names(model)[0]
+        values = {s.arg.name: constants.get(s.target or "") for s in exported.graph_signature.input_specs}
+        values = {
+            name: v
+            for name, v in values.items()
+            if isinstance(v, torch.Tensor) and type(v) is not FakeTensor and not v.is_meta
+        }
         fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
-        made.told.extend(compute_all_rows(exported.graph_module, made.asked, others))
+        made.told.extend(compute_all_rows(exported.graph_module, made.asked, others, values))
     program = _program(model, exported, constants, held, loss, made.notes, written, has_rule)
     program.rewrites.extend(made.told)
     program.assumptions = made.assumptions

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.errors import PlanError, Where
 from planner.capture.selection.dense import AllRows, is_dynamic, with_all_rows
 from planner.capture.selection.questions import Questions
 from planner.capture.selection.space import Keys
+from planner.capture.selection.without_mask import is_same_without
 
 TOLD = "selected rows are computed densely: all rows, with a mask on the result"
+BRANCHED = "captured with its mask for every batch: without it, the result is the same where the mask selects nothing"
 EMPTY_FIX = (
     "branches such as `if mask.any():` may skip only computation on the selected rows: with no row selected, the "
     "forward must give the same result without the branch"
@@ -19,17 +21,23 @@ EMPTY_FIX = (
 
 
 def compute_all_rows(
-    module: fx.GraphModule, asked: Questions, others: Iterable[tuple[Questions, fx.GraphModule]]
+    module: fx.GraphModule,
+    asked: Questions,
+    others: Iterable[tuple[Questions, fx.GraphModule]],
+    constants: Mapping[str, Tensor],
 ) -> list[tuple[str, Where]]:
     """Rewrite ``module`` so that no shape depends on data; returns its notes for the user. ``others``: exports with
-    other answers than ``asked`` got. Raises PlanError if rows that data selects are mixed, and if an answer changes
-    more than the choice of written rows.
+    other answers than ``asked`` got. ``constants``: by placeholder. Raises PlanError if rows that data selects are
+    mixed, and if an answer changes more than the choice of written rows, or a mask that selects nothing there.
     """
     if not asked.asked and not is_dynamic(module):
         return []
-    found = with_all_rows(module)
+    found, is_branched = with_all_rows(module), False
     for questions, other in others:
-        if not _are_same(with_all_rows(module, questions.empty), with_all_rows(other), questions.empty):
+        if _are_same(with_all_rows(module, questions.empty), with_all_rows(other), questions.empty):
+            continue
+        is_branched = True
+        if is_dynamic(module) or not is_same_without(module, other, questions.empty, constants):
             raise PlanError(
                 "the model cannot be captured: its computation depends on whether any row is selected (data-dependent)",
                 where=asked.asked[0],
@@ -38,7 +46,7 @@ def compute_all_rows(
     module.graph = found.graph
     module.delete_all_unused_submodules()
     module.recompile()
-    return [(TOLD, where) for where in found.told]
+    return [*((TOLD, where) for where in found.told), *((BRANCHED, where) for where in asked.asked if is_branched)]
 
 
 def skipped_parameters(

@@ -65,7 +65,11 @@ class Keys:
     def _made(self, node: fx.Node) -> str:
         if node.op != "call_function":
             return f"{node.op} {node.target}"
-        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Key(self._known[n]))
+        return self._hashed(node, (node.args, dict(node.kwargs)))
+
+    def _hashed(self, node: fx.Node, given: Any) -> str:
+        """``given``: the arguments of the call."""
+        given = fx.map_arg(given, lambda n: _Key(self._known[n]))
         # two draws are two values: the number of earlier draws distinguishes them
         drawn = sum(is_random(n) for n in self._known) if is_random(node) else ""
         return hashlib.sha256(f"{node.target} {given} {drawn}".encode()).hexdigest()

@@ -1,0 +1,218 @@
+"""Is a branch without a mask the same as the one with it, where the mask selects nothing?
+
+    pad = ids.eq(1)
+    if not pad.any(): pad = None        captured is the branch with the mask, for every batch
+
+Proved by folding: the mask is all false, and so is all that is made of such values alone; 1 − pad is all ones; what
+adds zeros, multiplies by ones, fills nothing or attends with a neutral mask is its operand. Where that does not get
+through, both graphs run in float64 on three drawn batches, forward and backward, with the mask set to false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.program.constants import computed, follows
+from passes.program.ops.aten import aten, named, packet_of
+from passes.program.walks import operands, walk
+from planner.capture.real_forward import CHEAP
+from planner.capture.selection.space import Keys, key_of_mask
+
+MOST_ELEMENTS = 1 << 22
+NUM_TRIALS = 3
+TOLERANCE = 1e-9
+
+_NEUTRAL = {aten.mul: 1, aten.add: 0, aten.logical_and: 1, aten.logical_or: 0}  # of either operand
+_NEUTRAL_SECOND = _NEUTRAL | {aten.div: 1, aten.sub: 0}
+_OF_BITS = {aten.__and__: 1, aten.bitwise_and: 1, aten.__or__: 0, aten.bitwise_or: 0}  # of truths alone
+
+
+def is_same_without(
+    module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
+) -> bool:
+    """Whether both compute the same if the masks with these numbers select nothing."""
+    masks = [_masks(m, empty) for m in (module, other)]
+    if masks[0] != masks[1]:
+        return False
+    keys = [list(map(_Folded(empty), _results(m))) for m in (module, other)]
+    return keys[0] == keys[1] or _are_equal_when_run(module, other, empty, constants)
+
+
+def _masks(module: fx.GraphModule, empty: Collection[int]) -> dict[int, str]:
+    """The masks with these numbers, by key."""
+    keys = Keys()
+    return {n.meta["asked"]: key_of_mask(keys, n) for n in module.graph.nodes if n.meta.get("asked") in empty}
+
+
+def _results(module: fx.GraphModule) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(module.graph.output_node().args, found.append)
+    return found
+
+
+# ---- by folding
+
+
+class _Folded(Keys):
+    """Keys of values where some masks are all false. ``_filled``: values with one number everywhere."""
+
+    def __init__(self, empty: Collection[int]) -> None:
+        super().__init__()
+        self._empty, self._filled = empty, dict[fx.Node, Any]()
+
+    def _made(self, node: fx.Node) -> str:
+        number = self._number(node)
+        if number is not None:
+            self._filled[node] = number
+            return f"{number} {tuple(node.meta['val'].shape)} {node.meta['val'].dtype}"
+        same = self._operand(node)
+        if same is not None:
+            return self._known[same]
+        if packet_of(node.target) is not aten.scaled_dot_product_attention:
+            return super()._made(node)
+        given = dict(sorted(named(node).items()))
+        mask: Any = given.pop("attn_mask", None)
+        masks = mask is not None and self._filled.get(mask) != (mask.meta["val"].dtype == torch.bool)
+        return self._hashed(node, given | {"attn_mask": mask} if masks else given)
+
+    def _number(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or val.numel() > MOST_ELEMENTS or not val.numel():
+            return None
+        if node.meta.get("asked") in self._empty:
+            return False
+        read = node.all_input_nodes[:1] if packet_of(node.target) is aten.type_as else node.all_input_nodes
+        if not follows(node) or any(n not in self._filled for n in read):
+            return None
+        with suppress(Exception):
+            made = computed(node, self._full)
+            return made.flatten()[0].item() if bool((made == made.flatten()[0]).all()) else None
+        return None
+
+    def _full(self, node: fx.Node) -> Tensor:
+        val = node.meta["val"]
+        return torch.tensor(self._filled.get(node, 0), dtype=val.dtype).expand(val.shape).contiguous()
+
+    def _operand(self, node: fx.Node) -> fx.Node | None:
+        """The operand that the value equals."""
+        is_tensor = node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+        for x, filled in self._pairs(node) if is_tensor else ():
+            val, own = node.meta.get("val"), x.meta.get("val") if isinstance(x, fx.Node) else None
+            same = (
+                isinstance(val, Tensor) and isinstance(own, Tensor) and (val.shape, val.dtype) == (own.shape, own.dtype)
+            )
+            if same and filled:
+                return x
+        return None
+
+    def _pairs(self, node: fx.Node) -> list[tuple[Any, bool]]:
+        """Operands that the value may equal, and whether the other operands make it so."""
+        packet, args = packet_of(node.target), [*node.args, None, None, None][:3]
+        if packet is aten.masked_fill:
+            return [(args[0], self._is(args[1], 0))]
+        if packet is aten.where:
+            return [(args[1], self._is(args[0], 1)), (args[2], self._is(args[0], 0))]
+        if packet is aten.index_put:
+            masks: Any = args[1]
+            return [
+                (args[0], any(n is not None and n.meta["val"].dtype == torch.bool and self._is(n, 0) for n in masks))
+            ]
+        if node.kwargs:  # alpha, rounding_mode
+            return []
+        of_bits = _OF_BITS if node.meta["val"].dtype == torch.bool else {}
+        first, second = (neutral | of_bits for neutral in (_NEUTRAL, _NEUTRAL_SECOND))
+        return [(args[0], self._is(args[1], second.get(packet))), (args[1], self._is(args[0], first.get(packet)))]
+
+    def _is(self, value: Any, number: int | None) -> bool:
+        known = self._filled.get(value) if isinstance(value, fx.Node) else value
+        return number is not None and isinstance(known, (int, float)) and known == number
+
+
+# ---- by running both
+
+
+def _are_equal_when_run(
+    module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
+) -> bool:
+    holders = {n.name: n for m in (module, other) for n in m.graph.find_nodes(op="placeholder")}
+    sizes = [n.meta["val"].numel() for n in holders.values() if isinstance(n.meta.get("val"), Tensor)]
+    batch = max((v.numel() for n in _users_inputs(module) if isinstance(v := n.meta.get("val"), Tensor)), default=1)
+    if sum(sizes) * batch > 10 * CHEAP:
+        return False
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
+        return all(_agree(module, other, empty, _drawn(holders, constants, seed)) for seed in range(NUM_TRIALS))
+    return False
+
+
+def _users_inputs(module: fx.GraphModule) -> list[fx.Node]:
+    """Integers of a batch."""
+    holders = module.graph.find_nodes(op="placeholder")
+    return [n for n in holders if isinstance(v := n.meta.get("val"), Tensor) and not v.is_floating_point()]
+
+
+def _drawn(holders: Mapping[str, fx.Node], constants: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+    """Integers are 0 and 1: ids, labels and masks alike."""
+    generator, found = torch.Generator().manual_seed(seed), dict[str, Any]()
+    for name, holder in holders.items():
+        val, known = holder.meta.get("val"), constants.get(name)
+        if known is not None:
+            found[name] = known.double() if known.is_floating_point() else known
+        elif not isinstance(val, Tensor):
+            found[name] = val
+        elif val.is_floating_point():
+            found[name] = torch.randn(val.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        else:
+            found[name] = torch.randint(2, val.shape, generator=generator).to(val.dtype)
+    return found
+
+
+def _agree(module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]) -> bool:
+    (first, gradients), (second, expected) = (_run(m, empty, values) for m in (module, other))
+    pairs = [*zip(first, second, strict=True), *((gradients[name], expected[name]) for name in gradients)]
+    both = [[torch.zeros(()) if x is None else x for x in pair] for pair in pairs]
+    return all(bool(((a - b).abs() <= TOLERANCE * (1 + b.abs())).all()) for a, b in both)
+
+
+def _run(
+    module: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """The results, and the gradients of a random product with them."""
+    torch.manual_seed(0)
+    leaves = {n: v.detach().requires_grad_(v.is_floating_point()) for n, v in values.items() if isinstance(v, Tensor)}
+    given = {**values, **leaves}
+    made = _WithoutMasks(module, empty).run(*(given[n.name] for n in module.graph.find_nodes(op="placeholder")))
+    results = [r for r in pytree.tree_leaves(made) if isinstance(r, Tensor)]
+    if not all(bool(r.isfinite().all()) for r in results):
+        raise ArithmeticError("a result is not finite")
+    total = sum((r.sin().sum() for r in results if r.requires_grad), torch.zeros((), dtype=torch.float64))
+    floats = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(total, list(floats.values()), allow_unused=True) if total.requires_grad else ()
+    return [r.detach() for r in results], dict(zip(floats, gradients, strict=False))
+
+
+class _WithoutMasks(fx.Interpreter):
+    """Runs what the results need, in float64, with the masks all false."""
+
+    def __init__(self, module: fx.GraphModule, empty: Collection[int]) -> None:
+        super().__init__(module)
+        self._empty, self._needed = empty, set(walk([module.graph.output_node()], operands))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "placeholder" and n not in self._needed:
+            return None
+        made = super().run_node(n)
+        return torch.zeros_like(made) if n.meta.get("asked") in self._empty else made
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_in_float64, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _in_float64(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
