@@ -40,7 +40,7 @@ from planner.search.best_first import Candidate
 from planner.search.choice import Cut
 from planner.search.cuts import Cuts
 from planner.search.losers import gigabytes, percent, seconds_text
-from planner.search.search import memory_of, simplest_first
+from planner.search.search import memory_of, num_behind
 from planner.search.space import Space
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
@@ -236,8 +236,7 @@ def _chosen(timed: Sequence[Predicted]) -> Predicted | None:
     fitting = sorted((p for p in timed if p.fits), key=lambda p: p.candidate.order)
     if not fitting:
         return None
-    first = simplest_first([p.candidate for p in fitting], fitting[0].run.cluster.uncertainty)[0]
-    return next(p for p in fitting if p.candidate is first)
+    return fitting[num_behind([p.candidate for p in fitting], fitting[0].run.cluster.uncertainty)]
 
 
 def _signed(value: float | None) -> str:

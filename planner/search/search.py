@@ -31,7 +31,7 @@ from planner.search.space import BOUNDS, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
-COMPARED = 8  # layouts of which the simplest comes first
+COMPARED = 8  # layouts of which the simplest is chosen
 NEAR = 0.03  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
 
@@ -70,22 +70,19 @@ def search(
     return _Search(prepared, spec, cluster, devices, progress).run(top)
 
 
-def simplest_first(best: Sequence[Candidate], uncertainty: Uncertainty) -> list[Candidate]:
-    """``best``, with the simplest of those first that are as fast as the fastest: within what is known, and NEAR.
+def num_behind(best: Sequence[Candidate], uncertainty: Uncertainty) -> int:
+    """How many of ``best`` the simplest goes before, of those that are as fast as the fastest: within what is known,
+    and NEAR.
 
     Of the first COMPARED, so that the answer does not depend on how many are shown.
     """
-    if not best:
-        return []
-    fastest = best[0]
     near = [
-        candidate
-        for candidate in best[:COMPARED]
-        if candidate.seconds <= (1 + NEAR) * fastest.seconds
-        and is_as_fast(candidate.estimate.cost, fastest.estimate.cost, uncertainty)
+        (candidate.point.key, place)
+        for place, candidate in enumerate(best[:COMPARED])
+        if candidate.seconds <= (1 + NEAR) * best[0].seconds
+        and is_as_fast(candidate.estimate.cost, best[0].estimate.cost, uncertainty)
     ]
-    first = min(near, key=lambda candidate: candidate.point.key, default=fastest)
-    return [first, *(candidate for candidate in best if candidate is not first)]
+    return min(near, default=((), 0))[1]
 
 
 class _Search:
@@ -108,7 +105,10 @@ class _Search:
             order = BestFirst(points, self._at_least, self._estimate, self._fixed, memory_of(self.cluster))
         with self._clock("estimates"):
             found = order.search(max(top, COMPARED), step=lambda done: self.progress("estimating layouts", done, 0))
-            found.best = simplest_first(found.best, self.cluster.uncertainty)[:top]
+            behind = num_behind(found.best, self.cluster.uncertainty)
+            if len(found.best) < top + behind:
+                found = order.search(top + behind)
+            found.best = found.best[behind:][:top]  # in order of their seconds, the chosen one first
         if not found.best:
             raise self._fits_nowhere(order, found)
         with self._clock("reasons"):

@@ -70,12 +70,24 @@ def test_devices_of_the_command_line_are_those_of_the_spec(tmp_path: Path):
     assert "devices: 8" in winner_text(given, asked, point(), "")
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("devices", [16])
+def test_layouts_are_sorted_by_seconds_and_begin_with_the_chosen_one(devices):
+    found = search(captured("gpt2"), spec_of("gpt2", cluster="dgx-a100", devices=devices), read_cluster("dgx-a100"))
+    seconds = [candidate.seconds for candidate in found.best]
+    assert len(seconds) == 5
+    assert seconds == sorted(seconds)
+    behind = [c for c in found.estimated if c.fullest.total <= found.memory_bytes and c.order < found.winner.order]
+    assert all(c.point.key > found.winner.point.key for c in behind)
+
+
 @pytest.mark.thorough
 def test_the_winner_is_the_same_however_many_are_shown():
     spec = spec_of("gpt2", cluster="dgx-a100", devices=16)
     results = [search(captured("gpt2"), spec, read_cluster("dgx-a100"), top=top) for top in (1, 3, 12)]
     assert len({result.winner.point for result in results}) == 1
-    fastest = min(results[-1].best, key=lambda candidate: candidate.order)
+    fits = [c for c in results[-1].estimated if c.fullest.total <= results[-1].memory_bytes]
+    fastest = min(fits, key=lambda candidate: candidate.order)
     assert results[0].winner.seconds <= 1.03 * fastest.seconds
     assert results[0].winner.point.key <= fastest.point.key
     assert [len(result.best) for result in results] == [1, 3, 12]
