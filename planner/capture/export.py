@@ -156,6 +156,7 @@ def _captured(
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
         made.told.extend(compute_all_rows(exported.graph_module, made.asked, others, values))
     program = _program(model, exported, constants, held, loss, made.notes, written, has_rule)
+    refuse_unknown_values(program.graph.graph, program.constants, made.gradient)
     program.rewrites.extend(made.told)
     program.assumptions = made.assumptions
     program.skipped = skipped & frozenset(program.parameters.values())
@@ -274,7 +275,6 @@ def _program(
     program.outputs = {name: position for position, name in enumerate(outputs)}
     program.loss = find_loss(program, loss)
     _keep_only_the_loss(program)
-    refuse_unknown_values(program.graph.graph, program.constants)
     for name, fqn in program.parameters.items():
         program.node(name).meta["parameter"] = fqn
     for name in (*program.buffers, *program.constants):

@@ -62,6 +62,7 @@ class Traced:
     others: list[tuple[Questions, ExportedProgram]]
     assumptions: list[Assumption] = field(default_factory=list)
     first: FirstExport | None = None
+    gradient: Where | None = None  # the line of a gradient inside the forward
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bo
         with gradients.watched():
             exported = _export(forward, watch, asked, copies if keeps else None)
         if is_known:
-            return Traced(exported, [], [], asked, [])
+            return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_draws(forward.kwargs))
             if not _are_alike(forward, watch, [recorder or FurtherCall(forward.mode), FurtherCall(forward.mode)]):
@@ -133,6 +134,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bo
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_schedules(forward.kwargs))
     made = Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
+    made.gradient = gradients.asked_at
     if recorder is not None and recorder.found is not None and watch.left_nothing and not asked.asked:
         with suppress(Unlike):
             made.first = FirstExport(copies[0], recorder.found)

@@ -44,7 +44,8 @@ def _passed_through(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The operand of a region that ``node``, one of its results, is; None for a result that the region makes."""
     call: Any = node.args[0]
     for body, holders, operands in _bodies(module, call) if isinstance(call, fx.Node) else ():
-        result = body.graph.output_node().args[0][node.args[1]]  # pyright: ignore
+        results: Any = body.graph.output_node().args[0]
+        result = results[node.args[1]] if isinstance(results, (tuple, list)) else None
         if result in holders:
             return operands[holders.index(result)]
     return None

@@ -32,6 +32,7 @@ from passes.errors import PlanError, Where
 from passes.program.ops.recorded import GradientAsked, record
 from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.call_sites import CallSites, called_by_user
+from planner.capture.gradients.frozen_meanwhile import FrozenMeanwhile
 from planner.capture.gradients.functions import is_of_torch
 from planner.capture.gradients.hooks import HOOK_FIX
 from planner.capture.gradients.own_casts import watched_cast
@@ -56,6 +57,8 @@ class PythonGradients:
         self._model = model
         self._sites = CallSites(model)
         self._thread = threading.get_ident()
+        self._frozen = FrozenMeanwhile(self._refuse_training)
+        self.asked_at: Where | None = None  # the line of a gradient inside the forward
         self._is_over = False
         self._depth = 0
         self._data_slot: Any = Tensor.data
@@ -70,8 +73,11 @@ class PythonGradients:
             with ExitStack() as stack:
                 for owner, name, replacement in self._replacements():
                     stack.enter_context(_replaced(owner, name, replacement))
-                yield
+                with self._frozen:
+                    yield
+                self._frozen.refuse_changed()
         finally:
+            self._frozen.restore()
             self._end()
         self.notes.extend(self.regions.warnings())
 
@@ -201,6 +207,7 @@ class PythonGradients:
                 self._refuse(str(error), "write the gradient or the Function with ordinary ops")
             if self._elsewhere():
                 return result
+            self.asked_at = self.asked_at or self._here()
             if kwargs.get("accumulate_grad"):
                 self._refuse_gradients_of_parameters()
             # Recorded as plain ops, through which gradients would flow as if create_graph were set.
@@ -239,18 +246,24 @@ class PythonGradients:
         return self._grad_slot.__get__(tensor)
 
     def _set_training(self, tensor: Tensor, value: bool) -> None:
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad != value and not self._elsewhere():
-            self._refuse(
-                "the forward changes requires_grad of a parameter",
-                "freeze parameters before planning the model, or use `.detach()` in the forward",
-            )
-        self._training_slot.__set__(tensor, value)
+        if isinstance(tensor, nn.Parameter) and not self._elsewhere():
+            self._frozen.note(tensor, value, self._here)
+        with torch._C.DisableTorchFunction():  # a mode would be given the setter that is replaced
+            self._training_slot.__set__(tensor, value)
+
+    def _refuse_training(self, where: Where) -> NoReturn:
+        raise PlanError(
+            "the forward changes requires_grad of a parameter, and reads it meanwhile or does not restore it",
+            where=where,
+            fix="freeze parameters before planning the model, or use `.detach()` in the forward",
+        )
 
     def _training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
-            if isinstance(tensor, nn.Parameter):
-                self._set_training(tensor, requires_grad)
-            return original(tensor, requires_grad)
+            if not isinstance(tensor, nn.Parameter):
+                return original(tensor, requires_grad)
+            self._set_training(tensor, requires_grad)
+            return tensor
 
         return requires_grad_
 

@@ -85,10 +85,19 @@ def held_tensors(
     return found
 
 
-def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
-    """Raise PlanError if the loss is computed with a constant that was made elsewhere than in this forward."""
+def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradient: Where | None) -> None:
+    """Raise PlanError if the loss is computed with a constant that was made elsewhere than in this forward.
+
+    ``gradient``: the line that asks for a gradient inside the forward, if any does.
+    """
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(constants.get(node.name), FakeTensor) and node.users:
+            if gradient is not None:
+                raise PlanError(
+                    "a gradient inside the forward reads results that autograd has kept, which export cannot follow",
+                    where=gradient,
+                    fix="write the gradient with ordinary ops (of tanh: `grad * (1 - y * y)`)",
+                )
             raise PlanError(
                 "the forward computes with a tensor of an earlier call or of another thread",
                 where=where_of(next(iter(node.users))),

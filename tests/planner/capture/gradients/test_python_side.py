@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from passes.errors import PlanError
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
 from tests.tools.captured import capture
+from tests.tools.captured_ops import gradients
 
 
 def by_inference_mode(model: OneBody, x: Tensor) -> Tensor:
@@ -44,6 +45,13 @@ def backward_of_a_detached_part(model: OneBody, x: Tensor) -> Tensor:
     y = model.up(x).detach().requires_grad_()
     y.pow(3).sum().backward()
     return model.up(x) * y.grad
+
+
+def frozen_meanwhile(model: OneBody, x: Tensor) -> Tensor:
+    model.scale.requires_grad_(False)
+    y = model.up(x)
+    model.scale.requires_grad_(True)
+    return y * model.scale
 
 
 def by_vmap(model: OneBody, x: Tensor) -> Tensor:
@@ -99,10 +107,48 @@ def test_inference_mode_is_captured_as_a_region_without_gradients() -> None:
     assert kinds[0] == kinds[1]
 
 
+def test_a_parameter_that_is_frozen_while_nothing_reads_it_is_trained() -> None:
+    model = OneBody(frozen_meanwhile)
+    assert_capture_equals(model)
+    assert model.scale.requires_grad
+
+
+def test_the_base_of_a_model_with_a_disabled_adapter_is_captured() -> None:
+    peft = pytest.importorskip("peft")
+
+    def against_the_base(model: OneBody, x: Tensor) -> Tensor:
+        with torch.no_grad(), adapted.disable_adapter():
+            base = model.up(x)
+        return model.up(x) - base + x
+
+    model = OneBody(against_the_base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False))
+    model.double()
+    loss, found = gradients(model, batch())
+    expected = model(**batch())
+    torch.testing.assert_close(loss, expected)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sorted(trained) == ["up.lora_A.default.weight", "up.lora_B.default.weight"]
+    for name, truth in zip(trained, torch.autograd.grad(expected, list(trained.values())), strict=True):
+        torch.testing.assert_close(found[name], truth)
+
+
 def test_a_checkpoint_that_is_given_no_gradient_is_told() -> None:
     (note,) = capture(OneBody(KEPT["reentrant without a gradient"]), batch()).notes
     assert "nothing inside it gets a gradient" in note
     assert capture(OneBody(KEPT["reentrant"]), batch()).notes == []
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gradient_that_export_cannot_follow_is_refused_as_that(keeps: bool) -> None:
+    def forces(model: OneBody, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(model.up(place).tanh().sum(), place, create_graph=keeps)  # here
+        return x + force
+
+    with pytest.raises(PlanError, match="a gradient inside the forward") as caught:
+        capture(OneBody(forces), batch())
+    assert "# here" in str(caught.value)
 
 
 def hook_of_the_node(model: OneBody, x: Tensor) -> Tensor:
@@ -149,6 +195,13 @@ def frozen_by_attribute(model: OneBody, x: Tensor) -> Tensor:
     return model.up(x)
 
 
+def frozen_while_it_is_read(model: OneBody, x: Tensor) -> Tensor:
+    model.scale.requires_grad_(False)  # refused
+    y = model.up(x) * model.scale
+    model.scale.requires_grad_(True)
+    return y
+
+
 def frozen_by_module(model: OneBody, x: Tensor) -> Tensor:
     model.up.requires_grad_(False)  # refused
     return model.up(x)
@@ -182,6 +235,7 @@ REFUSED: dict[Body, str] = {
     gradient_read: "reads the gradient of a parameter",
     frozen_by_method: "changes requires_grad of a parameter",
     frozen_by_attribute: "changes requires_grad of a parameter",
+    frozen_while_it_is_read: "changes requires_grad of a parameter",
     frozen_by_module: "changes requires_grad of a parameter",
     compressed: "saved_tensors_hooks would be lost",
     backward_of_the_model: "adds to the gradients of parameters",
