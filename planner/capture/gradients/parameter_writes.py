@@ -45,7 +45,7 @@ def _passed_through(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     call: Any = node.args[0]
     for body, holders, operands in _bodies(module, call) if isinstance(call, fx.Node) else ():
         results: Any = body.graph.output_node().args[0]
-        result = results[node.args[1]] if isinstance(results, (tuple, list)) else None
+        result = results[node.args[1]] if isinstance(results, (tuple, list)) else None  # pyright: ignore
         if result in holders:
             return operands[holders.index(result)]
     return None
