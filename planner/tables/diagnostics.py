@@ -43,7 +43,7 @@ def diagnostic_rows(
     rows = [
         *_notes(decisions),
         *_sequences(decisions),
-        *_inexact(decisions),
+        *batch_notes(decisions),
         *_untrained(decisions.program),
         *_skipped(decisions),
         *inferred(decisions),
@@ -123,7 +123,8 @@ def _always_chosen(decisions: Decisions) -> set[str]:
     return {decisions.program.parameters[name] for weight in weights if weight.dim >= 0 for name in weight.nodes}
 
 
-def _inexact(decisions: Decisions) -> Iterator[Diagnostic]:
+def batch_notes(decisions: Decisions) -> Iterator[Diagnostic]:
+    """How microbatches differ from the global batch: the warnings are of numbers that one process may not give."""
     for what, where in decisions.terms.counted_first:
         yield Diagnostic(
             "info",

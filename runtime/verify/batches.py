@@ -15,22 +15,27 @@ IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches t
 _BEGINS = 0.2  # the chance that a document begins at a token
 
 
-def random_batch(spec: Spec, decided: Plan, seed: int) -> dict[str, Tensor]:
+def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = False) -> dict[str, Tensor]:
     """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored.
 
     Of several lengths each has its turn, the greatest first. With ``packing: documents`` inputs that name documents are
-    of random ones.
+    of random ones. ``is_uneven``: rows are of different ranges of ids, sizes of numbers and shares of ignored labels.
     """
     generator = torch.Generator().manual_seed(spec.seed + seed)
     lengths = [decided, *decided.shorter]
     of = spec if len(lengths) == 1 else Spec.load({**lengths[seed % len(lengths)].spec, "cluster": None})
     batch = {n: _random_input(n, i, of.batch.global_size, generator) for n, i in of.require_inputs().items()}
+    if is_uneven:
+        highs = {n: i.high for n, i in of.require_inputs().items() if n in batch}
+        batch = {n: _uneven(rows, highs[n], generator) for n, rows in batch.items()}
     if spec.data.packing == "documents":
         _pack(batch, spec, generator)
     for name, ignored in decided.to_run()[0].ignored_labels.items():
         if name in batch and not batch[name].is_floating_point():
             batch[name] = batch[name].clone()
-            batch[name][torch.rand(batch[name].shape, generator=generator) < IGNORED_FRACTION] = ignored
+            chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
+            drawn = torch.rand(batch[name].shape, generator=generator)
+            batch[name][(drawn.movedim(0, -1) < chance).movedim(-1, 0)] = ignored
     return batch
 
 
@@ -43,6 +48,17 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
     if "position" in name:
         return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
     return torch.ones(shape, dtype=dtype) if "mask" in name else torch.zeros(shape, dtype=dtype)
+
+
+def _uneven(rows: Tensor, high: int | None, generator: torch.Generator) -> Tensor:
+    """Numbers of each row times another size; ids of each row below another bound."""
+    last = rows.movedim(0, -1)
+    if rows.is_floating_point():
+        return (last * torch.randn(len(rows), generator=generator).exp().to(rows.dtype)).movedim(-1, 0).contiguous()
+    if high is None or high < 2:
+        return rows
+    bounds = torch.randint(1, high + 1, (len(rows),), generator=generator).to(rows.dtype)
+    return (last % bounds).movedim(-1, 0).contiguous()
 
 
 def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> None:

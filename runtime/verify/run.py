@@ -26,6 +26,7 @@ from planner.frozen_plan import Plan
 from planner.lower import check_stages
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
+from planner.tables.diagnostics import batch_notes
 from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
@@ -41,6 +42,7 @@ from runtime.verify.named_draws import NamedDraws, draws_of_lengths
 from runtime.verify.reference import OneProcess, Untouched, with_values
 
 TIMEOUT_SECONDS = 1800.0
+BATCHES_IF_WARNED = 4  # one may be equal by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,12 @@ class _Made(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """``rows``: everything that was compared. ``notes``: the limits of the comparison."""
+    """``rows``: everything that was compared. ``notes``: the limits of the comparison. ``warnings``: of the plan, about
+    batches."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     failure: str = ""
 
     @property
@@ -100,7 +104,10 @@ class VerifyReport:
         lines += [f"  … and {len(worst) - 12} more"] if len(worst) > 12 else []
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"the run failed: {self.failure}"] if self.failure else []
-        return "\n".join([*lines, "EQUAL to one process" if self.passed else "DIFFERENT from one process"])
+        last = "EQUAL to one process" if self.passed else "DIFFERENT from one process"
+        if self.warnings:
+            last += f" on {max((row.step for row in self.rows), default=0)} batches; the plan warns: {self.warnings[0]}"
+        return "\n".join([*lines, last])
 
 
 def verify(
@@ -164,8 +171,10 @@ def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
     assert model is not None
     if job.freeze_parameter is not None:
         decided = freeze_parameter(decided, job.freeze_parameter)
-    num_steps = max(job.num_steps, len(decided.of_all_lengths))
-    batches = [random_batch(spec, decided, seed) for seed in range(num_steps)]
+    notes = batch_notes(decided.decisions) if decided.decisions is not None else ()
+    warned = tuple(note.what for note in notes if note.level == "warning")
+    num_steps = max(job.num_steps, len(decided.of_all_lengths), BATCHES_IF_WARNED if warned else 0)
+    batches = [random_batch(spec, decided, seed, is_uneven=bool(warned)) for seed in range(num_steps)]
     alone: list[OneProcess] = []
 
     def make() -> Beside:
@@ -186,7 +195,7 @@ def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
     ]
     if beside.imbalance is not None:
         notes.append(f"experts: the fullest rank of ep had {beside.imbalance:.2f} times the mean of rows")
-    return VerifyReport(tuple(beside.rows), tuple(notes))
+    return VerifyReport(tuple(beside.rows), tuple(notes), warned)
 
 
 def one_process(model: nn.Module, spec: Spec, parameters: Iterable[ParameterPlan] = ()) -> OneProcess:

@@ -67,6 +67,36 @@ def test_a_model_without_dropout_is_not_said_to_have_it_off(tmp_path):
     assert "dropout" not in str(report)
 
 
+LARGEST = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Largest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 8), nn.Linear(8, 37)
+
+    def forward(self, input_ids, targets):
+        each = F.cross_entropy(self.head(self.embed(input_ids)).transpose(1, 2), targets, reduction="none")
+        return each[:, 0].max()
+
+def build():
+    return Largest().double()
+"""
+
+
+def test_where_the_plan_warns_of_averages_several_uneven_batches_are_drawn_and_the_last_line_says_so(tmp_path):
+    (tmp_path / "largest.py").write_text(LARGEST)
+    (tmp_path / "spec.yaml").write_text(SPEC.format(mesh="tp: 1"))
+    report = verify(f"{tmp_path / 'largest.py'}:build", str(tmp_path / "spec.yaml"))
+    assert {row.step for row in report.rows} == {1, 2, 3, 4}
+    assert not report.passed
+    last = str(report).splitlines()[-1]
+    assert last.startswith("DIFFERENT from one process on 4 batches; the plan warns: ")
+    assert last.endswith("it is averaged over microbatches")
+
+
 COUNTING = """
 from pathlib import Path
 import torch
