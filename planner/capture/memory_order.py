@@ -26,7 +26,6 @@ from passes.program.source_lines import where_of
 OF_MEMORY = Ops(
     "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ is_set_to"
 )
-UNKNOWN = Ops("as_strided_scatter is_set_to")
 FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:, rows]`)"
 
 
@@ -42,8 +41,10 @@ def views_for_memory(module: fx.GraphModule) -> None:
 def _rewritten(node: fx.Node) -> fx.Node:
     given = arguments(node)
     x = given["self"]
-    if is_batchedtensor(x.meta["val"]) or node.target in UNKNOWN:
-        raise _refused(node, "is not supported" + " within torch.vmap" * (node.target not in UNKNOWN))
+    if node.target in (aten.as_strided_scatter.default, aten.is_set_to.default):
+        raise _refused(node, "is not supported")
+    if is_batchedtensor(x.meta["val"]):
+        raise _refused(node, "is not supported within torch.vmap")
     if is_mutable(node.target) and (x.op == "placeholder" or any(n > node for n in x.users)):
         raise _refused(node, "changes the memory of a tensor that is read later")
     asked = _Layout.asked(given, x) if "stride" in given else _Layout.of(node.meta["val"])

@@ -26,7 +26,6 @@ Values = tuple[Any, Any, Any]
 
 MOST_ELEMENTS, MOST_FLOPS = 1 << 27, 1 << 36  # of one call: attention of 405B on 272 tokens is 5 % of it
 _KEPT = 8  # drawn values, for calls that read one value in turn, as those of an unrolled loop
-_COMPARISONS = {aten.eq.Scalar, aten.ne.Scalar}
 
 
 class TooMuchError(Exception):
@@ -82,7 +81,7 @@ class ThreeRuns:
     def __post_init__(self) -> None:
         nodes = self.program.graph.graph.nodes
         self._numbers = {node: number for number, node in enumerate(nodes)}
-        self._compared = {node.args[1] for node in nodes if node.target in _COMPARISONS}
+        self._compared = {node.args[1] for node in nodes if node.target in (aten.eq.Scalar, aten.ne.Scalar)}
 
     def of(self, node: fx.Node) -> Values:
         """Raises whatever an op raises on drawn values, and TooMuchError."""

@@ -28,9 +28,10 @@ MOST_ELEMENTS = 1 << 22
 NUM_TRIALS = 3
 TOLERANCE = 1e-9
 
-_NEUTRAL = {aten.mul: 1, aten.add: 0, aten.logical_and: 1, aten.logical_or: 0}  # of either operand
-_NEUTRAL_SECOND = _NEUTRAL | {aten.div: 1, aten.sub: 0}
-_OF_BITS = {aten.__and__: 1, aten.bitwise_and: 1, aten.__or__: 0, aten.bitwise_or: 0}  # of truths alone
+_NEUTRAL = {
+    aten.mul: 1, aten.add: 0, aten.logical_and: 1, aten.logical_or: 0, aten.div: 1, aten.sub: 0,
+    aten.__and__: 1, aten.bitwise_and: 1, aten.__or__: 0, aten.bitwise_or: 0,
+}  # fmt: skip
 
 
 def is_same_without(
@@ -125,9 +126,11 @@ class _Folded(Keys):
             ]
         if node.kwargs:  # alpha, rounding_mode
             return []
-        of_bits = _OF_BITS if node.meta["val"].dtype == torch.bool else {}
-        first, second = (neutral | of_bits for neutral in (_NEUTRAL, _NEUTRAL_SECOND))
-        return [(args[0], self._is(args[1], second.get(packet))), (args[1], self._is(args[0], first.get(packet)))]
+        neutral = _NEUTRAL.get(packet)
+        if packet in (aten.__and__, aten.bitwise_and, aten.__or__, aten.bitwise_or):
+            neutral = neutral if node.meta["val"].dtype == torch.bool else None  # of other integers all bits count
+        first = None if packet in (aten.div, aten.sub) else neutral
+        return [(args[0], self._is(args[1], neutral)), (args[1], self._is(args[0], first))]
 
     def _is(self, value: Any, number: int | None) -> bool:
         known = self._filled.get(value) if isinstance(value, fx.Node) else value

@@ -27,6 +27,7 @@ def gpus(*names: str, named: bool = False) -> list[Seat]:
 
 
 CPU = Seat("node7", "cpu")
+MOMENT = 1.0  # seconds, for a server that never answers
 
 
 def test_gpus_talk_over_nccl_and_cpus_over_gloo():
@@ -195,5 +196,5 @@ def test_a_server_that_accepts_and_never_answers_is_refused_when_time_is_up(monk
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(PlanError, match=f"rank 1 found no other ranks at 127.0.0.1:{port} within 1 s") as caught:
-            _rendezvous(1, 2, timedelta(seconds=1))
+            _rendezvous(1, 2, timedelta(seconds=MOMENT))
     assert "a server there accepts connections and does not answer" in caught.value.fix

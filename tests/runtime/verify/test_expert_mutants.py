@@ -118,8 +118,8 @@ def _tokens_stay(phase: str) -> Change:
 def _last_alone(patch: pytest.MonkeyPatch) -> None:
     """A token gets the result of one of its rows, where the sum of all is due."""
 
-    def last(rows: Tensor, places: Tensor, size: int) -> Tensor:
-        return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows)
+    def last(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows).to(dtype)
 
     patch.setattr(tokens, "_summed", last)
 
