@@ -9,6 +9,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
+from planner.files.text import shorten
 from runtime.data.text.documents import Split
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ EPILOG = (
 
 TABLE = "Documents by the shortest sequence that holds them; longer ones are cut"
 COLUMNS = ("up to", "documents", "tokens", "padding", "mean document")
+
+_MOST_DIGITS = 12  # of a length: int64 holds such a number of tokens
 
 
 def prepare_command(
@@ -79,9 +82,10 @@ def prepare_command(
 def _lengths(text: str | None) -> list[int]:
     """Ascending numbers. Raises PlanError for anything else."""
     parts = [] if text is None else text.split(",")
-    found = [int(part) for part in parts if part.strip().isdecimal() and int(part)]
+    found = [int(part) for part in parts if part.strip().isdecimal() and len(part) <= _MOST_DIGITS and int(part)]
     if len(found) < len(parts) or found != sorted(set(found)):
-        raise PlanError(f"--bucket {text}: these are no ascending lengths", where="--bucket", fix="write 256,512,1024")
+        what = f"--bucket {shorten(text, 60)}: these are no ascending lengths"
+        raise PlanError(what, where="--bucket", fix="write 256,512,1024")
     return found
 
 

@@ -79,6 +79,8 @@ def test_many_texts_make_one_file(text: Path, tmp_path: Path) -> None:
         (["tokens", "-o", "out"], "tokens is already a token file"),
         (["text.txt", "-o", "out", "--split-documents", "json"], "a line of JSON cannot be read"),
         (["text.txt", "-o", "out", "--field", "body"], "--field applies only to JSON"),
+        (["text.txt", "-o", "out", "--bucket", "9" * 5000], "these are no ascending lengths"),
+        (["text.txt", "-o", "out", "--bucket", "9" * 20], "these are no ascending lengths"),
         (["text.txt", "-o", "out", "--end-token", "x"], "without one, the byte 0 ends a document"),
         (["text.txt", "-o", "out", "--tokenizer", "tokenizer.json", "--end-token", "none"], "has no token 'none'"),
     ],
