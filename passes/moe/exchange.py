@@ -8,7 +8,7 @@
     part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
     rows = give_back(rows, here)              [n, …]        each to where it came from
     rows = dispatch_tokens(x, token, here)    [n, …]        rows that are copies of tokens: each goes once to a rank
-    y = combine(rows, token, here, t, dtype)         [t, …]        of each token the sum of its rows
+    y = combine(rows, token, here, t, dtype)  [t, …]        of each token the sum of its rows
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
     own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named

@@ -11,6 +11,7 @@ Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,28 +82,33 @@ def capture(
     refuse_shared_memory(model)
     refuse_complex_parameters(model)
     with in_eager_mode() as compiled:
-        program = _as_in_eager_mode(model, inputs, earlier, has_rule, loss, dtype, is_known)
+        program = _as_in_eager_mode(_Asked(model, inputs, has_rule, loss, dtype, is_known, earlier))
     if compiled or was_compiled(model_of(model)):
         program.rewrites.append((NOTE, Where()))
     return program
 
 
-def _as_in_eager_mode(
-    model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    earlier: Earlier | None,
-    has_rule: HasRule,
-    loss: str,
-    dtype: torch.dtype | None,
-    is_known: bool,
-) -> Program:
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of a capture."""
+
+    model: nn.Module
+    inputs: Mapping[str, torch.Tensor]
+    has_rule: HasRule
+    loss: str
+    dtype: torch.dtype | None
+    is_known: bool
+    earlier: Earlier | None
+
+
+def _as_in_eager_mode(asked: _Asked) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    exchange = Exchange(model, dtype, mode)
-    answers = EagerAnswers(model, exchange)
+    exchange = Exchange(asked.model, asked.dtype, mode)
+    answers = EagerAnswers(asked.model, exchange)
     while True:
         try:
             with answers.given():
-                program = _captured(model, inputs, mode, exchange, earlier, has_rule, loss, dtype, is_known)
+                program = _captured(asked, mode, exchange)
         except PlanError as error:
             cannot_be_traced = depends_on_data(error) or error.fix == FORWARD_MUST_WORK
             if not cannot_be_traced or not answers.give_in(error.where):
@@ -110,28 +116,19 @@ def _as_in_eager_mode(
         else:
             program.notes += answers.notes
             program.traced = list(answers.traced.values())
-            if earlier is not None and program.traced:
-                earlier.first = None
-            if dtype is None and not is_known:
-                refuse_another_forward(model, inputs, program)
+            if asked.earlier is not None and program.traced:
+                asked.earlier.first = None
+            if asked.dtype is None and not asked.is_known:
+                refuse_another_forward(asked.model, asked.inputs, program)
             return program
 
 
-def _captured(
-    model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    mode: FakeTensorMode,
-    exchange: Exchange,
-    earlier: Earlier | None,
-    has_rule: HasRule,
-    loss: str,
-    dtype: torch.dtype | None,
-    is_known: bool,
-) -> Program:
+def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Program:
+    model, earlier = asked.model, asked.earlier
     # a tensor of its own for each input: one tensor given twice would be captured as one input
-    kwargs = {name: fake(tensor, dtype, mode) for name, tensor in inputs.items()}
+    kwargs = {name: fake(tensor, asked.dtype, mode) for name, tensor in asked.inputs.items()}
     with exchange.made(), caches_off(model):
-        made = traced(Forward(model, kwargs, exchange, mode), earlier, is_known=is_known)
+        made = traced(Forward(model, kwargs, exchange, mode), earlier, is_known=asked.is_known)
         exported = made.exported
         lifted = {
             s.target: exported.constants.get(s.target)
@@ -143,19 +140,20 @@ def _captured(
         exported, written = _functional(exported, held)
         if made.first is not None and earlier is not None and exported is made.exported:
             earlier.first = made.first
-        others = [(asked, _functional(other, held)[0].graph_module) for asked, other in made.others]
+        others = [(number, _functional(other, held)[0].graph_module) for number, other in made.others]
         refuse_other_constants(exported, [other for _, other in made.others])
         first = _parameter_names(model)[0]
-        values = {s.arg.name: constants.get(s.target or "") for s in exported.graph_signature.input_specs}
         values = {
-            name: v
-            for name, v in values.items()
-            if isinstance(v, torch.Tensor) and type(v) is not FakeTensor and not v.is_meta
+            s.arg.name: v
+            for s in exported.graph_signature.input_specs
+            if isinstance(v := constants.get(s.target or ""), torch.Tensor)
+            and type(v) is not FakeTensor
+            and not v.is_meta
         }
         fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
         made.told.extend(compute_all_rows(exported.graph_module, made.asked, others, values))
-    program = _program(model, exported, constants, held, loss, made.notes, written, has_rule)
+    program = _program(asked, exported, constants, held, made.notes, written)
     refuse_unknown_values(program.graph.graph, program.constants, made.gradient)
     program.rewrites.extend(made.told)
     program.assumptions = made.assumptions
@@ -232,16 +230,14 @@ def _is_of_vmap(call: fx.Node) -> bool:
 
 
 def _program(
-    model: nn.Module,
+    asked: _Asked,
     exported: torch.export.ExportedProgram,
     constants: Mapping[str, Any],
     held: Mapping[str, Held],
-    loss: str,
     notes: list[str],
     written: Mapping[str, str],
-    has_rule: HasRule,
 ) -> Program:
-    fqns, aliases = _parameter_names(model)
+    fqns, aliases = _parameter_names(asked.model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
     in_place: dict[str, Held] = {}
     for spec in exported.graph_signature.input_specs:
@@ -266,14 +262,14 @@ def _program(
     fixed = {*program.buffers, *program.constants}
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
-    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=has_rule)
+    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=asked.has_rule)
     # an input that is named like a function of Python (`input`, `next`) has another name in a graph
     holders = program.graph.graph.find_nodes(op="placeholder")
     program.inputs = {node.name: str(node.target) for node in holders if node.target in program.inputs}
     order_side_calls(program.graph.graph, program.parameters)
     _merge_tied(program)
     program.outputs = {name: position for position, name in enumerate(outputs)}
-    program.loss = find_loss(program, loss)
+    program.loss = find_loss(program, asked.loss)
     _keep_only_the_loss(program)
     for name, fqn in program.parameters.items():
         program.node(name).meta["parameter"] = fqn

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from passes.errors import PlanError
-from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.reference import load_to_plan, pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters_load import check_adapters
@@ -37,14 +37,9 @@ class Weights:
         """A directory of trained adapters to load; a save of training has its own."""
         return adapter_directory(self.reference) if self.load is None else None
 
-    @property
-    def are_initial(self) -> bool:
-        """Whether the model has to be built with values."""
-        return self.load is None and self.directory is None
-
     def model(self, seed: int) -> nn.Module:
-        """The model; values that are not in files are real, or drawn when an engine needs them."""
-        return load_model(self.reference, materialize=self.are_initial, seed=seed, values_later=True)
+        """The model to plan, without drawn values if a save brings its own."""
+        return load_to_plan(self.reference, seed, has_values=self.load is None)
 
     def check_load(self) -> None:
         """Raise PlanError if there is nothing to load."""

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.reference import load_to_plan, pretrained_directory
 from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
@@ -54,7 +54,7 @@ def compare_memory(
     spec = Spec.load(spec_path)
     check_backend_here(spec)
     check_compiler_here(spec)
-    made = planned(_model(model_ref, spec), spec)
+    made = planned(load_to_plan(model_ref, spec.seed), spec)
     rows = made.plan.evaluation_memory() if evaluates else made.plan.memory
     peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in rows)
     world_size, given = made.plan.mesh.world_size, (model_ref, spec_path, evaluates)
@@ -74,16 +74,11 @@ def memory_of_rank(
     """This rank's part, on the CPU or the device that the launcher gave it. ``file``: of the launcher's plan;
     ``made``: the plan, if this process has it."""
     spec = Spec.load(spec_path)
-    made = made or planned(_model(model_ref, spec), spec, file)
+    made = made or planned(load_to_plan(model_ref, spec.seed), spec, file)
     made.model, decided, weights = None, made.plan, pretrained_directory(model_ref)
     if evaluates:
         return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0), weights), [])
     return measured(decided, [random_batch(spec, decided, seed) for seed in range(2)], weights)
-
-
-def _model(reference: str, spec: Spec) -> nn.Module:
-    is_drawn = pretrained_directory(reference) is None
-    return load_model(reference, materialize=is_drawn, seed=spec.seed, values_later=True)
 
 
 def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path | None = None) -> OfRank:

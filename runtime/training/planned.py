@@ -25,16 +25,12 @@ FRESH = (
 
 def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], None] | None = None) -> Planned:
     """The plan of a job, made here or by another process of the launch. ``check``: called with the model before it is
-    captured. Raises PlanError.
-
-    Values of the model that are not in files are real, or drawn when an engine needs them.
-    """
+    captured. Raises PlanError."""
     if job.plan is not None:
         return Planned(stored_plan(job, spec), None)
-    from planner.capture.model.reference import load_model, pretrained_directory
+    from planner.capture.model.reference import load_to_plan
 
-    is_drawn = pretrained_directory(job.model) is None
-    model = load_model(job.model, materialize=is_drawn, seed=spec.seed, values_later=True)
+    model = load_to_plan(job.model, spec.seed)
     if check is not None:
         check(model)
     return planned(model, spec, job.planned, job.timeout)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from passes.stage_module import RankProgram
 from planner.capture.model.compiled import in_eager_mode
-from planner.capture.model.reference import load_model, pretrained_directory
+from planner.capture.model.reference import load_to_plan, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
 from planner.sharding.parameters import ParameterPlan
@@ -67,8 +67,7 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, job: VerifyJob, spec: Spec) -> _Made:
-        is_drawn = pretrained_directory(job.model) is None
-        model = load_model(job.model, materialize=is_drawn, seed=spec.seed, values_later=True)
+        model = load_to_plan(job.model, spec.seed)
         untouched = Untouched(in_mode(model, spec))
         return cls(planned(model, spec, job.planned), untouched)
 

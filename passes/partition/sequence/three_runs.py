@@ -97,9 +97,8 @@ class ThreeRuns:
 
     def called(self, node: fx.Node) -> Values:
         """The results of a call, computed from the values of its operands."""
-        if max(sum(map(_numel, [node, *node.all_input_nodes])), node_flops(node) * MOST_ELEMENTS // MOST_FLOPS) > (
-            MOST_ELEMENTS
-        ):
+        num_elements = sum(map(_numel, [node, *node.all_input_nodes]))
+        if num_elements > MOST_ELEMENTS or node_flops(node) > MOST_FLOPS:
             raise TooMuchError
         given = {n: self.of(n) for n in node.all_input_nodes}
         first, second, third = (self._result(node, {n: x[run] for n, x in given.items()}) for run in range(3))

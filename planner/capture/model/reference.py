@@ -46,6 +46,14 @@ def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, v
     return _built(reference, materialize, seed, values_later)
 
 
+def load_to_plan(reference: str, seed: int, *, has_values: bool = True) -> nn.Module:
+    """The module for a command that plans and runs it: values that are not in files of ``reference`` are real, or drawn
+    when an Engine needs them. ``has_values``: False if a save brings all of them. Raises as ``load_model`` does.
+    """
+    materialize = has_values and pretrained_directory(reference) is None
+    return load_model(reference, materialize=materialize, seed=seed, values_later=True)
+
+
 def import_packages(reference: str) -> None:
     """Import what ``load_model`` will need of packages, and none of the user's files."""
     base, option, _ = reference.partition(OPTION)
