@@ -117,11 +117,15 @@ def _seat(
 
 
 def _gpu(device: torch.device, host: str) -> str:
-    """A name that no other GPU has, whatever each rank is shown of the machine; empty for the CPU."""
+    """A name that no other GPU has, whatever each rank is shown of the machine; empty for the CPU.
+
+    NCCL refuses two ranks of one host and GPU; NCCL_HOSTID takes the place of the host there, and thus here.
+    """
     if device.type != "cuda":
         return ""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return str(uuid) if uuid else f"{host} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.index}"
+    name = str(uuid) if uuid else f"{host} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.index}"
+    return f"{os.environ.get('NCCL_HOSTID', '')} {name}".lstrip()
 
 
 def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 
 from passes.errors import PlanError
 from planner.mesh import Mesh
+from runtime.distributed import opening
 from runtime.distributed.default_group import _rendezvous
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, judge, meet
@@ -90,6 +92,23 @@ def test_what_does_not_go_together_is_refused_with_the_ranks(seats, pp, told):
 def test_ranks_that_were_given_one_gpu_by_name_talk_over_gloo():
     assert judge(gpus("a", "a", named=True), pp=1) == Verdict("gloo")
     assert judge(gpus("a", "a", "b", named=True), pp=1) == Verdict("gloo")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend"),
+    [((None, None), "gloo"), (("one", "one"), "gloo"), (("one", "two"), "nccl"), ((None, "one"), "nccl")],
+)
+def test_ranks_of_one_gpu_talk_over_nccl_if_each_has_a_host_id_of_its_own(
+    hosts: tuple[str | None, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
+    names = []
+    for host in hosts:
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if host is not None:
+            monkeypatch.setenv("NCCL_HOSTID", host)
+        names.append(opening._gpu(torch.device("cuda:0"), "node1"))
+    assert judge(gpus(*names, named=True), pp=1) == Verdict(backend)
 
 
 def meet_all(seats: list[Seat], come: list[int], seconds: float) -> dict[int, Verdict | str]:
