@@ -11,8 +11,9 @@ can hide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from passes.errors import require
 from planner.cluster.cluster import Cluster
@@ -35,12 +36,17 @@ from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
-    """``memory``: one row for each pp rank."""
+    """``memory``: one row for each pp rank. ``cost`` is computed when it is first read: most layouts that a search
+    looks at do not fit."""
 
-    cost: CostPlan
     memory: tuple[MemoryRow, ...]
+    price: Callable[[], CostPlan] = field(repr=False, compare=False)
+
+    @cached_property
+    def cost(self) -> CostPlan:
+        return self.price()
 
 
 def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Estimate:
@@ -51,7 +57,7 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
     group_size = spec.pipeline.group_size
     rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
-    return Estimate(cost_of(work, layout, cluster, spec, holds), on_device(rows, layout.mesh, cluster))
+    return Estimate(on_device(rows, layout.mesh, cluster), partial(cost_of, work, layout, cluster, spec, holds))
 
 
 def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:

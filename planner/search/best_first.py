@@ -11,11 +11,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from itertools import islice
 from typing import Any, Protocol
 
 from planner.cost.memory import MemoryRow
 from planner.search.choice import Point
+
+Row = tuple[float, Any, Point]  # bound, key, layout
 
 
 class Estimated(Protocol):
@@ -63,10 +65,8 @@ class Found:
     best: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
     num_fixed: int = 0
-    least_fixed: tuple[float, Point | None] = (inf, None)
     num_estimated: int = 0
     num_too_large: int = 0  # known without an estimate
-    gave_up: bool = False
 
 
 class BestFirst:
@@ -87,42 +87,34 @@ class BestFirst:
         self._known: dict[Point, Candidate] = {}
         self._fixed_bytes: dict[Any, tuple[float, ...]] = {}
         self._passing: dict[Any, list[float]] = {}  # of each pp rank: bytes that come and go, whatever ``zero`` is
-        self._groups: dict[tuple[str, Any], list[tuple[float, Any, Point]]] | None = None
+        self._groups: dict[tuple[str, Any], list[Row]] | None = None
 
     def search(
         self,
         top: int,
-        rows: Sequence[tuple[float, Any, Point]] | None = None,
-        most: int | None = None,
         step: Callable[[int], None] = lambda done: None,
     ) -> Found:
-        """The ``top`` fastest that fit, of ``rows`` (all). ``most``: give up after so many that do not fit."""
+        """The ``top`` fastest that fit."""
         found, ranked = Found(), list[tuple[tuple[Any, ...], int]]()
         candidates: list[Candidate] = []
         fitting: set[Any] = set()  # more shards of a layout that fits are no faster
-        tried: set[Any] = set()
-        for bound, _, point in self.bounds if rows is None else rows:
+        for bound, _, point in self.bounds:
             if len(ranked) >= top and bound > ranked[top - 1][0][0]:
                 break
-            if rows is None and _twin(point, point.layout.zero - 1) in fitting:
+            if _twin(point, point.layout.zero - 1) in fitting:
                 fitting.add(_twin(point, point.layout.zero))
                 continue
             if self._is_surely_too_large(point):
                 found.num_fixed += 1
-                found.least_fixed = min(found.least_fixed, (max(self._fixed_of(point)), point), key=_first)
                 continue
-            if rows is None and self._is_known_to_pass(point):
+            if self._is_known_to_pass(point):
                 found.num_too_large += 1
                 continue
             candidate = self.of(point)
             found.num_estimated += 1
             step(found.num_estimated)
-            if candidate.fullest.total > self.memory_bytes:
+            if not self.fits(candidate):
                 found.too_large.append(candidate)
-                tried.add(_twin(point, zero=0))
-                if most is not None and len(tried) >= most and not ranked:
-                    found.gave_up = True
-                    break
                 continue
             candidates.append(candidate)
             fitting.add(_twin(point, point.layout.zero))
@@ -130,12 +122,30 @@ class BestFirst:
         found.best = [candidates[index] for _, index in ranked[:top]]
         return found
 
+    def fits(self, candidate: Candidate) -> bool:
+        return candidate.fullest.total <= self.memory_bytes
+
+    def one_of(self, rows: Sequence[Row], most: int) -> Candidate:
+        """A fast layout of ``rows`` by few estimates: the first by its bound that fits, of ``most`` and of ``most``
+        that hold little; else the one that holds least, which may not fit."""
+        least = self.of(min((point for *_, point in rows), key=lambda point: point.held))
+        if not self.fits(least):
+            return least
+        lean = [row for row in rows if row[2].held[1:3] == least.point.held[1:3]]
+        tried = (self._first_that_fits(some, most) for some in (rows, lean))
+        return next((found for found in tried if found is not None), least)
+
+    def _first_that_fits(self, rows: Sequence[Row], most: int) -> Candidate | None:
+        left = (point for *_, point in rows if not self._is_surely_too_large(point))
+        tried = islice((self.of(point) for point in left if not self._is_known_to_pass(point)), most)
+        return next(filter(self.fits, tried), None)
+
     @property
     def known(self) -> list[Candidate]:
         """All that were estimated."""
         return list(self._known.values())
 
-    def groups(self) -> dict[tuple[str, Any], list[tuple[float, Any, Point]]]:
+    def groups(self) -> dict[tuple[str, Any], list[Row]]:
         """The rows of ``bounds`` that make a choice, by its name and value."""
         if self._groups is None:
             self._groups = {}
@@ -168,10 +178,6 @@ class BestFirst:
         if key not in self._fixed_bytes:
             self._fixed_bytes[key] = tuple(self._fixed(point))
         return self._fixed_bytes[key]
-
-
-def _first(row: tuple[float, Point | None]) -> tuple[Any, ...]:
-    return row[0], () if row[1] is None else row[1].held
 
 
 def of_weights(point: Point) -> Any:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.cost.layout import Layout
+from planner.pipeline.schedule import KINDS
 from planner.ranks import DEFAULT_ORDER
 
 KINDS_OF_RECOMPUTE = ("none", "selective", "full")
@@ -65,17 +66,18 @@ class Point:
         mesh, layout = self.layout.mesh, self.layout
         recompute = -KINDS_OF_RECOMPUTE.index(layout.recompute)
         kept = layout.micro / (mesh.tp * mesh.cp)
-        return -mesh.tp * mesh.pp, -layout.zero, recompute, kept, not layout.sequence_parallel, mesh.vpp
+        waits = KINDS[layout.schedule].waits
+        return -mesh.tp * mesh.pp, -layout.zero, recompute, kept, not layout.sequence_parallel, waits, mesh.vpp
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The choices, by the names that reasons use."""
+        """The choices, by the names that reasons use; etp only where experts are cut otherwise than all else."""
         mesh, layout = self.layout.mesh, self.layout
         return {
             "tp": mesh.tp,
             "cp": mesh.cp,
             "ep": mesh.ep,
-            "etp": mesh.etp,
+            **({"etp": mesh.etp} if self.cut.has_expert_axes else {}),
             "pp": mesh.pp,
             "vpp": mesh.vpp,
             "dp": mesh.dp,

@@ -1,4 +1,4 @@
-"""Why other layouts lose: the best layout for every choice other than the winner's, and its cost in words.
+"""Why other layouts lose: a fast layout for every choice other than the winner's, and its cost in words.
 
 tp 8      14 % slower (1.31 s against 1.15 s): tp_comm 310 ms against 90 ms, over InfiniBand at 40 GB/s
 pp 1      needs 91.2 GB of 78.1 on pp rank 0: optimizer 54.0 GB, activations 20.3 GB
@@ -16,9 +16,9 @@ from planner.cluster.links import group, wires
 from planner.cost.memory import MemoryRow
 from planner.cost.step_time import is_as_fast
 from planner.mesh import Mesh
-from planner.search.best_first import BestFirst, Candidate, Found
+from planner.search.best_first import BestFirst, Candidate
 
-MOST_TRIED = 16  # layouts tried for one choice before it is reported as too large
+MOST_TRIED = 16  # layouts for one choice that may not fit, before one that holds little is taken
 MOST_NAMED = 3
 PARTS = {
     "compute": "compute",
@@ -38,7 +38,7 @@ HELD += ("whole", "graph_buffers", "device")
 
 @dataclass(frozen=True)
 class Loser:
-    """The best layout with ``choice``, such as ``tp 8``; ``fits`` or not."""
+    """A layout with ``choice``, such as ``tp 8``: one of its fastest, or, where none ``fits``, the smallest."""
 
     choice: str
     candidate: Candidate
@@ -46,27 +46,27 @@ class Loser:
     why: str
 
 
-def losers(order: BestFirst, found: Found, cluster: Cluster) -> tuple[Loser, ...]:
-    """One for each value of each axis that the winner does not have, those nearest to it in speed first."""
-    winner, result = found.best[0], list[Loser]()
+def losers(order: BestFirst, winner: Candidate, cluster: Cluster) -> tuple[Loser, ...]:
+    """One for each value of each axis that the winner does not have, those nearest to it in speed first.
+
+    An exact answer for each would take several times as long as the search itself.
+    """
+    result, known = list[Loser](), list(filter(order.fits, order.known))
     own = winner.point.choices
     for (name, value), rows in order.groups().items():
-        if name == "dp" or own[name] == value:
+        if name == "dp" or own.get(name) == value:
             continue
-        if name == "etp":
-            rows = [row for row in rows if row[2].cut.has_expert_axes]
-        of_choice = order.search(1, rows, most=MOST_TRIED)
-        choice = f"{name} {_word(value)}"
-        if of_choice.best:
-            result.append(Loser(choice, of_choice.best[0], True, why_slower(of_choice.best[0], winner, cluster)))
-        elif of_choice.too_large:
-            least = min(of_choice.too_large, key=lambda candidate: candidate.fullest.total)
-            tried = f"none of the {MOST_TRIED} fastest fits; " if of_choice.gave_up else ""
-            result.append(Loser(choice, least, False, tried + why_too_large(least, order.memory_bytes)))
-        elif of_choice.least_fixed[1] is not None:
-            least = order.of(of_choice.least_fixed[1])
-            result.append(Loser(choice, least, False, why_too_large(least, order.memory_bytes)))
-    return tuple(_joined(sorted(result, key=lambda loser: (not loser.fits, loser.candidate.order))))
+        of_choice = [candidate for candidate in known if candidate.point.choices.get(name) == value]
+        one = min(of_choice, key=lambda c: c.order, default=None) or order.one_of(rows, MOST_TRIED)
+        fits = order.fits(one)
+        why = why_slower(one, winner, cluster) if fits else why_too_large(one, order.memory_bytes)
+        result.append(Loser(f"{name} {_word(value)}", one, fits, why))
+    return tuple(_joined(sorted(result, key=_nearest)))
+
+
+def _nearest(loser: Loser) -> tuple[Any, ...]:
+    """Those that fit first, fastest first; then the smallest first."""
+    return not loser.fits, loser.candidate.order if loser.fits else (loser.candidate.fullest.total,)
 
 
 def _joined(rows: list[Loser]) -> Iterator[Loser]:

@@ -3,7 +3,7 @@
 cuts      each (tp, sequence parallel, cp, ep, etp) decided once on the captured model
 bounds    a lower bound of the step time of every layout
 best      estimated in that order, until no other can be among the best
-losers    of every other choice of the winner's (another tp, another pp, …) the best layout, and why it loses
+losers    of every other choice of the winner's (another tp, another pp, …) a fast layout, and why it loses
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Search:
         if not found.best:
             raise self._fits_nowhere(order, found)
         with self._clock("reasons"):
-            lost = losers(order, found, self.cluster)
+            lost = losers(order, found.best[0], self.cluster)
         num_large = sum(c.fullest.total > order.memory_bytes for c in order.known)
         pruned = dict(self.space.pruned)
         if num_large or found.num_fixed:

@@ -63,7 +63,7 @@ def _losers(result: Result) -> list[Section]:
         for number, other in enumerate(result.best[1:], start=2)
     ]  # fmt: skip
     rows += [(r.choice, str(r.candidate.point), r.why) for r in result.losers if r.candidate.point not in best]
-    title = "Why other layouts lose: the rest of the fastest, and the best layout for each other choice"
+    title = "Why other layouts lose: the rest of the fastest, and a fast layout for each other choice"
     return [Section(title, ("choice", "layout", "reason"), tuple(rows))] if rows else []
 
 
@@ -112,7 +112,7 @@ def result_to_dict(result: Result) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     cost, layout = candidate.estimate.cost, candidate.point.layout
-    choices: Mapping[str, Any] = candidate.point.choices
+    choices: Mapping[str, Any] = {**candidate.point.choices, "etp": layout.mesh.etp}
     return {
         "layout": {**{name.replace(" ", "_"): value for name, value in choices.items()}, "stages": list(layout.sizes)},
         "step_seconds": candidate.seconds,
