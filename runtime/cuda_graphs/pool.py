@@ -40,7 +40,8 @@ class Pool:
         block = self._numbers.get(storage_of(tensor))
         if block is None:
             return None
-        return Place(block, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        return Place(block, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def keep(self, value: Tensor) -> Tensor:
         """``value`` in a block of the pool."""
@@ -59,17 +60,24 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a pool, without holding it."""
+    """A tensor of a pool, without holding it.
+
+    ``is_conj``, ``is_neg``: it is a lazy conjugate or negative, a view of memory that holds the other values.
+    """
 
     block: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+    is_conj: bool = False
+    is_neg: bool = False
 
     def tensor(self, pool: Pool) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=pool.device)
-        return empty.set_(pool.blocks[self.block], self.offset, self.shape, self.stride)
+        tensor = empty.set_(pool.blocks[self.block], self.offset, self.shape, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
 
 
 def storage_of(tensor: Tensor) -> int:

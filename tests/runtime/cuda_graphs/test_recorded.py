@@ -64,6 +64,9 @@ BODIES: dict[str, Body] = {
     "nothing in it": lambda x: torch.cat([x[:0] * 2, x * 2]),
     "an empty result": lambda x: x[:0] * 2,
     "a scalar": lambda x: x.sum() * 2,
+    "a conjugate": lambda x: torch.fft.rfft(x).conj() * torch.fft.rfft(x + 1),
+    "an imaginary part of a conjugate": lambda x: torch.fft.rfft(x).conj().imag * 2,
+    "the gradient of a convolution by its spectrum": lambda x: _spectral_gradient(x),
     "zeros": lambda x: torch.zeros(4, 4, dtype=x.dtype).add_(x),
     "memory that is filled later": lambda x: torch.empty_like(x).copy_(x) * 2,
     "indices": lambda x: x[torch.tensor([2, 0, 0])],
@@ -80,6 +83,11 @@ def _written_through_a_view(x: Tensor) -> Tensor:
     y = x * 2
     y.t()[1].zero_()
     return y
+
+
+def _spectral_gradient(x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad((torch.fft.irfft(torch.fft.rfft(leaf) * torch.fft.rfft(leaf * 2)) ** 2).sum(), leaf)[0]
 
 
 def _gradient(x: Tensor) -> Tensor:
