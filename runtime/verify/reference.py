@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
@@ -24,6 +23,7 @@ from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.reference import load_model
 from planner.capture.own_loss.with_loss import apply_loss
+from planner.captured import dtype_of
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
@@ -76,6 +76,12 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+def in_its_dtype(batch: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
+    """``batch`` as ranks read it: its floats in the dtype of the parameters, if a spec sets one."""
+    dtype = dtype_of(spec)
+    return {name: v if dtype is None or not v.is_floating_point() else v.to(dtype) for name, v in batch.items()}
+
+
 class OneProcess:
     """Trains ``model`` itself. Owns torch's optimizer over it, and the count of updates.
 
@@ -92,8 +98,8 @@ class OneProcess:
         parameters: Iterable[ParameterPlan] = (),
     ) -> None:
         self.model, self.draws = model, draws
-        if spec.precision.parameters is not None:
-            self.model.to(getattr(torch, spec.precision.parameters))
+        if (dtype := dtype_of(spec)) is not None:
+            self.model.to(dtype)
         self.spec = spec
         self._module, self._wanted = apply_loss(model, spec.loss)
         self.rate = LearningRate(spec.optimizer)
@@ -109,7 +115,7 @@ class OneProcess:
         # caches are for generation: with one, some models mask otherwise
         drawn = nullcontext() if draws is None else draws.forward(self.num_updates, batch)
         with in_eager_mode(), caches_off(self.model), drawn:
-            loss = loss_of(self._module(**batch), self._wanted)
+            loss = loss_of(self._module(**in_its_dtype(batch, self.spec)), self._wanted)
         with in_eager_mode(), nullcontext() if draws is None else draws.backward():
             loss.backward()
         return loss.item()

@@ -39,7 +39,7 @@ from runtime.verify.beside import Beside, EngineStep
 from runtime.verify.comparison import Row
 from runtime.verify.mutants import freeze_parameter, without_collective
 from runtime.verify.named_draws import NamedDraws, draws_of_lengths
-from runtime.verify.reference import OneProcess, Untouched, with_values
+from runtime.verify.reference import OneProcess, Untouched, in_its_dtype, with_values
 
 TIMEOUT_SECONDS = 1800.0
 BATCHES_IF_WARNED = 4  # one may be equal by chance
@@ -189,7 +189,7 @@ def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
         return VerifyReport(())
     precision = str(beside.precision).removeprefix("torch.")
     notes = [
-        *_note_of_dropout(alone[0].model, alone[0].draws, batches[-1]),
+        *_note_of_dropout(alone[0].model, alone[0].draws, in_its_dtype(batches[-1], spec)),
         f"tolerances for {precision}, the lowest precision in the computation of the model",
     ]
     if beside.imbalance is not None:

@@ -46,6 +46,14 @@ def test_what_a_closure_holds_is_trained():
     assert not torch.equal(model.up.weight, before)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_floats_of_a_batch_are_read_in_the_dtype_of_the_parameters(dtype):
+    model = Closed().eval()
+    OneProcess(model, Spec.load({**SPEC, "precision": {"parameters": dtype}})).train_step({"x": torch.randn(4, 4)})
+    assert model.up.weight.grad is not None
+    assert model.up.weight.grad.dtype == getattr(torch, dtype)
+
+
 def test_it_runs_without_a_key_cache_and_the_config_is_as_it_was():
     model = Closed().eval()
     OneProcess(model, Spec.load(SPEC)).train_step({"x": torch.randn(4, 4)})
