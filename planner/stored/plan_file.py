@@ -23,6 +23,7 @@ from passes.errors import PlanError, first_line
 from passes.pieces import CompiledPiece, Piece
 from passes.program.program import Program
 from passes.regions import Region
+from planner.capture.hub.assembly import of_json, to_json
 from planner.capture.kept.sources import our_sources
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.meta_init import buffer_value
@@ -38,7 +39,7 @@ from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
-FORM = "meshwright plan 4"
+FORM = "meshwright plan 5"
 MOST_BYTES = 8 << 30
 DECIDED = (
     "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
@@ -50,7 +51,7 @@ PARTS: dict[str, Any] = {
     "pieces": tuple[CompiledPiece, ...],
     "flops": float | None,
 }
-HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("rename", "converted", "adapted"))
+HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("names", "conversions", "adapted"))
 OVER = ("constant", "selected")  # marks that are read only while a graph is brought into canonical form
 AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
 
@@ -100,6 +101,7 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
     content = {
         "written by": written_by(),
         "hub": {name: getattr(decisions.hub, name) for name in HUB},
+        "names": {name: to_json(made) for name, made in decisions.hub.stored_names.items()},
         "model": model,
         "lengths": of_lengths,
         "objects": writer.objects,
@@ -170,6 +172,7 @@ def _check_writer(then: Mapping[str, str], path: Path) -> None:
 def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Stored]:
     reader = Reader(content["objects"], content["texts"], tensors)
     hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
+    hub["names"] = {name: of_json(made) for name, made in content["names"].items()}
     model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
     found = [_stored(of_length, reader, checked(HubFormat, hub), model) for of_length in content["lengths"]]
     if not found:

@@ -16,12 +16,13 @@ import torch
 
 from passes.errors import PlanError
 from passes.stage_module import StageModule
+from planner.capture.hub.assembly import Source
 from planner.capture.model.adapted import Adapted
 from planner.capture.model.with_adapters import CONFIG
 from planner.files.json_text import read_json
 from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters_save import adapted_of, directory_of
-from runtime.checkpoint.pretrained_load import read_part
+from runtime.checkpoint.pretrained_load import read_part, read_whole
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
@@ -109,8 +110,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) -> dict[str, str]:
-    """Name in the model → name in the file. Raises one PlanError that lists all that does not fit."""
+def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) -> dict[str, Source]:
+    """Name in the model → the file's tensor. Raises one PlanError that lists all that does not fit."""
     names = adapted.files_of(adapter)
     if computed := [stored for stored, name in names.items() if name is None]:
         raise PlanError(
@@ -133,13 +134,13 @@ def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) ->
             f"the adapter does not fit the planned model: {'; '.join(problems)}", where=str(files.directory), fix=_FIX
         )
     first = {name: row.name for row in plan.parameters for name in (row.name, *row.aliases)}
-    return {first.get(name, name): stored for stored, name in names.items() if name}
+    return {first.get(name, name): files.source(stored) for stored, name in names.items() if name}
 
 
 @torch.no_grad()
 def _read(
     files: SafetensorsFiles,
-    found: Mapping[str, str],
+    found: Mapping[str, Source],
     stages: Sequence[StageModule],
     groups: Groups,
     kept: Kept,
@@ -152,7 +153,7 @@ def _read(
                 read_part(files, found[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, groups)
         for fqn in stage.buffers:
             if fqn in found:
-                files.read_into(stage.module.get_buffer(stage.attributes[fqn]), found[fqn])
+                read_whole(files, found[fqn], stage.module.get_buffer(stage.attributes[fqn]))
     for fqn, value in (kept.parameters | kept.buffers).items():
         if fqn in found:
-            files.read_into(value, found[fqn])
+            read_whole(files, found[fqn], value)

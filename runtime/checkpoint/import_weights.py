@@ -17,20 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from planner.capture.hub.assembly import Assembly
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.reference import load_model
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.ranks import DEFAULT_ORDER
-from planner.sharding.boxes import Box
+from runtime.checkpoint.assembled import whole_box
 from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.filled import filled
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
-from runtime.checkpoint.pretrained_load import Found, find_in
-from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor
+from runtime.checkpoint.pretrained_load import Found, check_equal, dtype_of, find_in, read_whole
+from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.checkpoint.saves import owned, saves_in, write_latest
 
 BUCKET_BYTES = 512 << 20
@@ -51,15 +52,16 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the save: its kind, and the tensor of the files with its values."""
+    """A tensor of the save: its kind, and the tensors of the files with its values."""
 
     name: str
     kind: str
-    source: StoredTensor
+    made: Assembly
+    dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        return Box((0,) * len(self.source.shape), self.source.shape).num_elements * _dtype(self.source).itemsize
+        return whole_box(self.made.shape).num_elements * self.dtype.itemsize
 
 
 def import_weights(
@@ -108,21 +110,16 @@ def _model_of(directory: Path, model: str | None) -> nn.Module:
 
 def _stored(files: SafetensorsFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
     """In the model's order, buffers last."""
-    parameters = [Stored(row.name, "parameter", files.tensors[found.parameters[row.name][0]]) for row in rows]
-    held = [name for name in hub.persistent_buffers if name in found.buffers]
-    return [*parameters, *(Stored(name, "buffer", files.tensors[found.buffers[name]]) for name in held)]
+    made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
+    made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
+    return [Stored(*each, dtype_of(files, each[-1])) for each in made]
 
 
 def _check_tied(files: SafetensorsFiles, found: Found) -> None:
     """Copies of a tied parameter that are stored under several names must be equal."""
     for first, *others in found.parameters.values():
         for other in others:
-            if not torch.equal(_read(files, files.tensors[first]), _read(files, files.tensors[other])):
-                raise PlanError(
-                    f"{first} and {other} differ in the files, but are one tied parameter in the model",
-                    where=str(files.tensors[other].file),
-                    fix="set tie_word_embeddings: false in its config.json",
-                )
+            check_equal(files, first, other, lambda made: _read(files, made, dtype_of(files, made)))
 
 
 def _refuse_saves(run: Path) -> None:
@@ -160,21 +157,14 @@ def _write(
 
 
 def _piece(files: SafetensorsFiles, stored: Stored) -> WrittenPiece:
-    shape = stored.source.shape
-    return WrittenPiece(stored.name, stored.kind, Box((0,) * len(shape), shape), _read(files, stored.source))
+    box = whole_box(stored.made.shape)
+    return WrittenPiece(stored.name, stored.kind, box, _read(files, stored.made, stored.dtype))
 
 
-def _read(files: SafetensorsFiles, source: StoredTensor) -> Tensor:
-    value = torch.empty(source.shape, dtype=_dtype(source))
-    files.read_into(value, source.name)
+def _read(files: SafetensorsFiles, made: Assembly, dtype: torch.dtype) -> Tensor:
+    value = torch.empty(made.shape, dtype=dtype)
+    read_whole(files, made, value)
     return value
-
-
-def _dtype(source: StoredTensor) -> torch.dtype:
-    if source.dtype is None:
-        fix = "store the weights in a floating-point dtype"
-        raise PlanError(f"{source.name} is stored in a quantised type", where=str(source.file), fix=fix)
-    return source.dtype
 
 
 def _manifest(

@@ -1,8 +1,8 @@
 """Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
 
-names of the files -> names of the model      renamings of transformers, then one prefix that is there or not
+names of the files -> names of the model      conversions of transformers, then one prefix that is there or not
 check on every rank, agree                    names, shapes, dtypes, files complete, tied copies equal
-read                                          Part.ranges of each parameter, straight into its place
+read                                          Part.ranges of each parameter, from the tensors that it is made of
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
 from passes.stage_module import StageModule
-from planner.capture.model.compiled import plain_name
+from planner.capture.hub.assembly import Assembly, Source, sources
 from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.frozen_plan import Plan
 from planner.sharding.parts import part_of
-from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
+from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
@@ -38,10 +39,11 @@ _MOST_SAMPLES = 64  # names that vote for a prefix
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The stored names of the model's tensors: ``parameters`` by the plan's name, several if tied copies are stored."""
+    """How the model's tensors are made of stored ones: ``parameters`` by the plan's name, several if tied copies are
+    stored."""
 
-    parameters: Mapping[str, tuple[str, ...]]
-    buffers: Mapping[str, str]
+    parameters: Mapping[str, tuple[Assembly, ...]]
+    buffers: Mapping[str, Assembly]
 
 
 class OfModel(Protocol):
@@ -125,22 +127,19 @@ def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[OfModel]) ->
     names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in rows}
     buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
     known = {name for names in (*names_of.values(), buffers_of) for name in names}
-    names = match_names(files.tensors, known, hub)
-    places: dict[str, list[str]] = {}
-    for stored, name in names.items():
-        places.setdefault(name, []).append(stored)
+    converted = hub.converted({name: stored.shape for name, stored in files.tensors.items()})
+    made = match_names(converted.made, known)
     parameters = {
-        row: tuple(stored for name in names for stored in places.get(name, ()))
-        for row, names in names_of.items()
-        if names
+        row: tuple(m for name in names for m in made.get(name, ())) for row, names in names_of.items() if names
     }
-    buffers = {name: places[base][0] for base, name in buffers_of.items() if base in places}
+    buffers = {name: made[base][0] for base, name in buffers_of.items() if base in made}
     absent = [names_of[row][0] for row, stored in parameters.items() if not stored]
     absent += [base for base, name in buffers_of.items() if name not in buffers and not hub.ignores_absent(base)]
-    extra = [s for s, name in names.items() if name not in known and not _ignored(hub, s, name)]
-    twice = [stored for stored in places.values() if len(stored) > 1]
-    wrong = [w for row in rows for s in parameters.get(row.name, ()) if (w := _misfit(files.tensors[s], row))]
-    _raise_misfits(files, hub, absent, extra, twice, wrong)
+    others = [(name, source.name) for name in made if name not in known for source in sources(tuple(made[name]))]
+    extra = [stored for name, stored in others if not (hub.ignores_unexpected(stored) or hub.ignores_unexpected(name))]
+    twice = [[source.name for source in sources(tuple(m))] for name, m in made.items() if name in known and len(m) > 1]
+    wrong = [w for row in rows for m in parameters.get(row.name, ()) if (w := _misfit(files, m, row))]
+    _raise_misfits(files, converted.problems, absent, extra, twice, wrong)
     return Found(parameters, buffers)
 
 
@@ -149,19 +148,14 @@ def _base_names(hub: HubFormat, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(base for name in names if (base := hub.base_name(name)) is not None))
 
 
-def match_names(stored: Iterable[str], known: set[str], hub: HubFormat) -> dict[str, str]:
-    """Stored name → the model's name for it, or a guess that is not in ``known`` if the model has none."""
-    names = {}
-    for name in stored:
-        renamed = hub.rename(plain_name(name))
-        names[name] = name if name in known and renamed not in known else renamed
-    lost = [name for name in names.values() if name not in known]
-    added, removed = _prefix(lost, known)
-    for name, renamed in names.items():
-        if renamed not in known:
-            other = added + renamed if added else renamed.removeprefix(removed)
-            names[name] = other if other in known else renamed
-    return names
+def match_names(made: Mapping[str, list[Assembly]], known: set[str]) -> dict[str, list[Assembly]]:
+    """``made`` by the model's names: those that are not ``known`` with a prefix, or without one, if then they are."""
+    added, removed = _prefix([name for name in made if name not in known], known)
+    found: dict[str, list[Assembly]] = {}
+    for name, assemblies in made.items():
+        other = added + name if added else name.removeprefix(removed)
+        found.setdefault(other if name not in known and other in known else name, []).extend(assemblies)
+    return found
 
 
 def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
@@ -182,48 +176,43 @@ def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
     return best[0] if len(best) == 1 else ("", "")
 
 
-def _ignored(hub: HubFormat, stored: str, name: str) -> bool:
-    return hub.ignores_unexpected(stored) or hub.ignores_unexpected(name)
-
-
-def _misfit(stored: StoredTensor, row: OfModel) -> str:
-    """Why this tensor cannot be the parameter of ``row``; empty if it can."""
-    if stored.shape != tuple(row.shape):
-        return f"{stored.name} in {stored.file.name} has shape {list(stored.shape)}, the model has {list(row.shape)}"
+def _misfit(files: SafetensorsFiles, made: Assembly, row: OfModel) -> str:
+    """Why these tensors cannot be the parameter of ``row``; empty if they can."""
+    stored = [files.tensors[source.name] for source in sources(made)]
+    first = f"{stored[0].name} in {stored[0].file.name}"
+    if made.shape != tuple(row.shape):
+        if isinstance(made, Source):
+            return f"{first} has shape {list(made.shape)}, the model has {list(row.shape)}"
+        return f"{len(stored)} tensors like {first} make {row.name} {list(made.shape)}, the model has {list(row.shape)}"
     planned = getattr(torch, row.dtype)
-    if stored.dtype is None or (planned.is_floating_point and not stored.dtype.is_floating_point):
-        kind = str(stored.dtype).removeprefix("torch.") if stored.dtype else "a quantised type"
-        return f"{stored.name} in {stored.file.name} is stored as {kind}, the model has {row.dtype}"
+    for each in stored:
+        if each.dtype is None or (planned.is_floating_point and not each.dtype.is_floating_point):
+            kind = str(each.dtype).removeprefix("torch.") if each.dtype else "a quantised type"
+            return f"{each.name} in {each.file.name} is stored as {kind}, the model has {row.dtype}"
     return ""
 
 
 def _raise_misfits(
     files: SafetensorsFiles,
-    hub: HubFormat,
+    problems: Sequence[str],
     absent: list[str],
     extra: list[str],
     twice: list[list[str]],
     wrong: list[str],
 ) -> None:
     many = sorted({files.tensors[name].file for name in (*extra, *(name for names in twice for name in names))})
-    problems = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
+    wrong = [*problems, *wrong]
+    found = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
     if absent:
-        problems.append(f"absent: {listed(absent)}")
+        found.append(f"absent: {listed(absent)}")
     if extra:
-        problems.append(f"unexpected in {listed(f.name for f in many)}: {listed(extra)}")
+        found.append(f"unexpected in {listed(f.name for f in many)}: {listed(extra)}")
     if twice:
-        problems.append(f"stored twice under different names: {listed(twice[0])}")
-    if not problems:
-        return
-    fix = FIX
-    if converted := [name for name in extra if hub.converted(name)]:
-        fix = (
-            f"tensors like {converted[0]} must be merged: load the model once with transformers' "
-            "from_pretrained, then save_pretrained(…, save_original_format=False)"
-        )
-    one = {stored.file for stored in files.tensors.values()}
-    where = one.pop() if len(one) == 1 else files.directory
-    raise PlanError(f"the checkpoint does not fit the model: {'; '.join(problems)}", where=str(where), fix=fix)
+        found.append(f"stored twice under different names: {listed(twice[0])}")
+    if found:
+        one = {stored.file for stored in files.tensors.values()}
+        where = one.pop() if len(one) == 1 else files.directory
+        raise PlanError(f"the checkpoint does not fit the model: {'; '.join(found)}", where=str(where), fix=FIX)
 
 
 # ---- values
@@ -233,18 +222,39 @@ def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageMod
     """Copies of a tied parameter that are stored under several names must be equal in the part that this rank reads."""
     for stage in stages:
         for parameter in stage.parameters:
-            first, *others = found.parameters.get(parameter.fqn, ("",))
-            if others:
-                values = [torch.zeros(parameter.shape, dtype=files.tensors[n].dtype) for n in (first, *others)]
-                for value, name in zip(values, (first, *others), strict=True):
-                    read_part(files, name, value, parameter, groups)
-                for value, name in zip(values[1:], others, strict=True):
-                    if not torch.equal(value, values[0]):
-                        raise PlanError(
-                            f"{first} and {name} differ in the checkpoint, but are one tied parameter in the model",
-                            where=str(files.tensors[name].file),
-                            fix="plan the model untied (tie_word_embeddings: false in its config)",
-                        )
+            first, *others = found.parameters.get(parameter.fqn, (None,))
+            for other in others:
+                check_equal(files, first, other, lambda made, p=parameter: _own_part(files, made, p, groups))
+
+
+def check_equal(files: SafetensorsFiles, one: Assembly | None, other: Assembly, read: Callable[[Any], Tensor]) -> None:
+    """Raise PlanError unless ``read`` gives the same values of both."""
+    if not torch.equal(read(one), read(other)):
+        names = [next(iter(sources(made))).name for made in (one, other)]
+        raise PlanError(
+            f"{names[0]} and {names[1]} differ in the checkpoint, but are one tied parameter in the model",
+            where=str(files.tensors[names[1]].file),
+            fix="plan the model untied (tie_word_embeddings: false in its config)",
+        )
+
+
+def _own_part(files: SafetensorsFiles, made: Assembly, parameter: LocalParameter, groups: Groups) -> Tensor:
+    value = torch.zeros(parameter.shape, dtype=dtype_of(files, made))
+    read_part(files, made, value, parameter, groups)
+    return value
+
+
+def dtype_of(files: SafetensorsFiles, made: Assembly) -> torch.dtype:
+    """The smallest dtype that holds the values of all its sources."""
+    stored = [files.tensors[source.name] for source in sources(made)]
+    found = None
+    for each in stored:
+        if each.dtype is None:
+            fix = "store the weights in a floating-point dtype"
+            raise PlanError(f"{each.name} is stored in a quantised type", where=str(each.file), fix=fix)
+        found = each.dtype if found is None else torch.promote_types(found, each.dtype)
+    assert found is not None, made
+    return found
 
 
 @torch.no_grad()
@@ -264,26 +274,31 @@ def _read(
                 read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
         for fqn in stage.buffers:
             if fqn in found.buffers:
-                files.read_into(stage.module.get_buffer(stage.attributes[fqn]), found.buffers[fqn])
+                read_whole(files, found.buffers[fqn], stage.module.get_buffer(stage.attributes[fqn]))
     for fqn, value in kept.parameters.items():
         if fqn in found.parameters:
-            files.read_into(value, found.parameters[fqn][0])
+            read_whole(files, found.parameters[fqn][0], value)
     for fqn, value in kept.buffers.items():
         if fqn in found.buffers:
-            files.read_into(value, found.buffers[fqn])
+            read_whole(files, found.buffers[fqn], value)
 
 
 def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str) -> Tensor:
     """The full tensor of a base, by its name there."""
-    stored = {base: names[0] for fqn, names in found.parameters.items() for base in _base_names(hub, (fqn,))}
-    held = files.tensors[stored[base_name]]
-    value = torch.empty(held.shape, dtype=held.dtype)
-    files.read_into(value, held.name)
+    made = {base: made[0] for fqn, made in found.parameters.items() for base in _base_names(hub, (fqn,))}[base_name]
+    value = torch.empty(made.shape, dtype=dtype_of(files, made))
+    read_whole(files, made, value)
     return value
 
 
-def read_part(files: SafetensorsFiles, name: str, target: Tensor, parameter: LocalParameter, groups: Groups) -> None:
-    """This rank's part of a stored tensor; padding is zero."""
+def read_whole(files: SafetensorsFiles, made: Assembly, target: Tensor) -> None:
+    read_into(target, made, whole_box(made.shape), files.read)
+
+
+def read_part(
+    files: SafetensorsFiles, made: Assembly, target: Tensor, parameter: LocalParameter, groups: Groups
+) -> None:
+    """This rank's part of a tensor; padding is zero."""
     if parameter.placement.padding:
         target.zero_()
-    files.read_into(target, name, part_of(parameter, groups.mesh, groups.place).ranges)
+    read_ranges(target, made, part_of(parameter, groups.mesh, groups.place).ranges, files.read)

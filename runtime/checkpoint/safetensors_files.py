@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.hub.assembly import Source
 from planner.files.json_text import read_json
 from planner.files.text import is_directory, open_regular, reason, shorten
-from planner.sharding.parts import Ranges, pieces
+from planner.sharding.boxes import Box
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -77,24 +78,21 @@ class SafetensorsFiles:
         self._handles = {}
         self._stack.close()
 
-    def read_into(self, target: Tensor, name: str, ranges: Ranges | None = None) -> None:
-        """Copy ``name`` to ``target``, or of each dim in ``ranges`` its half-open ranges, one after another.
+    def source(self, name: str) -> Source:
+        return Source(name, self.tensors[name].shape)
 
-        The part of a range beyond the stored tensor is padding: its place in ``target`` stays. Casts to the dtype of
-        ``target``. Raises PlanError if the file cannot be read after all.
+    def read(self, name: str, box: Box, target: Tensor) -> None:
+        """Copy ``box`` of ``name`` to ``target``, which has its shape. Casts to the dtype of ``target``.
+
+        Raises PlanError if the file cannot be read after all.
         """
         stored = self.tensors[name]
         try:
-            if not ranges:
+            if box.shape == stored.shape:
                 target.copy_(self._handles[stored.file].get_tensor(name))
-                return
-            values = self._handles[stored.file].get_slice(name)
-            for whole, local in pieces(ranges):
-                start, own = _starts(whole), _starts(local)
-                size = {dim: min(stop, stored.shape[dim]) - start[dim] for dim, (_, stop) in whole.items()}
-                if all(n > 0 for n in size.values()):
-                    part = values[tuple(_slice(start, size, dim) for dim in range(max(whole) + 1))]
-                    target[tuple(_slice(own, size, dim) for dim in range(max(whole) + 1))].copy_(part)
+            else:
+                values = self._handles[stored.file].get_slice(name)
+                target.copy_(values[tuple(map(slice, box.start, box.stop))])
         except (OSError, SafetensorError) as error:
             fix = "provide an undamaged copy of the file"
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
@@ -165,15 +163,6 @@ class SafetensorsFiles:
                 where=str(path),
                 fix="complete the download, or save the model again",
             ) from error
-
-
-def _starts(place: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    return {dim: start for dim, (start, _) in place.items()}
-
-
-def _slice(start: Mapping[int, int], size: Mapping[int, int], dim: int) -> slice:
-    """Of one dim; of one that is not cut, all."""
-    return slice(start[dim], start[dim] + size[dim]) if dim in start else slice(None)
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:

@@ -13,6 +13,7 @@ from planner import PlanError
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.assembled import whole_box
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine import Engine
 from runtime.fuzz.forks import StoreHost
@@ -133,5 +134,5 @@ def stored(directory: Path) -> dict[str, Tensor]:
     with SafetensorsFiles(directory) as files:
         values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in files.tensors.items()}
         for name, value in values.items():
-            files.read_into(value, name)
+            files.read(name, whole_box(value.shape), value)
     return values

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from planner.capture.hub.assembly import Assembly, Shape, inverted, sources
+from planner.capture.hub.conversions import Conversions, Converted, unconverted
 from planner.capture.model.adapted import Adapted, adapted
+from planner.capture.model.compiled import plain_name
 from planner.capture.model.describe_adapters import describe_adapters
 
 
@@ -23,11 +26,10 @@ class HubFormat:
     """Names and texts of a checkpoint.
 
     ``config``: content of config.json, None for a model without one. ``generation_config``: likewise.
-    ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``rename``: a checkpoint's name →
-    the model's, if transformers changed names since the checkpoint was made. ``converted``: conversions beyond
-    ``rename``, since several tensors of the checkpoint make one parameter. ``adapted``: of a model that peft has
-    wrapped; ``config``, ``rename`` and ``converted`` are then the base's. ``adapters``: what describes these adapters
-    without the model (``describe_adapters``).
+    ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``conversions``: of a model of
+    transformers, between stored tensors and the model's. ``names``: ``stored_names``, of a plan that was loaded
+    without its model. ``adapted``: of a model that peft has wrapped; ``config``, ``conversions`` and ``names`` are then
+    the base's. ``adapters``: what describes these adapters without the model (``describe_adapters``).
     """
 
     config: dict[str, Any] | None = None
@@ -37,9 +39,29 @@ class HubFormat:
     may_be_unexpected: tuple[str, ...] = ()
     may_be_absent: tuple[str, ...] = ()
     adapters: dict[str, Any] | None = None
-    rename: Callable[[str], str] = field(default=lambda name: name, compare=False)
-    converted: Callable[[str], bool] = field(default=lambda name: False, compare=False)
+    names: Mapping[str, Assembly] = field(default_factory=dict, compare=False, repr=False)
+    conversions: Conversions | None = field(default=None, compare=False, repr=False)
     adapted: Adapted | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def stored_names(self) -> Mapping[str, Assembly]:
+        """Stored name → how it is made of the model's tensors, unless it is the model's of this name."""
+        return self.names if self.conversions is None else self.conversions.names
+
+    def converted(self, stored: Mapping[str, Shape]) -> Converted:
+        """How files with these tensors make the model's."""
+        if self.conversions is not None:
+            return self.conversions.converted(stored)
+        made = {
+            name: assembly
+            for name, assembly in inverted(self.names).items()
+            if all(stored.get(source.name) == source.shape for source in sources(assembly))
+        }
+        used = {source.name for assembly in made.values() for source in sources(assembly)}
+        found = unconverted({name: shape for name, shape in stored.items() if name not in used})
+        for name, assembly in made.items():
+            found.add(name, assembly)
+        return found
 
     def base_name(self, name: str) -> str | None:
         """The name in the base's files of a tensor of the model; None for one of an adapter."""
@@ -60,7 +82,6 @@ def hub_format(model: nn.Module) -> HubFormat:
     config = _json_of(getattr(own, "config", None))
     if config is not None:
         config["architectures"] = [type(own).__name__]
-    rename, converted = _renamings(own) if config is not None else (None, None)
     return HubFormat(
         config,
         _json_of(getattr(own, "generation_config", None)),
@@ -69,9 +90,22 @@ def hub_format(model: nn.Module) -> HubFormat:
         _patterns(model, "_keys_to_ignore_on_load_unexpected"),
         _patterns(model, "_keys_to_ignore_on_load_missing"),
         adapters=None if wrapped is None else describe_adapters(wrapped),
+        conversions=None if config is None else _conversions(model, own, wrapped),
         adapted=wrapped,
-        **({"rename": rename, "converted": converted} if rename and converted else {}),
     )
+
+
+def _conversions(model: nn.Module, own: nn.Module, wrapped: Adapted | None) -> Conversions | None:
+    """None if it is no model of transformers, or of a version with another kind of table."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        base = plain_name(name) if wrapped is None else wrapped.base_names.get(name)
+        if base is not None and isinstance(tensor, Tensor):
+            tensors[base] = tensor
+    try:
+        return Conversions(own, tensors)
+    except Exception:
+        return None
 
 
 def _json_of(config: Any) -> dict[str, Any] | None:
@@ -95,26 +129,3 @@ def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
     for module in model.modules():
         found.update(getattr(module, attribute, None) or ())
     return tuple(sorted(found))
-
-
-def _renamings(model: nn.Module) -> tuple[Callable[[str], str] | None, Callable[[str], bool] | None]:
-    """transformers' own table of renamed weights for this model; None if this version has no such table."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
-        return None, None
-    try:
-        entries = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]
-    except Exception:  # not a model of transformers, or a version with another kind of table
-        return None, None
-    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
-
-    def rename(name: str) -> str:
-        return rename_source_key(name, renamings, [])[0]
-
-    def converted(name: str) -> bool:
-        return rename_source_key(name, renamings, converters)[1] is not None
-
-    return rename, converted

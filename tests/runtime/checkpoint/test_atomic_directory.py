@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from passes.errors import PlanError
 from runtime.checkpoint import atomic_directory
 from runtime.checkpoint.atomic_directory import is_mount_point, replaced_directory
+from runtime.checkpoint.pretrained_load import read_whole
 from runtime.checkpoint.pretrained_save import _is_index, is_weights
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsFiles
 from tests.tools.limits import HANG_SECONDS
@@ -169,7 +170,7 @@ def loaded(directory: Path) -> set[float] | None:
         with SafetensorsFiles(directory) as files:
             target = torch.zeros(len(files.tensors), 2)
             for row, name in zip(target, files.tensors, strict=True):
-                files.read_into(row, name)
+                read_whole(files, files.source(name), row)
             return set(target.flatten().tolist())
     except PlanError:
         return None

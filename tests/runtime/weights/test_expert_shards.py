@@ -20,6 +20,7 @@ from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of
+from runtime.checkpoint.assembled import read_ranges
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.weights.gather import assemble, senders_of
 from runtime.weights.shards import fresh_shard, shard
@@ -148,7 +149,7 @@ def test_a_rank_reads_its_part_of_a_file(case):
             for rank in holders(mesh, row):
                 part = part_of(row, mesh, mesh.place(rank))
                 read = torch.zeros(row.local_shape)
-                files.read_into(read, "w", part.ranges)
+                read_ranges(read, files.source("w"), part.ranges, files.read)
                 assert torch.equal(read, shard(full, part))
 
 
@@ -175,7 +176,7 @@ def test_a_rank_reads_nothing_but_the_slices_of_its_part():
             ((path, handle),) = files._handles.items()
             files._handles[path] = watched = Watched(handle)
             part = Part(V(1, 5, padding=1), 2, 1, ExpertPart(8, 0), 4, 2)
-            files.read_into(torch.zeros(2, 3, 6), "w", part.ranges)
+            read_ranges(torch.zeros(2, 3, 6), files.source("w"), part.ranges, files.read)
     assert watched.shapes == [(2, 2, 6)]
 
 

@@ -1,0 +1,239 @@
+"""Files of the Hub that hold other tensors than the model: read by parts, against transformers' own loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner import plan
+from planner.capture.hub.assembly import sources
+from planner.capture.model.hub_format import hub_format
+from planner.capture.model.meta_init import meta_parameters
+from planner.capture.model.reference import load_model
+from planner.frozen_plan import Plan
+from planner.sharding.boxes import Box
+from planner.spec.spec import Spec
+from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
+from runtime.checkpoint.import_weights import described, import_weights
+from runtime.checkpoint.manifest import read_manifest
+from runtime.checkpoint.pieces import PieceReader
+from runtime.checkpoint.pretrained_load import find, find_in
+from runtime.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
+from runtime.weights.gather import senders_of
+from runtime.weights.shards import shard
+
+pytest.importorskip("transformers")
+
+from tests.models.hub_families import FAMILIES
+from tests.models.hugging_face import LENGTH, VOCABULARY, made
+
+
+def saved(family: str, directory: Path) -> nn.Module:
+    """A random model, saved by transformers itself in its original format."""
+    model = made(FAMILIES[family])
+    model.save_pretrained(directory)
+    return model
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / SINGLE)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.start, box.stop))
+
+
+def found_in(directory: Path) -> Any:
+    model = load_model(f"hf:{directory}")
+    with SafetensorsFiles(directory) as files:
+        return find_in(files, hub_format(model), described(model))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_that_a_rank_may_hold_is_that_of_the_loaded_model(family, tmp_path):
+    saved(family, tmp_path)
+    wanted = load_model(f"hf:{tmp_path}", materialize=True).state_dict()
+    found = found_in(tmp_path)
+    with SafetensorsFiles(tmp_path) as files:
+        for name, (assembly, *_) in found.parameters.items():
+            for dim, size in enumerate(wanted[name].shape):
+                ranges = {dim: ((0, size // 2),)}, {dim: ((size // 2, size + 1),)}, {dim: ((0, 1), (size // 2, size))}
+                for of_dim in ranges:
+                    part = [wanted[name].narrow(dim, a, min(b, size) - a) for a, b in of_dim[dim]]
+                    value = torch.zeros(torch.cat(part, dim).shape)
+                    read_ranges(value, assembly, of_dim, files.read)
+                    assert torch.equal(value, torch.cat(part, dim)), (name, of_dim)
+
+
+def test_a_half_of_the_experts_touches_only_their_tensors(tmp_path):
+    saved("mixtral", tmp_path)
+    read: list[str] = []
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    (assembly,) = found_in(tmp_path).parameters[name]
+    read_ranges(torch.empty(2, *assembly.shape[1:]), assembly, {0: ((2, 4),)}, lambda name, *_: read.append(name))
+    at = "model.layers.0.block_sparse_moe.experts"
+    assert sorted(read) == [f"{at}.{expert}.{w}.weight" for expert in (2, 3) for w in ("w1", "w3")]
+
+
+def test_files_in_the_models_own_format_load_too(tmp_path):
+    made(FAMILIES["qwen3_moe"]).save_pretrained(tmp_path, save_original_format=False)
+    assert all(len(list(sources(each))) == 1 for each in found_in(tmp_path).parameters.values())
+
+
+# ---- files that do not fit
+
+
+def without(*parts: str) -> Any:
+    return lambda tensors: {n: t for n, t in tensors.items() if not all(part in n for part in parts)}
+
+
+def renumbered(shift: Any) -> Any:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            before, _, after = name.partition(".experts.")
+            number, _, rest = after.partition(".")
+            found[f"{before}.experts.{shift(int(number))}.{rest}" if after else name] = tensor
+        return found
+
+    return change
+
+
+LAYER = "model.layers.0.mlp.experts"
+DAMAGES = {
+    "an expert inside": (
+        without("layers.0.", "experts.2."),
+        rf"{LAYER}\.\*\.down_proj\.weight: number 2 is absent, the files have 3 up to number 3",
+    ),
+    "the last expert": (
+        without("layers.0.", "experts.3."),
+        rf"6 tensors like {LAYER}\.0\.gate_proj\.weight in model\.safetensors make {LAYER}\.gate_up_proj \[3, 64, 32\]",
+    ),
+    "one of a pair": (without("layers.0.mlp.experts.1.up_proj"), r"experts\.\*\.up_proj\.weight: number 1 is absent"),
+    "all of a pair": (
+        without("layers.0.mlp.experts", "up_proj"),
+        r"4 tensors like .*gate_proj\.weight do not make .*gate_up_proj",
+    ),
+    "all experts": (without("layers.0.mlp.experts"), rf"absent: {LAYER}\.gate_up_proj, {LAYER}\.down_proj"),
+    "counted from 1": (renumbered(lambda number: number + 1), r"number 0 is absent, the files have 4 up to number 4"),
+    "one of another shape": (
+        lambda tensors: tensors | {f"{LAYER}.1.down_proj.weight": torch.zeros(5, 5)},
+        r"4 tensors like model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight do not make",
+    ),
+    "in two formats": (
+        lambda tensors: tensors | {f"{LAYER}.down_proj": torch.zeros(4, 32, 32)},
+        rf"stored twice under different names: {LAYER}",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_experts_that_do_not_fit_are_an_error_with_their_names(damage, tmp_path):
+    saved("qwen3_moe", tmp_path)
+    change, words = DAMAGES[damage]
+    save_file(change(stored(tmp_path)), tmp_path / SINGLE, {"format": "pt"})
+    with pytest.raises(PlanError, match=words):
+        found_in(tmp_path)
+
+
+def test_a_conversion_that_a_user_registers_is_followed(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Doubled(ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> dict[str, Tensor]:
+            ((tensor,),) = input_dict.values()
+            return {target_patterns[0]: (tensor * 2).t().contiguous()}
+
+    class OwnLlama(LlamaForCausalLM):
+        pass
+
+    converter = WeightConverter("lm_head.halved", "lm_head.weight", [Doubled()])
+    register_checkpoint_conversion_mapping("OwnLlama", [converter], overwrite=True)
+    with meta_parameters():
+        model = OwnLlama(LlamaConfig(vocab_size=12, hidden_size=8, num_attention_heads=1, num_hidden_layers=0))
+    halved, other = torch.randn(8, 12), torch.ones(12, 8)
+    save_file(
+        {"lm_head.halved": halved, "model.embed_tokens.weight": other, "model.norm.weight": torch.ones(8)},
+        tmp_path / SINGLE,
+    )
+    with SafetensorsFiles(tmp_path) as files:
+        (assembly,) = find_in(files, hub_format(model), described(model)).parameters["lm_head.weight"]
+        value = torch.empty(6, 8)
+        read_ranges(value, assembly, {0: ((6, 12),)}, files.read)
+    assert torch.equal(value, (halved * 2).t()[6:])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_that_a_plan_keeps_are_those_that_transformers_saves(family, tmp_path):
+    model = saved(family, tmp_path)
+    hub, held = hub_format(model), model.state_dict()
+    files = stored(tmp_path)
+    for name, assembly in hub.stored_names.items():
+        value = torch.empty(assembly.shape)
+        whole = whole_box(assembly.shape)
+        read_into(value, assembly, whole, lambda name, box, target: target.copy_(held[name][slices(box)]))
+        assert torch.equal(value, files[name]), name
+    others = {name: tensor for name, tensor in files.items() if name not in hub.stored_names}
+    assert all(torch.equal(tensor, held[name]) for name, tensor in others.items())
+
+
+def test_an_import_makes_the_models_tensors(tmp_path):
+    saved("mixtral", tmp_path / "in")
+    save, _ = import_weights(tmp_path / "in", tmp_path / "run", bucket_bytes=1)
+    wanted = load_model(f"hf:{tmp_path / 'in'}", materialize=True).state_dict()
+    manifest, _ = read_manifest(save)
+    with PieceReader(save, manifest) as reader:
+        for name, entry in manifest.tensors.items():
+            value = torch.empty(entry.shape)
+            reader.read_into(value, name, "parameter", whole_box(entry.shape))
+            assert torch.equal(value, wanted[name]), name
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {"mesh": {"tp": 2}},
+    "ep 2": {"mesh": {"dp": 2, "ep": 2}},
+    "ep 2, tp 2": {"mesh": {"tp": 2, "dp": 2, "ep": 2}},
+    "zero 3": {"mesh": {"dp": 2}, "optimizer": {"lr": 0.01, "zero": 3}},
+    "pp 2": {"mesh": {"pp": 2}},
+}
+
+
+def planned(directory: Path, layout: str) -> Plan:
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    spec = {"batch": {"global": 4, "micro": 2}, "inputs": {"input_ids": ids, "labels": ids}, **LAYOUTS[layout]}
+    return plan(load_model(f"hf:{directory}"), Spec.load(spec))
+
+
+def assert_ranks_read_their_parts(decided: Plan, directory: Path) -> None:
+    wanted = load_model(f"hf:{directory}", materialize=True).state_dict()
+    with SafetensorsFiles(directory) as files:
+        found = find(files, decided)
+        for row in decided.parameters:
+            for part in senders_of(row, decided.mesh).values():
+                value = torch.zeros(row.local_shape)
+                read_ranges(value, found.parameters[row.name][0], part.ranges, files.read)
+                assert torch.equal(value, shard(wanted[row.name], part)), (row.name, part)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ranks_of_a_plan_read_their_parts(family, layout, tmp_path):
+    saved(family, tmp_path)
+    assert_ranks_read_their_parts(planned(tmp_path, layout), tmp_path)
+
+
+def test_a_plan_on_disk_converts_without_the_model(tmp_path):
+    saved("mixtral", tmp_path)
+    planned(tmp_path, "ep 2, tp 2").save(tmp_path / "plan.pt")
+    assert_ranks_read_their_parts(Plan.load(tmp_path / "plan.pt"), tmp_path)
