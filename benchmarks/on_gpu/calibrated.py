@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_gpu.models import batch, llama
-from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, WARM, release, seconds_a_step, spec_of
+from benchmarks.on_gpu.profile import MICRO, MICROBATCHES, TIMED, WARM, cluster, release, seconds_a_step, spec_of
 from benchmarks.on_gpu.table import Table
 from planner import Plan, capture, plan
 from planner.cost.step_time import CostPlan
@@ -42,13 +42,13 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
         own.write_text(calibrate(1, 0.5 if tiny else SECONDS, "own"))
         print(own.read_text(), flush=True)
         for way, settings in WAYS.items():
-            sheet, calibrated = (plan(captured, spec | settings | {"cluster": str(file)}) for file in (CLUSTER, own))
+            sheet, calibrated = (plan(captured, spec | settings | {"cluster": str(file)}) for file in (cluster(), own))
             seconds = measured(calibrated, given, device, tiny=tiny)
             error = predicted(calibrated).step_seconds / seconds - 1
             figures = *shown(predicted(sheet)), *shown(predicted(calibrated)), seconds * 1e3
             table.add(way, *figures, f"{100 * error:+.1f} %")
             if not tiny:
-                table.hold(way, abs(error), LIMIT)
+                table.expect(way, abs(error), LIMIT)
     return table
 
 

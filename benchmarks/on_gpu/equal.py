@@ -59,8 +59,8 @@ def compare(table: Table, name: str, found: Run, truth: Run) -> None:
         table.hold(f"{name}, {what}", value, limit)
 
 
-def steps(decided: Plan, device: torch.device | str | None) -> Run:
-    with Engine(decided, device=device) as engine:
+def steps(decided: Plan, device: torch.device | str | None, timeout_seconds: float = 600.0) -> Run:
+    with Engine(decided, device=device, timeout_seconds=timeout_seconds) as engine:
         loss = engine.forward_backward(batch(0))
         gradients = engine.gather_gradients()
         engine.optimizer_step()

@@ -57,6 +57,23 @@ def gpt2(*, tiny: bool) -> tuple[nn.Module, int, int]:
     return _of(config, materialize=False).eval(), length, vocabulary
 
 
+MINIATURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LENGTH},
+    "llama": {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "intermediate_size": 64, "num_local_experts": 4},
+}
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def miniature(name: str, layers: int = 4) -> nn.Module:
+    """One of ``MINIATURES``: heads of 8 features, as flash kernels take them, real weights and no dropout."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if name == "gpt2":
+        sizes = {"n_layer": layers} | dict.fromkeys(DROPOUTS, 0.0)
+    given = {"model_type": name, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False}
+    return _of(given | MINIATURES[name] | sizes, materialize=True).train()
+
+
 class LoopedExperts(nn.Module):
     """A residual network with experts in a loop over a ModuleList, each over the tokens that chose it."""
 
@@ -119,6 +136,11 @@ def batch(
     ids = torch.randint(vocabulary, (2, sequences, length), generator=generator)
     ignored = torch.rand((sequences, length), generator=generator) < 0.2
     return {"input_ids": ids[0], "labels": ids[1].masked_fill(ignored, -100)}
+
+
+def from_config(config: dict[str, Any]) -> nn.Module:
+    """A model on meta."""
+    return _of(config, materialize=False)
 
 
 def _of(config: dict[str, Any], *, materialize: bool) -> nn.Module:

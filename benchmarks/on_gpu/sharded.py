@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.on_gpu.equal import Run, compare, exact_products, steps
 from benchmarks.on_gpu.models import batch, llama, planned, small
-from benchmarks.on_gpu.profile import CLUSTER, gib
+from benchmarks.on_gpu.profile import cluster, gib
 from benchmarks.on_gpu.shared import TIMEOUT_SECONDS
 from benchmarks.on_gpu.table import Table
 from planner import plan
@@ -39,7 +39,7 @@ def run(device: torch.device, *, tiny: bool = False) -> Table:
         peak, forecast = launch(rank_memory, 2, zero, str(device), tiny, timeout_seconds=TIMEOUT_SECONDS)[0]
         table.add(f"1.1 billion, dp 2, zero {zero}: peak GiB", gib(peak), "plan", gib(forecast), "", "")
         if peak is not None:
-            table.hold(f"peak of zero {zero} over its forecast", peak / forecast, 1 + MEMORY_LIMIT)
+            table.expect(f"peak of zero {zero} over its forecast", peak / forecast, 1 + MEMORY_LIMIT)
     return table
 
 
@@ -61,7 +61,7 @@ def rank_memory(zero: int, device: str, tiny: bool) -> tuple[int | None, int]:
         "inputs": {"input_ids": tokens, "labels": tokens},
         "optimizer": {"lr": 1e-4, "zero": zero},
         "precision": {"parameters": "bfloat16"},
-        "cluster": str(CLUSTER),
+        "cluster": cluster(),
     }
     made = plan(model, spec)
     with Engine(made, device=device) as engine:

@@ -1,39 +1,54 @@
-"""The result of a part: a table of figures, and whether each is within its reach."""
+"""The result of a part: tables of figures, whether numbers are right, and which forecasts missed."""
 
 from __future__ import annotations
 
 import platform
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 
 import torch
-
-RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 
 
 @dataclass
 class Table:
-    """Rows of one part. ``failed``: the figures out of reach, in words."""
+    """Rows of one part. ``failed``: numbers that are wrong, in words; ``missed``: forecasts and speeds out of reach.
+
+    ``part``: its name, and behind a colon that of one of its tables.
+    """
 
     part: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
 
     def add(self, *values: object) -> None:
         assert len(values) == len(self.columns), f"{len(values)} values for {len(self.columns)} columns"
         self.rows.append(tuple(shown(value) for value in values))
+        print(f"{self.part}: {' | '.join(self.rows[-1])}", file=sys.stderr, flush=True)  # for a part that is ended
 
     def hold(self, what: str, value: float, limit: float) -> None:
-        """Note a failure if ``value`` is above ``limit``, or NaN."""
+        """Note a failure if ``value``, a number that is right or wrong, is above ``limit``, or NaN."""
         if not value <= limit:
             self.failed.append(f"{what}: {shown(value)}, at most {shown(limit)}")
+
+    def expect(self, what: str, value: float, limit: float) -> None:
+        """The same of a forecast or a speed, which does not make the part fail."""
+        if not value <= limit:
+            self.missed.append(f"{what}: {shown(value)}, at most {shown(limit)}")
 
     def markdown(self) -> str:
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return text + "".join(f"\n\nFAILED {what}" for what in self.failed)
+        notes = [f"FAILED {what}" for what in self.failed] + [f"MISSED {what}" for what in self.missed]
+        return "\n\n".join([text, *notes])
+
+
+def tables_of(returned: Table | Iterable[Table]) -> Iterable[Table]:
+    """A part returns one table, or yields each as it ends."""
+    return (returned,) if isinstance(returned, Table) else returned
 
 
 def shown(value: object) -> str:
@@ -66,4 +81,5 @@ def versions() -> str:
 def section(table: Table, device: torch.device, seconds: float) -> str:
     """A part in the form of RESULTS.md."""
     about = f"{date.today().isoformat()}, {hardware(device)}; {versions()}; {seconds:.0f} s"
-    return f"\n## On a GPU: {table.part}\n\n`python benchmarks/gpu.py {table.part}`: {about}.\n\n{table.markdown()}\n"
+    command = f"python benchmarks/gpu.py {table.part.partition(':')[0]}"
+    return f"\n### On a GPU: {table.part}\n\n`{command}`: {about}.\n\n{table.markdown()}\n"

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.on_gpu.models import batch, llama
 from benchmarks.on_gpu.plain import timed
-from benchmarks.on_gpu.profile import CLUSTER, MICRO, MICROBATCHES, TIMED, gib, release
+from benchmarks.on_gpu.profile import MICRO, MICROBATCHES, TIMED, cluster, gib, release
 from benchmarks.on_gpu.table import Table
 from planner import plan
 from runtime import Engine
@@ -34,7 +34,7 @@ def figures(device: torch.device, rule: str, *, tiny: bool) -> tuple[Any, ...]:
         "inputs": {"input_ids": tokens, "labels": tokens},
         "optimizer": {"name": rule, "lr": 1e-4},
         "precision": {"parameters": "bfloat16"},
-        "cluster": str(CLUSTER),
+        "cluster": cluster(),
     }
     made, given = plan(model, spec), batch(0, MICRO * MICROBATCHES, length, vocabulary)
     count = 1 if tiny else TIMED
