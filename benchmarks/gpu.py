@@ -96,7 +96,7 @@ def run_part(part: str, device: torch.device, given: argparse.Namespace) -> int:
     try:
         for table in tables_of(importlib.import_module(f"benchmarks.on_gpu.{part}").run(device, tiny=given.tiny)):
             text = section(table, device, time.perf_counter() - start)
-            print(text, flush=True)
+            print(text, end="", flush=True)
             if given.results is not None:
                 given.results.mkdir(parents=True, exist_ok=True)
                 with (given.results / f"{part}.md").open(mode) as file:
