@@ -40,8 +40,10 @@ class DataSpec(Section):
         "for next_token: true: sequences run on over the ends of documents; documents: whole documents, each attending "
         "to itself alone; false: one document each, padded",
     )
-    overlong: Annotated[Literal["cut", "refuse"], Word] = key(
-        "cut", "for packing: documents, what happens to documents longer than a sequence: cut | refuse"
+    overlong: Annotated[Literal["cut", "drop", "refuse"], Word] = key(
+        "cut",
+        "for packing: documents or false, what happens to documents longer than a sequence: cut | drop | refuse; of "
+        "samples with labels, cut takes away context first",
     )
     mean_document: Size | None = key(
         None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,8 @@ import typer
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
 from planner.files.text import shorten
+from runtime.commands.instruction_options import Instruction
+from runtime.commands.options import takes
 from runtime.data.text.documents import Split
 
 if TYPE_CHECKING:
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 EPILOG = (
     "Examples: meshwright prepare book.txt -o book.tokens · meshwright prepare texts/ more.txt -o all.tokens "
     "--tokenizer tokenizer.json --split-documents blank-line · meshwright prepare web.jsonl -o web.tokens "
-    "--split-documents json --field text"
+    "--split-documents json --field text · meshwright prepare chat.jsonl -o sft.tokens --tokenizer DIR --chat messages"
 )
 
 
@@ -28,6 +32,7 @@ COLUMNS = ("up to", "documents", "tokens", "padding", "mean document")
 _MOST_DIGITS = 12  # of a length: int64 holds such a number of tokens
 
 
+@takes(Instruction)
 def prepare_command(
     texts: Annotated[
         list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib (Python's own source).")
@@ -36,7 +41,8 @@ def prepare_command(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="A tokenizer.json of the library `tokenizers`; default: bytes are the tokens."
+            metavar="FILE|DIR",
+            help="A tokenizer.json of the library `tokenizers`, or a model's directory; default: bytes are the tokens.",
         ),
     ] = None,
     split_documents: Annotated[Split, typer.Option(help="End of a document.")] = Split.file,
@@ -52,31 +58,53 @@ def prepare_command(
         str | None,
         typer.Option(metavar="N,N,…", help="Count documents by these lengths of a sequence, to choose `inputs` by."),
     ] = None,
+    *,
+    instruction: Instruction,
 ) -> None:
-    """Tokenize texts once, into a file that training memory-maps."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
+    """Tokenize texts once, into a file that training memory-maps; or conversations, with the answers as labels."""
     from runtime.data.buckets import rows_of
+    from runtime.data.instruction.rows import size_of
     from runtime.data.prepare import prepare, texts_of
     from runtime.data.reading import read_tokens
     from runtime.data.text.byte_tokens import ByteEncoder
     from runtime.data.text.tokenizer_file import TokenizerFile
 
     _check_options(tokenizer, split_documents, field, end_token)
-    lengths = _lengths(bucket)
+    lengths, asked = _lengths(bucket), instruction.asked(tokenizer)
+    if asked is not None and (split_documents is not Split.file or end_token is not None):
+        what = "conversations are rows, and end as their template says: --split-documents and --end-token are for texts"
+        raise PlanError(what, where="--chat", fix="remove these options")
     files = texts_of(texts, output)
-    encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token)
+    told = []
+    with _shown(sum(map(size_of, files))) as advance:
+        if asked is not None:
+            header, told = instruction.prepare(files, output, asked, advance)
+        else:
+            encoder = (
+                ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token, begins=instruction.begins)
+            )
+            rows = instruction.documents(files, advance)
+            header = prepare(files, output, encoder, split_documents, field or "text", advance, rows)
+    if instruction.json:
+        return write_text("\n".join(told))
+    write_text("\n".join([summary(header, output), *told]))
+    if instruction.length is not None:
+        write_text(instruction.overlong(read_tokens(str(output))))
+    if lengths:
+        show_table(TABLE, COLUMNS, rows_of(read_tokens(str(output)), lengths))
+
+
+@contextmanager
+def _shown(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes that are read, in a terminal alone."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("read", total=sum(file.stat().st_size for file in files))
-        header = prepare(
-            files, output, encoder, split_documents, field or "text", lambda num: progress.advance(task, num)
-        )
-    write_text(summary(header, output))
-    if lengths:
-        show_table(TABLE, COLUMNS, rows_of(read_tokens(str(output)), lengths))
+        task = progress.add_task("read", total=num_bytes)
+        yield lambda num: progress.advance(task, num)
 
 
 def _lengths(text: str | None) -> list[int]:
@@ -103,11 +131,15 @@ def _check_options(tokenizer: str | None, split: Split, field: str | None, end_t
 
 def summary(header: Header, output: Path) -> str:
     """The summary of the token file, in two lines."""
-    a_word = header.tokens / header.words if header.words else 0.0
     special = ", ".join(f"{use} {index}" for use, index in header.special.items()) or "none"
+    if header.supervised:
+        share = f"{header.words:,} of them labels ({header.words / header.tokens:.1%})"
+        counts = f"{header.documents:,} samples, {header.tokens:,} tokens, {share}"
+    else:
+        a_word = f"{header.tokens / header.words if header.words else 0.0:.2f} tokens a word"
+        counts = f"{header.documents:,} documents, {header.tokens:,} tokens, {header.words:,} words ({a_word})"
     return (
-        f"{output}: {header.documents:,} documents, {header.tokens:,} tokens, {header.words:,} words "
-        f"({a_word:.2f} tokens a word), from {header.bytes:,} bytes of text\n"
+        f"{output}: {counts}, from {header.bytes:,} bytes of text\n"
         f"tokenizer {header.tokenization}: vocabulary {header.vocabulary_size:,}, ids as {header.dtype}, "
         f"{header.num_bytes:,} bytes in the file; special: {special}"
     )

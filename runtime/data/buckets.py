@@ -125,6 +125,12 @@ def _mixed(texts: Sequence[TokenBatches], weights: Sequence[float], spec: Spec) 
     return MixedBatches(texts, weights, spec.seed) if weights else texts[0]
 
 
+def token_batches_in(batches: OfLength | BucketBatches) -> list[TokenBatches]:
+    """Of each length and text."""
+    of_lengths = batches.of_lengths if isinstance(batches, BucketBatches) else [batches]
+    return [text for b in of_lengths for text in (b.texts if isinstance(b, MixedBatches) else [b])]
+
+
 def rows_of(tokens: Tokens, lengths: Sequence[int]) -> list[tuple[str, ...]]:
     """Of each length, as text: documents, tokens, padding of one document a sequence, mean document of a token."""
     found = []

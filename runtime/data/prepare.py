@@ -8,16 +8,16 @@ from pathlib import Path
 
 from passes.errors import PlanError
 from planner.files.text import shorten
+from runtime.data.instruction.rows import sources_of
 from runtime.data.text.documents import Split, parts
-from runtime.data.text.pieces import Encoder
-from runtime.data.text.sources import files_of
+from runtime.data.text.pieces import Encoder, Part
 from runtime.data.token_file import Header, is_token_file
 from runtime.data.token_writer import TokenWriter, check_writable
 
 
 def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
     """Every file of the sources. Raises PlanError if one is the output, or a token file."""
-    files = [file for source in sources for file in files_of(source, "TEXT")]
+    files = sources_of(sources)
     check_writable(output)
     for file in files:
         if output.exists() and os.path.samefile(file, output):
@@ -35,8 +35,10 @@ def prepare(
     split: Split = Split.file,
     field: str = "text",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    rows: Iterable[Part] | None = None,
 ) -> Header:
     """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
+    ``rows``: the documents, if they are not to be split here.
 
     Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
     """
@@ -48,5 +50,5 @@ def prepare(
         on_bytes(count)
 
     with TokenWriter(output, encoder.tokenization) as writer:
-        writer.add(encoder.pieces(parts(files, split, field, read)))
+        writer.add(encoder.pieces(parts(files, split, field, read) if rows is None else rows))
         return writer.finish(num_bytes)

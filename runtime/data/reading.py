@@ -51,5 +51,5 @@ def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -
     if not num_tokens:
         raise PlanError("the data is empty", where=f"--data {source}", fix="name a text file, or write stdlib")
     arrays = np.concatenate(ids), np.array(ends, np.int64), np.concatenate(marks), np.array(words, np.int64)
-    identity = xxhash.xxh3_128_hexdigest(arrays[0].tobytes() + arrays[1].tobytes())
+    identity = xxhash.xxh3_128_hexdigest(b"".join(array.tobytes() for array in arrays[:3]))
     return Tokens(*arrays, tokenization, source, identity, int(arrays[0].max()))

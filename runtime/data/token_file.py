@@ -2,6 +2,7 @@
 
     0      magic [8] · version u32 · bytes of the header u32 · xxh3 of the header u64 · header (JSON)
     4096   ids · marks u8 · ends i64 · words i64        little endian, each at a multiple of 64
+           · files u8                                   version 2: samples with labels, and the tokenizer's files
 
 The size of the file follows from the header: a truncated or extended file is rejected at once.
 """
@@ -24,7 +25,7 @@ from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.tokens import Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
-VERSION = 1
+VERSION = 2  # 1 for texts, whose files older versions read
 BEGIN, _ALIGNED = 4096, 64
 _PRELUDE = struct.Struct("<8sIIQ")
 MOST_HEADER_BYTES = BEGIN - _PRELUDE.size
@@ -33,10 +34,14 @@ _SCANNED = 4 * MIB  # elements at once
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=1 << 48)]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+_Name = Annotated[str, Field(pattern=r"^(additional_chat_templates/)?[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
 
 
 class Header(BaseModel):
-    """``bytes``: of the text. ``largest``: of the ids. ``content``: of each section, the xxh3 of its bytes."""
+    """``bytes``: of the text. ``largest``: of the ids. ``content``: of each section, the xxh3 of its bytes.
+
+    ``supervised``, ``files`` (name -> bytes) and ``made`` (options that shaped the samples) are of version 2.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,14 +55,29 @@ class Header(BaseModel):
     vocabulary_size: Annotated[_Id, Field(ge=1)]
     special: dict[str, _Id]
     content: dict[str, str]
+    supervised: Literal[True] | None = None
+    files: dict[_Name, _Count] | None = None
+    made: dict[str, str] | None = None
+
+    @property
+    def version(self) -> int:
+        return VERSION if self.supervised else 1
+
+    @property
+    def text(self) -> str:
+        """As JSON; that of version 1 has not the newer fields."""
+        return self.model_dump_json(exclude=None if self.supervised else {"supervised", "files", "made"})
 
     def sections(self) -> Iterator[tuple[str, np.dtype, int, int]]:
         """Of each: name, dtype, number of elements, and the byte at which it begins."""
         place = BEGIN
         kinds = {"ids": self.dtype, "marks": "uint8", "ends": "int64", "words": "int64"}
+        counts = {"ids": self.tokens, "marks": self.tokens}
+        if self.files is not None:
+            kinds["files"], counts["files"] = "uint8", sum(self.files.values())
         for name, kind in kinds.items():
             dtype = np.dtype(kind).newbyteorder("<")
-            count = self.tokens if name in ("ids", "marks") else self.documents
+            count = counts.get(name, self.documents)
             yield name, dtype, count, place
             place += -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
 
@@ -69,16 +89,18 @@ class Header(BaseModel):
 
     @property
     def identity(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.model_dump_json().encode())
+        return xxhash.xxh3_128_hexdigest(self.model_copy(update={"made": None}).text.encode())
 
     def packed(self) -> bytes:
         """The first bytes of the file. Raises PlanError if the names in it are too long."""
-        text = self.model_dump_json().encode()
+        text = self.text.encode()
         if len(text) > MOST_HEADER_BYTES:
             raise PlanError(
                 "the names of the tokenizer's special tokens are too long", where="--tokenizer", fix="shorten them"
             )
-        return (_PRELUDE.pack(MAGIC, VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text).ljust(BEGIN, b"\0")
+        return (_PRELUDE.pack(MAGIC, self.version, len(text), xxhash.xxh3_64_intdigest(text)) + text).ljust(
+            BEGIN, b"\0"
+        )
 
 
 def is_token_file(path: Path) -> bool:
@@ -110,6 +132,8 @@ def read_header(path: Path) -> Header:
     if version < 1 or length > MOST_HEADER_BYTES or xxhash.xxh3_64_intdigest(text) != digest:
         raise _bad(path, "is damaged: the checksum of its header does not match")
     header = _parsed(path, text)
+    if header.version != version:
+        raise _bad(path, "is damaged: its header is of another version")
     if size != header.num_bytes:
         how = "is truncated" if size < header.num_bytes else "is damaged"
         raise _bad(path, f"{how}: it has {size} bytes, {header.num_bytes} are expected")
@@ -125,8 +149,22 @@ def open_token_file(path: Path, source: str) -> Tokens:
         raise cannot_read(path, error) from None
     arrays = {name: whole[at : at + n * dtype.itemsize].view(dtype) for name, dtype, n, at in header.sections()}
     _check_ends(path, header, arrays["ends"])
+    arrays.pop("files", None)
     how = Tokenization(header.tokenization, header.vocabulary_size, header.special)
-    return Tokens(**arrays, tokenization=how, source=source, identity=header.identity, largest=header.largest)
+    more = {"identity": header.identity, "largest": header.largest, "is_supervised": bool(header.supervised)}
+    return Tokens(**arrays, tokenization=how, source=source, **more)
+
+
+def files_in(path: Path) -> dict[str, bytes]:
+    """The tokenizer's files in a token file by their names; empty for one of texts. Raises PlanError."""
+    header = read_header(path)
+    place = list(header.sections())[-1][-1]
+    found = {}
+    with path.open("rb") as file:
+        file.seek(place)
+        for name, size in (header.files or {}).items():
+            found[name] = file.read(size)
+    return found
 
 
 def check_content(path: Path) -> None:

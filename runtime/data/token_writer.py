@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self
@@ -27,13 +27,15 @@ class TokenWriter:
     """One token file. Owns a file beside it until that is complete and takes its name; a failed one is removed.
 
     Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
+    ``files``: of samples with labels, those of their tokenizer by name.
     """
 
-    def __init__(self, path: Path, tokenization: Tokenization) -> None:
-        self.path, self.tokenization = path, tokenization
+    def __init__(self, path: Path, tokenization: Tokenization, files: Mapping[str, bytes] | None = None) -> None:
+        self.path, self.tokenization, self._more = path, tokenization, files
         self.num_tokens = self.num_documents = self.num_words = 0
         self._largest = self._words_open = self._tokens_open = 0
-        self._digests = {name: xxhash.xxh3_128() for name in _SECTIONS}
+        self._sections = _SECTIONS if files is None else (*_SECTIONS, "files")
+        self._digests = {name: xxhash.xxh3_128() for name in self._sections}
         self._files: dict[str, IO[bytes]] = {}
         self._stack = ExitStack()
 
@@ -45,7 +47,7 @@ class TokenWriter:
             self._stack.callback(self._new.discard)
             self._files["ids"] = self._new.file
             self._files["ids"].write(bytes(BEGIN))
-            for name in _SECTIONS[1:]:
+            for name in self._sections[1:]:
                 self._files[name] = self._stack.enter_context(tempfile.TemporaryFile(dir=folder))
         return self
 
@@ -68,11 +70,14 @@ class TokenWriter:
             if piece.closes:
                 self._words_open = self._tokens_open = 0
 
-    def finish(self, num_bytes: int) -> Header:
-        """The file under its name, on the disk. ``num_bytes``: of the text. Raises PlanError."""
+    def finish(self, num_bytes: int, made: Mapping[str, str] | None = None) -> Header:
+        """The file under its name, on the disk. ``num_bytes``: of the text. ``made``: how samples with labels were
+        made. Raises PlanError."""
         if not self.num_documents:
             raise PlanError("the text is empty", where="TEXT", fix="give a text that is not empty")
-        header = self._header(num_bytes)
+        for content in (self._more or {}).values():
+            self._write("files", np.frombuffer(content, np.uint8), np.dtype(np.uint8))
+        header = self._header(num_bytes, made)
         with self._told():
             whole = self._files["ids"]
             for name, _, _, begin in header.sections():
@@ -86,8 +91,9 @@ class TokenWriter:
             self._new.take_place()
         return header
 
-    def _header(self, num_bytes: int) -> Header:
+    def _header(self, num_bytes: int, made: Mapping[str, str] | None) -> Header:
         how = self.tokenization
+        sizes = None if self._more is None else {name: len(content) for name, content in self._more.items()}
         return Header(
             tokens=self.num_tokens,
             documents=self.num_documents,
@@ -99,6 +105,9 @@ class TokenWriter:
             vocabulary_size=how.vocabulary_size,
             special=dict(how.special),
             content={name: digest.hexdigest() for name, digest in self._digests.items()},
+            supervised=None if sizes is None else True,
+            files=sizes,
+            made=None if made is None else dict(made),
         )
 
     def _close_document(self) -> None:

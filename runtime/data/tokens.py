@@ -2,7 +2,8 @@
 
     ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
     ends               5          9            the end of each document, including its end token
-    marks      s w   w       s   w             bits: a word begins here, a sentence begins here
+    marks      s w   w       s   w             bits: a word begins here, a sentence begins here; of samples with
+                                               labels instead: this token is a label, a row begins here
     words          3           2               of the text before it was cut into tokens
 
 A text far larger than memory is a map of a file.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-WORD, SENTENCE = 1, 2  # bits of a mark
+WORD, SENTENCE, LABEL, ROW = 1, 2, 4, 8  # bits of a mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Tokens:
 
     Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
     ``source``: its name in messages. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
+    ``is_supervised``: documents are samples, and only marked tokens are labels.
     """
 
     ids: np.ndarray
@@ -51,3 +53,4 @@ class Tokens:
     source: str
     identity: str
     largest: int | None = None
+    is_supervised: bool = False

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from runtime.data.tokens import WORD, Tokens
+from passes.errors import PlanError
+from runtime.data.tokens import ROW, WORD, Tokens
 
 _COUNTED = 1 << 22  # marks at once
 
@@ -14,7 +15,8 @@ _COUNTED = 1 << 22  # marks at once
 def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
     """The training text, and the last ``share`` of the text: whole documents, at least one; None if share is 0.
 
-    The text is split at the nearest end of a document. A text of one document is split inside it.
+    The text is split at the nearest end of a document. A text of one document is split inside it. Samples with labels
+    are split between rows. Raises PlanError for one row of them.
     """
     if not share:
         return tokens, None
@@ -24,12 +26,18 @@ def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
 
 
 def _cut(tokens: Tokens, wanted: int) -> tuple[Tokens, Tokens]:
-    if len(tokens.ends) == 1:
+    if len(tokens.ends) == 1 and not tokens.is_supervised:
         return _inside(tokens, wanted)
-    inner = tokens.ends[:-1]
+    inner, documents = np.asarray(tokens.ends[:-1]), np.arange(len(tokens.ends) - 1)
+    if tokens.is_supervised:  # a row may be several samples, which hold the same text
+        documents = documents[(tokens.marks[inner] & ROW) != 0]
+        if not len(documents):
+            what = f"{tokens.source} has one row, of which no part can be held out"
+            raise PlanError(what, where="data.validation", fix="give more rows, or set validation: 0")
+        inner = inner[documents]
     after = min(int(np.searchsorted(inner, wanted)), len(inner) - 1)
     before = max(after - 1, 0)
-    last = min((before, after), key=lambda d: abs(int(inner[d]) - wanted))
+    last = int(documents[min((before, after), key=lambda d: abs(int(inner[d]) - wanted))])
     return _part(tokens, 0, last + 1), _part(tokens, last + 1, len(tokens.ends))
 
 

@@ -16,7 +16,7 @@ from runtime.engine import Engine
 from runtime.evaluation.measures import Cloze, Perplexity
 from runtime.evaluation.passages import Passages, passages_of
 from runtime.evaluation.rows import RowBatches
-from runtime.evaluation.windows import Row, Windows
+from runtime.evaluation.windows import Row, Samples, Windows, windows_of
 
 Progress = Callable[[int], None]  # called with the number of finished rows
 
@@ -40,7 +40,7 @@ def original_of(tokens: Tokens, given: int | None = None) -> Original:
             where="--data",
             fix="give a text, or the number of its original tokens with --original-tokens",
         )
-    return Original(words, "words of the text")
+    return Original(words, "labels" if tokens.is_supervised else "words of the text")
 
 
 def perplexity(
@@ -58,7 +58,7 @@ def perplexity(
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     original = original_of(tokens, original_tokens)
-    windows = Windows(tokens.ids, batches.span, stride, tokens.source)
+    windows = windows_of(tokens, batches.span, stride)
     sums, num_scored = list[float](), 0
     for log_probabilities, _ in _scored(engine, batches, windows, progress):
         sums.append(float(log_probabilities.sum()))
@@ -86,11 +86,11 @@ def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_row
     return Cloze(num_right, len(passages), passages.num_cut, Counter(passages.left_out), batches.span)
 
 
-def rows_of(tokens: Tokens, batches: RowBatches, *, is_cloze: bool, stride: int | None) -> Windows | Passages:
+def rows_of(tokens: Tokens, batches: RowBatches, *, is_cloze: bool, stride: int | None) -> Windows | Samples | Passages:
     """The rows to score. Raises PlanError if there are none."""
     if is_cloze:
         return passages_of(tokens, batches.span)
-    return Windows(tokens.ids, batches.span, stride, tokens.source)
+    return windows_of(tokens, batches.span, stride)
 
 
 def _scored(

@@ -45,6 +45,9 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
 
     Raises PlanError if no document does.
     """
+    if tokens.is_supervised:
+        what = f"{tokens.source} has samples with labels, not passages with a last word"
+        raise PlanError(what, where="--cloze", fix="measure the perplexity of its labels: --perplexity")
     rows: list[Row] = []
     num_cut, left_out = 0, Counter[str]()
     start = 0

@@ -93,4 +93,6 @@ class RowBatches:
                 where=f"inputs.{self.key}",
                 fix="evaluate a model with a loss over every next token",
             )
+        if row.is_label is not None:
+            is_scored = is_scored & torch.from_numpy(row.is_label[row.first :])
         return scores.log_probabilities[place, columns][is_scored], scores.is_top[place, columns][is_scored]

@@ -13,16 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.errors import PlanError
+from runtime.data.objectives.overlong import pieces_of
+from runtime.data.tokens import Tokens
 
 STRIDE = 32  # of the paper
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a batch: ``ids`` (int64 [tokens]); those from ``first`` on are scored."""
+    """One sequence of a batch: ``ids`` (int64 [tokens]); those from ``first`` on are scored, of ``is_label`` (bool
+    [tokens]) if given."""
 
     ids: np.ndarray
     first: int
+    is_label: np.ndarray | None = None
 
 
 class Windows:
@@ -54,3 +58,30 @@ class Windows:
         start = max(0, stop - self.span)
         scored = 1 if index == 0 else self.span + (index - 1) * self.stride
         return Row(np.asarray(self.ids[start:stop], np.int64), scored - start)
+
+
+class Samples:
+    """One row a sample, of which the labels are scored; a longer one than ``span`` tokens is cut as in training.
+
+    Raises PlanError for a stride: samples are no windows.
+    """
+
+    def __init__(self, tokens: Tokens, span: int, stride: int | None) -> None:
+        if stride is not None:
+            what = f"{tokens.source} has samples with labels, which have no stride"
+            raise PlanError(what, where="--stride", fix="remove --stride")
+        self._pieces, self.stride = pieces_of(tokens, span, "cut"), 0
+        self.num_scored = sum(int(row.is_label[1:].sum()) for row in self if row.is_label is not None)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(ids, 1, is_label) for ids, is_label in map(self._pieces.of, range(len(self))))
+
+
+def windows_of(tokens: Tokens, span: int, stride: int | None) -> Windows | Samples:
+    """The rows to score for perplexity. Raises PlanError if there are none."""
+    if tokens.is_supervised:
+        return Samples(tokens, span, stride)
+    return Windows(tokens.ids, span, stride, tokens.source)

@@ -12,7 +12,7 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
-from runtime.data.buckets import BucketBatches, OfLength, batches_of
+from runtime.data.buckets import BucketBatches, OfLength, batches_of, token_batches_in
 from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
 from runtime.data.roles import length_of, roles_of
@@ -31,13 +31,14 @@ _MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
 class RunData:
     """``validation``: None if the spec holds nothing out; ``validate_every``: steps between two, None for none.
 
-    ``identity``: goes with each save.
+    ``identity``: goes with each save. ``told``: what was cut or left out of the training data.
     """
 
     training: OfLength | BucketBatches
     validation: OfLength | BucketBatches | None
     identity: dict[str, Any]
     validate_every: int | None = None
+    told: tuple[str, ...] = ()
 
     def is_validated_after(self, step: int) -> bool:
         return self.validation is not None and self.validate_every is not None and step % self.validate_every == 0
@@ -70,7 +71,8 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     training = batches_of([tokens for tokens, _ in parts], weights, specs)
     held_out = [tokens for _, tokens in parts if tokens is not None]
     validation = _validation(held_out, weights, specs) if held_out else None
-    return RunData(training, validation, identity, job.validate_every)
+    told = filter(None, (getattr(each.objective, "told", "") for each in token_batches_in(training)))
+    return RunData(training, validation, identity, job.validate_every, tuple(told))
 
 
 def check_validation(job: Job, spec: Spec) -> None:

@@ -111,6 +111,8 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
     made.model = model = None
     data = run_data(job, spec, decided)
+    if leads and data.told:
+        print("\n".join(data.told), file=sys.stderr, flush=True)
     showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:

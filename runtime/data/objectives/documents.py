@@ -6,7 +6,8 @@
     next_tokens  b c d .   y .   q r .   . . .         . counts nowhere
     labels       . b c d   . y   . q r   . . .         shifted in the model: a document's first belongs to no token
 
-A document longer than a sequence is cut into pieces, each a document of its own, or refused (``data.overlong``).
+A document longer than a sequence is cut into pieces, each a document of its own, left out or refused
+(``data.overlong``). Of samples with labels, labels are those tokens alone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import numpy as np
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.fill import fill
+from runtime.data.objectives.overlong import pieces_of
 from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Roles, Within
 from runtime.data.tokens import Tokens
 
 
 class PackedDocuments:
-    """Sequences of ``length``. Owns the pieces of documents (``starts``, ``sizes``: int64 [pieces]) in the order of the
-    sequences, and where each sequence ends in it.
+    """Sequences of ``length``. Owns the pieces of documents in the order of the sequences, and where each sequence ends
+    in it.
 
     A document of one token asks for nothing, and is left out. ``roles``: with a mask of documents, or their ends: of
     at most as many documents as these have place for.
@@ -34,14 +36,11 @@ class PackedDocuments:
         self, tokens: Tokens, length: int, data: DataSpec, within: Within = ALL, roles: Roles = NO_ROLES
     ) -> None:
         self.tokens, self.length, self._roles = tokens, length, roles
-        starts, sizes = within.of(tokens)
-        self.longest, self.least = int(sizes.max(initial=0)), 2
-        if data.overlong == "refuse" and self.longest > length:
-            raise _overlong(tokens, length)
-        starts, sizes = _pieces(starts, sizes, length)
+        self.longest, self.least = int(within.of(tokens)[1].max(initial=0)), 2
+        pieces = pieces_of(tokens, length, data.overlong, within)
         most = roles["cu_seqlens"][0] - 2 if "cu_seqlens" in roles else length  # the start, and the padding's end
-        order, self._bounds = fill(sizes, length, most)
-        self.starts, self.sizes = starts[order], sizes[order]
+        order, self._bounds = fill(pieces.sizes, length, most)
+        self.pieces, self.told = pieces.taken(order), pieces.told
         self._padding = tokens.tokenization.padding
 
     @property
@@ -57,7 +56,7 @@ class PackedDocuments:
             found[role] = np.zeros(self.length, np.int64)
         at, number = 0, 0
         for number, piece in enumerate(range(first, int(self._bounds[index])), 1):
-            at = self._put(found, at, number - 1, int(self.starts[piece]), int(self.sizes[piece]))
+            at = self._put(found, at, number - 1, piece)
         found["positions"][at:] = np.arange(self.length - at)
         found["documents"][at:] = number
         found["segments"] = np.zeros(self.length, np.int64)
@@ -73,11 +72,13 @@ class PackedDocuments:
             found[: len(ends) + 1] = [0, *ends]
             yield "cu_seqlens", found
 
-    def _put(self, found: Mapping[str, np.ndarray], at: int, number: int, start: int, size: int) -> int:
+    def _put(self, found: Mapping[str, np.ndarray], at: int, number: int, piece: int) -> int:
         """One piece, from ``at`` on; returns its end."""
-        text, here = self.tokens.ids[start : start + size].astype(np.int64), slice(at, at + size)
-        found["tokens"][here], found["labels"][at + 1 : at + size] = text, text[1:]
-        found["next_tokens"][at : at + size - 1] = text[1:]
+        ids, is_label = self.pieces.of(piece)
+        labels, size = np.where(is_label, ids, NOTHING)[1:], len(ids)
+        here = slice(at, at + size)
+        found["tokens"][here], found["labels"][at + 1 : at + size] = ids, labels
+        found["next_tokens"][at : at + size - 1] = labels
         found["positions"][here], found["documents"][here] = np.arange(size), number
         found["attention_mask"][here] = 1
         return at + size
@@ -98,24 +99,3 @@ def packed_documents(
             fix="remove the input attention_mask",
         )
     return PackedDocuments(tokens, length, data, within, roles)
-
-
-def _pieces(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and sizes of pieces of at most ``length`` tokens, two at least."""
-    counts = -(-sizes // length)
-    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
-    begins = np.repeat(starts, counts) + number * length
-    left = np.repeat(starts + sizes, counts) - begins
-    found = np.minimum(left, length)
-    return begins[found > 1], found[found > 1]
-
-
-def _overlong(tokens: Tokens, length: int) -> PlanError:
-    sizes = np.diff(tokens.ends, prepend=0)
-    number = int(np.argmax(sizes > length))
-    return PlanError(
-        f"document {number} of {tokens.source} has {int(sizes[number])} tokens, a sequence {length}; "
-        f"{int((sizes > length).sum())} of {len(sizes)} documents are longer",
-        where="data.overlong",
-        fix="set overlong: cut, or use a longer inputs shape",
-    )

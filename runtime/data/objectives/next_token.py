@@ -4,6 +4,8 @@
     documents    | document 0 | document 1 | document 2 |    whole, each as if alone (runtime.data.objectives.documents)
     no packing   | document 0 ··|·· | document 1 |··     inside documents; the last window of each is padded
 
+Without packing, samples with labels, and documents that are not to be cut, have a sequence each.
+
 Window i begins at the end of window i - 1; its next tokens reach one further, so that every token except the first is
 predicted once.
 """
@@ -17,6 +19,7 @@ import numpy as np
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.documents import packed_documents
+from runtime.data.objectives.overlong import Pieces, pieces_of
 from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Objective, Roles, Within
 from runtime.data.tokens import Tokens
 
@@ -31,10 +34,13 @@ def next_token(
             where="data.packing",
             fix="set packing: documents or false, or write one length under inputs",
         )
+    if data.packing is True and tokens.is_supervised:
+        what = f"packing: true runs on over the ends of samples, and {tokens.source} has samples with labels"
+        raise PlanError(what, where="data.packing", fix="set packing: documents or false")
     if data.packing == "documents":
         found = packed_documents(tokens, length, data, roles, within)
     else:
-        found = Packed(tokens, length) if data.packing else OfDocuments(tokens, length, within)
+        found = Packed(tokens, length) if data.packing else _alone(tokens, length, data, within)
     if not found.num_samples:
         unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
         longest = "" if data.packing is True else " in its longest document"
@@ -44,6 +50,29 @@ def next_token(
             fix="give a longer text or a shorter inputs shape",
         )
     return found
+
+
+def _alone(tokens: Tokens, length: int, data: DataSpec, within: Within) -> Objective:
+    """One document or sample a sequence; or windows inside documents, where longer ones are cut."""
+    if not tokens.is_supervised and data.overlong == "cut":
+        return OfDocuments(tokens, length, within)
+    return Alone(pieces_of(tokens, length, data.overlong, within), length)
+
+
+class Alone:
+    """One piece a sequence."""
+
+    def __init__(self, pieces: Pieces, length: int) -> None:
+        self.pieces, self.length, self.num_samples, self.told = pieces, length, len(pieces), pieces.told
+        self.longest, self.least = int(pieces.sizes.max(initial=0)), 2
+        self._padding = pieces.tokens.tokenization.padding
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        ids, is_label = self.pieces.of(index)
+        found = _roles(ids, self.length, self._padding)
+        labels = np.full(self.length + 1, NOTHING)
+        labels[: len(ids)] = np.where(is_label, ids, NOTHING)
+        return found | {"labels": labels[:-1], "next_tokens": labels[1:]}
 
 
 class Packed:

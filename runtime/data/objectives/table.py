@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.masked import masked
 from runtime.data.objectives.next_token import next_token
@@ -18,4 +19,7 @@ def make_objective(
 
     ``roles``: those that the model reads. ``within``: sizes of the documents to take.
     """
+    if tokens.is_supervised and data.objective != "next_token":
+        what = f"{tokens.source} has samples with labels, and objective: {data.objective} chooses its own"
+        raise PlanError(what, where="data.objective", fix="set objective: next_token")
     return OBJECTIVES[data.objective](tokens, length, data, seed, roles, within)

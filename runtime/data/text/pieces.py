@@ -34,13 +34,14 @@ class Part:
 class Piece:
     """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``num_words``: between white space, begun in it.
 
-    ``closes``: its document ends with it.
+    ``closes``: its document ends with it. ``has_end``: with its own end token.
     """
 
     ids: np.ndarray
     marks: np.ndarray
     num_words: int
     closes: bool = True
+    has_end: bool = False
 
 
 class Encoder(Protocol):
@@ -62,7 +63,7 @@ def id_dtype(tokenization: Tokenization) -> np.dtype:
 def with_end(piece: Piece, tokenization: Tokenization) -> Piece:
     """A piece that closes its document, and the end token, if there is one."""
     end = tokenization.special.get("end")
-    if end is None or not piece.closes:
+    if end is None or not piece.closes or piece.has_end:
         return piece
     ids = np.append(piece.ids.astype(id_dtype(tokenization), copy=False), np.array(end, id_dtype(tokenization)))
     return Piece(ids, np.append(piece.marks, np.uint8(0)), piece.num_words)

@@ -31,13 +31,16 @@ _BEGINS_SENTENCE = re.compile(r"\A\s*(?=\S)|(?<=[.!?])\s+(?=\S)|\n\s+(?=\S)")
 
 class TokenizerFile:
     """Documents through a tokenizer. ``end``: the token that closes a document; None: the one that it is known to have.
+    ``begins``: each document begins with the token that the tokenizer puts there, if it does.
 
     Raises PlanError if the library is missing, the file is none of its, or ``end`` is none of its tokens.
     """
 
-    def __init__(self, path: str, end: str | None = None) -> None:
+    def __init__(self, path: str, end: str | None = None, *, begins: bool = False) -> None:
         self._tokenizer = _load(Path(path))
         self.tokenization = _tokenization(self._tokenizer, path, end)
+        alone, added = (self._tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
+        self._begin = added[: added.index(alone[0])] if begins and alone and alone[0] in added else []
 
     def pieces(self, parts: Iterable[Part]) -> Iterator[Piece]:
         batch: list[str] = []
@@ -64,6 +67,8 @@ class TokenizerFile:
             ids = np.array(encoding.ids, id_dtype(self.tokenization))
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             marks, num_words = marks_of(text, offsets)
+            if self._begin:
+                ids, marks = np.insert(ids, 0, self._begin), np.insert(marks, 0, [0] * len(self._begin))
             yield Piece(ids, marks, num_words)
 
 

@@ -130,7 +130,7 @@ def test_masked_words_and_other_words_are_refused() -> None:
     for data, what in (
         ({"objective": "masked", "packing": "documents"}, "is for objective: next_token"),
         ({"packing": "none"}, "packing"),
-        ({"overlong": "drop"}, "overlong"),
+        ({"overlong": "keep"}, "overlong"),
     ):
         with pytest.raises(SpecError, match=what):
             Spec.load({"mesh": {}, "batch": {"global": 1, "micro": 1}, "inputs": {}, "data": data})

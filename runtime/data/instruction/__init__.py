@@ -1,0 +1,1 @@
+"""Instruction data: conversations become samples in which the tokens are labels that the model would generate."""

@@ -1,0 +1,218 @@
+"""A model's tokenizer with its chat template: the text and the tokens that generation would see."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from passes.errors import PlanError, first_line
+from planner.files.text import MIB, is_directory, is_file, read_text, shorten
+from runtime.data.instruction.conversation import Message, RowError
+
+GENERATION_CONFIG = "generation_config.json"
+_DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
+_MOST_SECONDS = 10.0  # of one rendering: a template may loop
+_PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Templating:
+    """``template``: a file, or the name of one of the tokenizer's; None: its default. ``date``: None for today."""
+
+    template: str | None = None
+    arguments: Mapping[str, Any] | None = None
+    date: str | None = None
+
+    @property
+    def today(self) -> date:
+        """Raises PlanError."""
+        try:
+            return date.today() if self.date is None else date.fromisoformat(self.date)
+        except ValueError:
+            raise PlanError(f"--date {shorten(self.date)} is no day", where="--date", fix="write 2025-12-31") from None
+
+
+class ChatTokenizer:
+    """The tokenizer of a directory. ``ends``: the ids that end an answer, of generation config and tokenizer.
+
+    Raises PlanError for a directory without a tokenizer of the library `tokenizers`.
+    """
+
+    def __init__(self, path: str, templating: Templating | None = None) -> None:
+        self.path, self._asked = Path(path), templating or Templating()
+        self.tokenizer = _loaded(self.path)
+        self._fast = self.tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._bare = _without_prefix(self._fast)
+        added = self.tokenizer.added_tokens_decoder
+        self.special = {token.content: i for i, token in added.items() if token.special and token.content}
+        self.special |= dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
+        self.eos: int | None = self.tokenizer.eos_token_id
+        self.config_ends = tuple(end_ids(self.path))
+        self.ends = tuple(dict.fromkeys([*self.config_ends, *([] if self.eos is None else [self.eos])]))
+        self.template = self._template()
+        self._today = datetime.combine(self._asked.today, datetime.min.time())
+
+    @property
+    def vocabulary_size(self) -> int:
+        return max(self.tokenizer.get_vocab().values(), default=0) + 1
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None, *, generates: bool = False) -> str:
+        """The template's text. Raises RowError if the template fails."""
+        if self.template is None and not self.tokenizer.chat_template:
+            what = f"{shorten(self.path)} has no chat template"
+            raise PlanError(what, where="--tokenizer", fix=f"add --chat-template FILE, or {_DIRECTORY}")
+        try:
+            with _at_most(_MOST_SECONDS):
+                chosen = self.tokenizer.get_chat_template(self.template, tools)
+                _compiled(chosen).globals["strftime_now"] = self._today.strftime
+                more = {} if self._asked.date is None else {"date_string": self._today.strftime("%d %b %Y")}
+                return self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=chosen,
+                    add_generation_prompt=generates,
+                    tokenize=False,
+                    **more | dict(self._asked.arguments or {}),
+                )
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            words = shorten(first_line(error), 300)
+            fix = "correct the row, or choose another template with --chat-template"
+            raise RowError(f"the chat template fails: {words}", fix=fix) from None
+
+    def ids(self, text: str) -> list[int]:
+        """As generation tokenizes the text of a template."""
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+    def begun_ids(self, text: str) -> list[int]:
+        """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
+        return self._fast.encode(text, add_special_tokens=True).ids
+
+    def starts(self, text: str) -> tuple[list[int], list[int]]:
+        """``ids``, and the character at which each begins."""
+        found = self._fast.encode(text, add_special_tokens=False)
+        return found.ids, [start for start, _ in found.offsets]
+
+    def answer_ids(self, text: str) -> list[int]:
+        """By itself: as it continues another text, without a space in front."""
+        return self._bare.encode(text, add_special_tokens=False).ids
+
+    def crosses(self, before: str, answer: str) -> bool:
+        """Whether a token of the joined text would hold the end of one and the begin of the other."""
+        last = max((found.start() for found in self.special_in(before)), default=0)
+        head, border = before[last:], len(before) - last
+        offsets = self._fast.encode(head + answer[:256], add_special_tokens=False).offsets
+        return any(start < border < end for start, end in offsets)
+
+    def special_in(self, text: str, begin: int = 0) -> Iterator[re.Match[str]]:
+        """The special tokens in a text, from a character on."""
+        return self._special.finditer(text, begin)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _template(self) -> str | None:
+        """The text or the name of the template that was asked for. Raises PlanError for one that is not there."""
+        asked, own = self._asked.template, self.tokenizer.chat_template
+        if asked is None:
+            return None  # which of several depends on whether there are tools
+        if is_file(Path(asked)):
+            return read_text(asked, "chat template", most_bytes=MIB, fix=_DIRECTORY)
+        if isinstance(own, dict) and asked in own:
+            return asked
+        named = f"; the tokenizer has {', '.join(own)}" if isinstance(own, dict) else ""
+        fix = "give a file, or the name of a template of the tokenizer"
+        raise PlanError(f"no chat template {shorten(asked)}{named}", where="--chat-template", fix=fix)
+
+
+def end_ids(directory: Path) -> list[int]:
+    """The end tokens of the generation config of a model; empty without one. Raises PlanError if it is damaged."""
+    path = directory / GENERATION_CONFIG
+    if not is_file(path):
+        return []
+    try:
+        found = json.loads(read_text(path, "generation config", most_bytes=MIB)).get("eos_token_id")
+        return [int(i) for i in (found if isinstance(found, list) else [] if found is None else [found])]
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"{shorten(path)} is damaged: {error}", where=shorten(path), fix="copy it again") from None
+
+
+def _loaded(path: Path) -> Any:
+    if not is_directory(path):
+        what = f"{shorten(path)} is no directory of a tokenizer: a tokenizer.json alone has no template"
+        raise PlanError(what, where="--tokenizer", fix=_DIRECTORY)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        fix = "pip install 'meshwright[data]'"
+        raise PlanError("the package transformers is not installed", where="--tokenizer", fix=fix) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # panics of the library are no Exception
+        what = f"{shorten(path)} has no tokenizer that transformers loads: {shorten(first_line(error))}"
+        raise PlanError(what, where="--tokenizer", fix=_DIRECTORY) from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        what = f"the tokenizer {type(tokenizer).__name__} of {shorten(path)} is not of the library `tokenizers`"
+        raise PlanError(what, where="--tokenizer", fix="convert it to a tokenizer.json")
+    return tokenizer
+
+
+def _without_prefix(tokenizer: Any) -> Any:
+    """The same tokenizer, which puts no space in front of a text."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.to_str())
+    for key in ("normalizer", "pre_tokenizer"):
+        content[key] = _bare(content.get(key))
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def _bare(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") == "Prepend":
+        return None
+    if part["type"] == "Sequence":
+        key = "normalizers" if "normalizers" in part else "pretokenizers"
+        return part | {key: [kept for each in part[key] if (kept := _bare(each)) is not None]}
+    return part | _PREFIXED.get(part["type"], {})
+
+
+def _compiled(template: str) -> Any:
+    """The compiled template that transformers renders: the only place through which its clock can be set."""
+    from transformers.utils import chat_template_utils
+
+    return chat_template_utils._compile_jinja_template(template)
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the block when it takes longer; only in a main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    try:
+        handler = signal.signal(signal.SIGALRM, stop)
+    except (ValueError, AttributeError):  # another thread, or a system without this signal
+        yield
+        return
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, handler)

@@ -1,0 +1,185 @@
+"""Which tokens of a conversation are labels: those that the model would generate, where it would generate them.
+
+    C        the template on the messages before it, with the generation prompt     <|user|>hi<|assistant|>
+    R        the template on the messages up to it                                  <|user|>hi<|assistant|>yes<|end|>
+    ids      C as generation tokenizes it, then the answer by itself                <|user|>hi<|assistant|> + yes<|end|>
+    labels   the answer's tokens, through the one that ends it                                                yes<|end|>
+
+Several turns are one sample only if each of their contexts is a prefix of its ids, and each answer stands in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.files.text import shorten
+from runtime.data.instruction.chat_tokenizer import ChatTokenizer
+from runtime.data.instruction.conversation import REASONING, Conversation, Message, RowError, is_plain, texts_of
+from runtime.data.instruction.presence import FIRST_MARK, Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """``answers``: start and stop of the labels in ``ids``, one a turn. ``turn``: the first of them, from 0."""
+
+    ids: list[int]
+    answers: list[tuple[int, int]]
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped."""
+
+    chat: ChatTokenizer
+    common: bool = False
+    ignored: Collection[str] = ()
+
+
+@dataclass(slots=True)
+class Told:
+    """Counts of rows, by what is to be told; ``ends``: the end tokens of answers."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ends: Counter[int] = field(default_factory=Counter)
+
+
+MERGED, OTHER, BEHIND = (
+    "rows with a border over which the tokenizer would merge characters: no token crosses it",
+    "rows with other tokens than generation sees, of --border common",
+    "messages behind the last of the assistant, left out",
+)
+
+
+def samples_of(talk: Conversation, rule: Rule, told: Told) -> list[Sample]:
+    """One sample for all trained turns, or one each. Raises RowError."""
+    found = _Turns(talk, rule)
+    turns = [found.turn(number) for number in talk.trained]
+    told.counts.update(found.told)
+    told.counts[BEHIND] += talk.num_behind
+    told.ends.update(turn.ids[-1] for turn in turns)
+    return joined(turns)
+
+
+def joined(turns: Sequence[Sample]) -> list[Sample]:
+    """The last sample with the labels of all, if it holds each of the others where generation would have it."""
+    last, answers = turns[-1].ids if turns else [], [turn.answers[0] for turn in turns]
+    if all(turn.ids == last[: len(turn.ids)] for turn in turns):
+        return [Sample(last, answers)] if turns else []
+    return [replace(turn, turn=number) for number, turn in enumerate(turns)]
+
+
+def pair_of(prompt: str, answer: str, end: int, rule: Rule, told: Told) -> Sample:
+    """A prompt without a template, its answer, and the end token. Raises RowError."""
+    _check_own(answer, "the answer", rule.chat)
+    before = rule.chat.begun_ids(prompt)
+    ids = [*before, *rule.chat.answer_ids(answer), end]
+    told.counts[MERGED] += rule.chat.crosses(prompt, answer)
+    told.ends[end] += 1
+    return Sample(ids, [(len(before), len(ids))])
+
+
+class _Turns:
+    """The samples of single turns. Owns the counts of its row."""
+
+    def __init__(self, talk: Conversation, rule: Rule) -> None:
+        self.talk, self.rule, self.chat = talk, rule, rule.chat
+        self.told: Counter[str] = Counter()
+        self._presence = Presence(rule.ignored, self.told)
+
+    def turn(self, number: int) -> Sample:
+        """The sample of the assistant's message ``number`` alone. Raises RowError."""
+        before, message, where = self.talk.messages[:number], self.talk.messages[number], f"message {number}"
+        for field_name, text in texts_of([message]):
+            _check_own(text, f"{where}, {field_name}", self.chat)
+        context, whole = self._render(before, generates=True), self._render([*before, message])
+        self._check_context(before, context, number)
+        is_behind = whole.startswith(context)
+        begin = len(context) if is_behind else self._common(context, whole, where)
+        last = self._presence.end_of(message, whole, begin, lambda marked: self._render([*before, *marked]), where)
+        stop, end = self._end(before, message, whole, last)
+        return (
+            self._by_itself(context, whole[begin:stop], end) if is_behind else self._other(context, whole[:stop], end)
+        )
+
+    def _by_itself(self, context: str, answer: str, end: int | None) -> Sample:
+        before = self.chat.ids(context)
+        ids = [*before, *self.chat.answer_ids(answer), *([] if end is None else [end])]
+        if self.chat.crosses(context, answer):
+            self.told[MERGED] = 1
+        return Sample(ids, [(len(before), len(ids))])
+
+    def _other(self, context: str, whole: str, end: int | None) -> Sample:
+        """From where the tokens of both differ."""
+        seen, ids = self.chat.ids(context), [*self.chat.ids(whole), *([] if end is None else [end])]
+        border = next((n for n, (a, b) in enumerate(zip(seen, ids, strict=False)) if a != b), min(len(seen), len(ids)))
+        self.told[OTHER] = 1
+        return Sample(ids, [(border, len(ids))])
+
+    def _check_context(self, before: list[Message], context: str, number: int) -> None:
+        """Raise RowError if a text of an earlier message stands neither here nor, of reasoning, in its own answer."""
+        messages = [
+            {name: value for name, value in m.items() if n not in self.talk.trained or name not in REASONING}
+            for n, m in enumerate(before)
+        ]
+
+        def render(marked: Sequence[Message]) -> str:
+            return self._render([m | new for m, new in zip(before, marked, strict=True)], generates=True)
+
+        where = f"the context of message {number}"
+        self._presence.check(messages, context, render, where)
+        self._presence.check_tools(self.talk.tools or [], context, where)
+
+    def _common(self, context: str, whole: str, where: str) -> int:
+        """The characters that both have. Raises RowError unless they were asked for."""
+        if not self.rule.common:
+            raise RowError(
+                f"{where}: the template writes the answer behind another text than generation sees: "
+                f"generation sees {shorten(repr(context[-160:]), 400)}, the template writes "
+                f"{shorten(repr(whole[max(0, len(context) - 160) :][:320]), 400)}",
+                fix="set what the template thinks with --template-args enable_thinking=…, give another template with "
+                "--chat-template, or take --border common: from where the two differ",
+            )
+        pairs = enumerate(zip(context, whole, strict=False))
+        return next((n for n, (a, b) in pairs if a != b), min(len(context), len(whole)))
+
+    def _end(self, before: list[Message], message: Message, whole: str, last: int) -> tuple[int, int | None]:
+        """Where the answer's text stops, and the end token to add, None if the text has it."""
+        behind = list(self.chat.special_in(whole, last))
+        if is_plain(message):
+            found = behind[0] if behind else None
+        else:  # markers of tool calls and reasoning end nothing
+            plain = self._behind_probe(before, [])
+            wanted = {text for text, i in self.chat.special.items() if i in self.chat.ends} | {plain}
+            found = next((m for m in behind if m[0] in wanted), behind[0] if behind and plain else None)
+        if found is not None:
+            return found.end(), None
+        followers = [{"role": "tool", "content": "y"}] if message.get("tool_calls") else []
+        for follower in (*followers, {"role": "user", "content": "y"}):
+            end = self.chat.special.get(self._behind_probe(before, [follower]) or "")
+            if end in self.chat.ends:
+                return len(whole), end
+        if self.chat.eos is None:
+            what = "no special token ends the answer, and the tokenizer has no end token"
+            raise RowError(what, fix="add the end token to the template or the tokenizer")
+        return len(whole), self.chat.eos
+
+    def _behind_probe(self, before: list[Message], after: list[Message]) -> str | None:
+        """The special token behind an answer of a text alone; None if there is none."""
+        mark = chr(FIRST_MARK)
+        try:
+            text = self._render([*before, {"role": "assistant", "content": f"x{mark}"}, *after])
+        except RowError:
+            return None
+        return next((found[0] for found in self.chat.special_in(text, text.rfind(mark) + 1)), None)
+
+    def _render(self, messages: Sequence[Message], *, generates: bool = False) -> str:
+        return self.chat.render(messages, self.talk.tools, generates=generates)
+
+
+def _check_own(text: str, where: str, chat: ChatTokenizer) -> None:
+    if (found := next(chat.special_in(text), None)) is not None:
+        what = f"{where} holds the special token {shorten(found[0], 60)}: as an answer, it would be trained on as such"
+        raise RowError(what, fix="take it out of the text")

@@ -1,0 +1,145 @@
+"""Samples with labels: only marked tokens count, in every packing; a longer one loses context before labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from passes.errors import PlanError
+from planner.spec.data import DataSpec
+from runtime.data.objectives.overlong import counts_of, pieces_of
+from runtime.data.objectives.protocol import NOTHING
+from runtime.data.objectives.table import make_objective
+from runtime.data.reading import gathered
+from runtime.data.text.pieces import Piece, with_end
+from runtime.data.tokens import LABEL, ROW, Tokenization, Tokens
+from runtime.data.validation_split import split
+from runtime.evaluation.windows import windows_of
+from tests.tools.hand_tokens import by_hand
+
+BEGIN, END = 1, 2
+ROLES = {"tokens": (8,), "positions": (8,)}
+
+
+def samples(*given: tuple[list[int], str], rows: list[int] | None = None) -> Tokens:
+    """Ids with a text of the same length: ``x`` for each label."""
+    made = by_hand(*[ids for ids, _ in given], begin=BEGIN, end=END)
+    marks = np.array([LABEL if c == "x" else 0 for _, text in given for c in text], np.uint8)
+    starts = np.array([0, *made.ends[:-1]])
+    marks[starts[rows if rows is not None else range(len(given))]] |= ROW
+    return replace(made, marks=marks, is_supervised=True)
+
+
+def labels(tokens: Tokens, **data: Any) -> list[tuple[list[int], list[int]]]:
+    """Of each sequence: its labels as the model is given them, and as a model reads them that shifts inside."""
+    made = make_objective(tokens, 8, DataSpec(**data), 0, ROLES if data["packing"] == "documents" else {})
+    found = [made.sample(i, 0) for i in range(made.num_samples)]
+    for s in found:
+        assert s["labels"][1:].tolist() == s["next_tokens"][:-1].tolist()
+        kept = s["labels"] != NOTHING
+        assert s["labels"][kept].tolist() == s["tokens"][kept].tolist()
+    return [(s["next_tokens"].tolist(), s["labels"].tolist()) for s in found]
+
+
+N = NOTHING
+TWO = [([5, 6, 7, END], "..xx"), ([8, 9, END, 8, 9, 7], ".xx.xx")]
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+def test_only_marked_tokens_are_labels(packing: bool | str) -> None:
+    found = [label for _, label in labels(samples(*TWO), packing=packing)]
+    assert found == [[N, N, 7, END, N, N, N, N], [N, 9, END, N, 9, 7, N, N]]
+
+
+def test_samples_of_one_sequence_keep_their_labels() -> None:
+    small = samples(([5, 6, END], ".xx"), ([7, 8, 9, END], "..xx"))
+    assert labels(small, packing="documents") == [([6, END, N, N, 9, END, N, N], [N, 6, END, N, N, 9, END, N])]
+
+
+def test_padding_that_is_the_end_token_is_no_label_and_the_end_token_is_one() -> None:
+    ((_, found),) = labels(samples(([5, END], ".x")), packing=False)
+    assert found == [N, END, N, N, N, N, N, N]
+
+
+LONG = [BEGIN, 11, 12, 13, 14, 15, 16, 17, 18, END]
+
+
+@pytest.mark.parametrize(
+    ("marks", "ids", "told"),
+    [
+        ("........xx", [BEGIN, 13, 14, 15, 16, 17, 18, END], "2 tokens of context cut away, 0 labels"),
+        ("..xxxxxxxx", [BEGIN, 12, 13, 14, 15, 16, 17, 18], "1 tokens of context cut away, 1 labels"),
+        (".xxxxxxxxx", [BEGIN, 11, 12, 13, 14, 15, 16, 17], "0 tokens of context cut away, 2 labels"),
+    ],
+)
+def test_a_long_sample_loses_the_left_of_its_context_then_the_end_of_its_answer(
+    marks: str, ids: list[int], told: str
+) -> None:
+    tokens = samples((LONG, marks), ([5, 6], ".x"))
+    for packing in (False, "documents"):
+        made = make_objective(tokens, 8, DataSpec(packing=packing), 0, ROLES if packing else {})
+        assert made.sample(0, 0)["tokens"].tolist() == ids
+        assert told in made.told
+    without = samples(([9, *LONG[1:]], "........xx"))
+    assert pieces_of(without, 8, "cut").of(0)[0].tolist() == [12, 13, 14, 15, 16, 17, 18, END]
+    assert counts_of(tokens, 8) == pieces_of(tokens, 8, "cut").told
+    assert counts_of(tokens, 10) == "none of 2 is longer than 10 tokens"
+
+
+def test_a_piece_without_a_label_is_left_out_and_counted() -> None:
+    pieces = pieces_of(samples((LONG, "x........."), ([5, 6], ".x")), 8, "cut")
+    assert len(pieces) == 1
+    assert "1 have no label then and are left out" in pieces.told
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+def test_long_samples_and_documents_may_be_dropped_or_refused(packing: bool | str) -> None:
+    roles = ROLES if packing else {}
+    for tokens in (samples((LONG, "........xx"), ([5, 6], ".x")), by_hand(LONG, [5, 6])):
+        made = make_objective(tokens, 8, DataSpec(packing=packing, overlong="drop"), 0, roles)
+        assert [made.sample(i, 0)["tokens"][:2].tolist() for i in range(made.num_samples)] == [[5, 6]]
+        assert "1 of 2" in made.told
+        with pytest.raises(PlanError, match="has 10 tokens, a sequence 8") as error:
+            make_objective(tokens, 8, DataSpec(packing=packing, overlong="refuse"), 0, roles)
+        assert "drop" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("data", "where"), [({"packing": True}, "data.packing"), ({"objective": "masked"}, "data.objective")]
+)
+def test_windows_over_samples_and_masks_are_refused(data: dict[str, Any], where: str) -> None:
+    with pytest.raises(PlanError, match="samples with labels") as error:
+        make_objective(samples(*TWO), 8, DataSpec(**data), 0)
+    assert error.value.where == where
+
+
+def test_validation_is_split_between_rows_never_inside_one() -> None:
+    tokens = samples(*TWO, ([5, 6], ".x"), ([7, 8], ".x"), rows=[0, 2])
+    for share in (0.01, 0.5, 0.7):
+        first, second = split(tokens, share)
+        assert second is not None
+        assert (len(first.ends), len(second.ends)) == (2, 2)
+    with pytest.raises(PlanError, match="has one row"):
+        split(samples(*TWO, rows=[0]), 0.5)
+
+
+def test_an_evaluation_scores_labels_alone() -> None:
+    rows = windows_of(samples(*TWO), 8, None)
+    assert [row.is_label.tolist() for row in rows if row.is_label is not None] == [
+        [False, False, True, True],
+        [False, True, True, False, True, True],
+    ]
+    assert (len(rows), rows.num_scored) == (2, 6)
+    with pytest.raises(PlanError, match="no stride"):
+        windows_of(samples(*TWO), 8, 4)
+
+
+def test_a_sample_has_its_own_end_and_marks_belong_to_the_identity() -> None:
+    how = Tokenization("some", 9, {"end": END})
+    piece = Piece(np.array([5, END]), np.array([0, LABEL], np.uint8), 1, has_end=True)
+    assert with_end(piece, how).ids.tolist() == [5, END]
+    other = replace(piece, marks=np.array([LABEL, LABEL], np.uint8))
+    assert gathered("", how, [piece]).identity != gathered("", how, [other]).identity
