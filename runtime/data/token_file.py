@@ -25,7 +25,7 @@ from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.tokens import Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
-VERSION = 2  # 1 for texts, whose files older versions read
+VERSION = 2  # of samples with labels; files of texts are of version 1
 BEGIN, _ALIGNED = 4096, 64
 _PRELUDE = struct.Struct("<8sIIQ")
 MOST_HEADER_BYTES = BEGIN - _PRELUDE.size

@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class RowError(PlanError):
-    """A row that cannot be trained on as it is."""
+    """A row that gives no samples without a change."""
 
 
 @dataclass(frozen=True, slots=True)

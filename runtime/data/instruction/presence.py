@@ -61,7 +61,7 @@ class Presence:
         return found
 
     def check_tools(self, tools: list[Any], context: str, where: str) -> None:
-        """Raise RowError if the template drops a tool. Their names and descriptions stand as JSON or as they are."""
+        """Raise RowError if the template drops a tool. Names and descriptions stand raw or as JSON."""
         for tool in tools:
             function = tool.get("function", tool)
             for text in (function.get("name"), function.get("description")) if isinstance(function, dict) else ():

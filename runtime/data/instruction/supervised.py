@@ -40,7 +40,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Told:
-    """Counts of rows, by what is to be told; ``ends``: the end tokens of answers."""
+    """Counts of rows by what is to be reported; ``ends``: the end tokens of answers."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[int] = field(default_factory=Counter)
