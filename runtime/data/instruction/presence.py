@@ -82,7 +82,7 @@ class Presence:
 
 
 def _forms(text: str) -> tuple[str, str]:
-    """A text as it is, and inside of JSON."""
+    """A text, and how JSON writes it."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1]
 
 
