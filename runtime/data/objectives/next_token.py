@@ -52,7 +52,7 @@ def next_token(
     return found
 
 
-def _alone(tokens: Tokens, length: int, data: DataSpec, within: Within) -> Objective:
+def _alone(tokens: Tokens, length: int, data: DataSpec, within: Within) -> OfDocuments | Alone:
     """One document or sample a sequence; or windows inside documents, where longer ones are cut."""
     if not tokens.is_supervised and data.overlong == "cut":
         return OfDocuments(tokens, length, within)
