@@ -33,7 +33,7 @@ from passes.partition.sequence.rules import RULES, triangle
 from passes.partition.sequence.versions import Made, as_version, needed_versions
 from passes.program.ops.aten import aten, position_of, shape_of
 from passes.program.ops.groups import Ops
-from passes.program.ops.products import is_made_of_weights
+from passes.program.weights import is_weight
 from passes.types.types import P, Placement, R
 
 KEPT = "kept"  # the attribute of the stage's module
@@ -110,7 +110,7 @@ def _check(node: fx.Node, versions: Made, context: LowerContext, length: int) ->
         own = context.staged.placements.of(node)
         if _is_kept(version, made) and _is_along(own, made):
             raise refused(node, "each rank of tp keeps a part of the sequence of it")
-        if version == R and own.is_sharded and not is_made_of_weights(node) and shape_of(node)[own.dim] == length:
+        if version == R and own.is_sharded and not is_weight(node) and shape_of(node)[own.dim] == length:
             raise refused(node, "it is read at all positions, and is sharded along one dim of their number over tp")
 
 

@@ -17,11 +17,12 @@ from passes.moe.layers import ExpertWeight
 from passes.moe.picks import pick_of, picks
 from passes.moe.products import ends, product_of, sides
 from passes.moe.space import Space
-from passes.moe.weights import is_weight, pick_of_weight
+from passes.moe.weights import pick_of_weight
 from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import in_order, operands, walk
+from passes.program.weights import is_parameter, is_weight
 from passes.rules.table import rule_of
 
 
@@ -59,7 +60,7 @@ def branches_of(space: Space) -> Branches | str | None:
     if any(_weights(orders[i]) != _weights(orders[i // each * each]) for i in range(len(orders))):
         return f"the branches of one of its {space.size} numbers have different weights"
     columns = [column for column in zip(*orders[::each], strict=True) if _is_own_weight(column[0], orders[0])]
-    if not all(_are_parts(column, space.size) for column in columns if not is_weight(column[0])):
+    if not all(_are_parts(column, space.size) for column in columns if not is_parameter(column[0])):
         return f"the branches of its {space.size} numbers do not read parts of a stack in its order"
     return _branches(space, last, orders, columns)
 
@@ -67,13 +68,13 @@ def branches_of(space: Space) -> Branches | str | None:
 def _weights(order: list[fx.Node]) -> set[tuple[str, int]]:
     """Of a branch: names, and for part of a stack its number."""
     parts = [pick for n in order if (pick := pick_of_weight(n)) is not None]
-    return {(n.name, -1) for n in order if is_weight(n)} | {(pick.whole.name, pick.number) for pick in parts}
+    return {(n.name, -1) for n in order if is_parameter(n)} | {(pick.whole.name, pick.number) for pick in parts}
 
 
 def _is_own_weight(node: fx.Node, own: Collection[fx.Node]) -> bool:
     """Whether it is a weight of one branch alone, or that branch's part of a stack."""
     pick = pick_of_weight(node)
-    return is_weight(node) or (pick is not None and pick.whole not in own)
+    return is_parameter(node) or (pick is not None and pick.whole not in own)
 
 
 def _are_parts(column: Sequence[fx.Node], size: int) -> bool:
@@ -213,7 +214,7 @@ def _from_outside(x: fx.Node, own: Set[fx.Node]) -> list[fx.Node]:
 
 def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:
     """The weights that a column is, or the stack that it is the parts of, and its dim of experts."""
-    pick = None if is_weight(column[0]) else pick_of_weight(column[0])
+    pick = None if is_parameter(column[0]) else pick_of_weight(column[0])
     return (column, -1) if pick is None else ((pick.whole,), pick.dim)
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.moe.weights import is_weight
 from passes.program.ops.aten import draws
 from passes.program.program import Program
+from passes.program.weights import is_parameter
 
 
 def merge_equal_calls(program: Program) -> bool:
     """In place; returns whether there were any. Not merged: draws, and functions that are no op of PyTorch."""
     graph = program.graph.graph
-    work = [n for n in graph.nodes if is_weight(n) and len(n.users) > 1]
+    work = [n for n in graph.nodes if is_parameter(n) and len(n.users) > 1]
     changed = False
     while work:
         alike: dict[object, list[fx.Node]] = {}

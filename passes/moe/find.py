@@ -28,11 +28,11 @@ from passes.moe.paths import (
 )
 from passes.moe.products import Product, ends, products_of, stacks_in, weights_of
 from passes.moe.space import Space, spaces, takings
-from passes.moe.weights import is_weight
 from passes.program.ops.aten import shape_of
 from passes.program.ops.groups import SORTS
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.weights import is_parameter
 
 
 def find_experts(program: Program) -> Experts:
@@ -137,7 +137,7 @@ def _made(
     probs = probs_of(space, way, carried) or probs_of(space, before, before | {tokens})
     orders = [n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids]
     stacks = stacks_in(space)
-    scoring = [n for n in space.places if is_weight(n) and n in space.scored and n not in stacks]
+    scoring = [n for n in space.places if is_parameter(n) and n in space.scored and n not in stacks]
     router = [n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1]
     return ExpertLayer(
         space.size,

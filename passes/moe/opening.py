@@ -24,9 +24,9 @@ from passes.moe.refusals import check_draws, refusal_of
 from passes.moe.routing import Routing
 from passes.moe.rows import Rows, dims_of_stacks, keeps_rows
 from passes.moe.ties import is_grouped, lookup
-from passes.moe.weights import is_weight
 from passes.program.ops.aten import shape_of
 from passes.program.program import Program
+from passes.program.weights import is_weight
 
 FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
 

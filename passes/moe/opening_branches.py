@@ -28,9 +28,10 @@ from passes.moe.routing import Routing
 from passes.moe.token_rows import TokenRows
 from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, shape_of, without_reshapes
-from passes.program.ops.products import PRODUCTS, is_made_of_weights
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
+from passes.program.weights import is_weight
 
 FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
@@ -75,7 +76,7 @@ class _Opening:
         self._check()
         entries = [self._entries(e) for e in range(self.layer.num_experts)]
         entries = self._without_masks(entries)
-        shared = {n for own in entries for n in own if is_made_of_weights(n)}
+        shared = {n for own in entries for n in own if is_weight(n)}
         entries = [[n for n in own if n not in shared] for own in entries]
         build = Builder(self.graph, self.end.node, self.end.node)
         here = self.routing.meet(build)

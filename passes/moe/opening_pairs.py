@@ -27,12 +27,12 @@ from passes.moe.refusals import check_draws, refusal_of
 from passes.moe.routing import Routing
 from passes.moe.rows import dims_of_stacks
 from passes.moe.ties import lookup
-from passes.moe.weights import is_weight
 from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
 from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import in_order, operands, readers, walk
+from passes.program.weights import is_weight
 from passes.rules.call import Call, operands_of
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of

@@ -24,9 +24,9 @@ from passes.moe.refusals import check_draws
 from passes.moe.sending_slots import Sending
 from passes.moe.slot_dims import MIXED, followed
 from passes.moe.ties import is_product
-from passes.moe.weights import is_weight
 from passes.program.ops.aten import shape_of
 from passes.program.program import Program
+from passes.program.weights import is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of

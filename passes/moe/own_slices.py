@@ -20,12 +20,13 @@ from passes.moe.layers import ExpertLayer
 from passes.moe.space import Space
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
+from passes.program.weights import is_computed_weight
 
 
 def read_with_stacks(space: Space, stacks: list[fx.Node]) -> list[tuple[str, int]]:
     """Values of all experts, made of other weights, of which what calls read beside a stack is made; with their dim of
     experts, in the graph's order."""
-    made = set(walk(stacks, readers, into=lambda n: n in stacks or n.name in space.of_weights))
+    made = set(walk(stacks, readers, into=lambda n: n in stacks or is_computed_weight(n)))
     beside = [n for call in made - set(stacks) for n in call.all_input_nodes if n not in made]
     first = walk(
         [n for n in beside if space.dim(n) >= 0], lambda n: n.all_input_nodes if _is_by_expert(space, n) else ()

@@ -16,6 +16,7 @@ from passes.moe.ties import is_grouped, is_product, lookup
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
 from passes.program.walks import ancestors, meetings, operands, readers, walk
+from passes.program.weights import is_weight
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 
@@ -26,7 +27,7 @@ def base(node: fx.Node, space: Space | None = None) -> fx.Node:
     """The base of a view; with a space also the source of sorted or copied rows."""
     while node.op == "call_function":
         found = lookup(node) if space is not None else None
-        found = None if found is not None and space is not None and space.is_weight(found[0]) else found
+        found = None if found is not None and space is not None and is_weight(found[0]) else found
         if node.target not in LAID_OUT and (found is None or found[2] in (space.ids if space else ())):
             break
         node = found[0] if found is not None else node.all_input_nodes[0]
@@ -57,11 +58,11 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
 
     def ends(node: fx.Node) -> bool:
         """Beyond a product of scores are values that the router reads, which may be others than experts do."""
-        return not within(node) or space.is_weight(node) or (node in space.scored and is_product(node))
+        return not within(node) or is_weight(node) or (node in space.scored and is_product(node))
 
     for node in walk(first, operands, stop=ends):
         is_made = node.op == "placeholder" or bool(node.all_input_nodes)
-        if not (within(node) or space.is_weight(node)) and is_float(node) and is_made and node.target not in FILLED:
+        if not (within(node) or is_weight(node)) and is_float(node) and is_made and node.target not in FILLED:
             yield node
 
 
@@ -129,7 +130,7 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
         others = [n for n in read if n not in carried and is_float(n) and n in space.below]
         if any(n in carried for n in read):
             bases = [base(n, space) for n in others]
-            found |= dict.fromkeys(b for b in bases if b.op == "call_function" and not space.is_weight(b))
+            found |= dict.fromkeys(b for b in bases if b.op == "call_function" and not is_weight(b))
     return list(found)
 
 

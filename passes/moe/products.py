@@ -14,10 +14,11 @@ from torch import fx
 from passes.moe.layers import ExpertWeight
 from passes.moe.space import Space
 from passes.moe.ties import is_product, lookup
-from passes.moe.weights import is_view, is_weight, origin_of
+from passes.moe.weights import is_view, origin_of
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import LAID_OUT
 from passes.program.walks import operands, readers, walk
+from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
@@ -39,22 +40,22 @@ def products_of(space: Space) -> list[Product]:
     """Products that keep the experts apart, each with its own matrix of a stack; in the graph's order."""
 
     def step(node: fx.Node) -> Iterable[fx.Node]:
-        return node.users if node.name in space.of_weights else _readers_of_weight(node)
+        return node.users if is_computed_weight(node) else _readers_of_weight(node)
 
     calls = {user for stack in stacks_in(space) for user in walk([stack], step) if user.op != "placeholder"}
-    found = [product_of(call, space.dim, space.ids, space.of_weights) for call in sorted(calls)]
+    found = [product_of(call, space.dim, space.ids) for call in sorted(calls)]
     return [p for p in found if p is not None and space.dim(p.weight) >= 0]
 
 
 def stacks_in(space: Space) -> list[fx.Node]:
     """The weights with a dim of experts, but for those of the router."""
-    return [n for n in space.places if is_weight(n) and space.dim(n) >= 0 and not _is_of_router(space, n)]
+    return [n for n in space.places if is_parameter(n) and space.dim(n) >= 0 and not _is_of_router(space, n)]
 
 
 def _is_of_router(space: Space, weight: fx.Node) -> bool:
     """Whether a call from the first product of scores to the choices reads a weight, or scores alone are made of it.
     Those of a layer that is applied again are made of its experts too."""
-    calls = set(walk([weight], readers, stop=lambda n: n is not weight and n.name not in space.of_weights))
+    calls = set(walk([weight], readers, stop=lambda n: n is not weight and not is_computed_weight(n)))
     return bool(calls & space.scored & space.below) or calls <= space.scored
 
 
@@ -64,21 +65,16 @@ def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
     return node.users if passes else ()
 
 
-def product_of(
-    call: fx.Node,
-    expert_dim: Callable[[fx.Node], int],
-    ids: Collection[fx.Node] = (),
-    of_weights: Collection[str] = (),
-) -> Product | None:
+def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
     """A product of a value and a weight; None for others, and if it sums over the experts themselves.
-    ``expert_dim``: of a weight, or -1; ``of_weights``: names of values made of weights alone, which are no products."""
-    if call.name in of_weights:
+    ``expert_dim``: of a weight, or -1."""
+    if is_weight(call):
         return None
     rule, read = rule_of(call) if is_product(call) else None, operands_of(call)
     if rule is None or (len(read) != 2 and call.target is aten.einsum.default):
         return None
     for at, w in enumerate(read[:2]):
-        origins = [origin_of(w, d, of_weights) for d in range(len(shape_of(w)))]
+        origins = [origin_of(w, d) for d in range(len(shape_of(w)))]
         weight = next((o[0] for o in origins if o is not None), None)
         if weight is None:
             continue

@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import fx
 
 from passes.moe.ties import lookup
-from passes.moe.weights import is_weight, origin_of
+from passes.moe.weights import origin_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, tensors_of
 from passes.program.ops.groups import CUTS, JOINS, LAID_OUT, PLACING
 from passes.program.ops.products import PRODUCTS
 from passes.program.walks import readers, walk
+from passes.program.weights import is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of

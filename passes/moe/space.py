@@ -15,10 +15,10 @@ from torch import fx
 from passes.moe.ids import dims_of_experts, selections, spread
 from passes.moe.slots import stacks_of_slots
 from passes.moe.ties import Place, Ties
-from passes.moe.weights import is_weight
 from passes.program.ops.aten import aten, packet_of, shape_of
-from passes.program.ops.products import PRODUCTS, computed_of_weights
+from passes.program.ops.products import PRODUCTS
 from passes.program.walks import ancestors, readers, walk
+from passes.program.weights import is_parameter, is_weight
 
 
 @dataclass
@@ -34,11 +34,6 @@ class Space:
     chosen: list[fx.Node] = field(default_factory=list)
     ids: set[fx.Node] = field(default_factory=set)
     places: dict[fx.Node, set[Place]] = field(default_factory=dict)
-    of_weights: frozenset[str] = frozenset()  # the names of all values that are made of weights alone
-
-    def is_weight(self, node: fx.Node) -> bool:
-        """Whether it is a parameter, or computed of parameters and known values alone."""
-        return is_weight(node) or node.name in self.of_weights
 
     def dim(self, node: fx.Node) -> int:
         """The dim that counts the experts and nothing else; -1 if there is none."""
@@ -74,9 +69,7 @@ def spaces(graph: fx.Graph) -> list[Space]:
         space.seeds.append((scores, dim))
         space.chosen += chosen
     roots = {space.root for space in found.values()}
-    of_weights = computed_of_weights(graph.nodes) if found else frozenset[str]()
     for space in found.values():
-        space.of_weights = of_weights
         space.ids = spread(space.chosen)
         _grow(known, space, roots)
     return list(found.values())
@@ -84,7 +77,7 @@ def spaces(graph: fx.Graph) -> list[Space]:
 
 def takings(graph: fx.Graph) -> list[Space]:
     """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
-    sizes = {n for w in graph.find_nodes(op="placeholder") if is_weight(w) and len(s := shape_of(w)) > 2 for n in s}
+    sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = Ties(), list[Space]()
     for node, ranked, chosen in selections(graph):
         scores = node.all_input_nodes[0]
@@ -92,9 +85,7 @@ def takings(graph: fx.Graph) -> list[Space]:
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
                 root = _root(known, scores, dim, size)
                 found.append(Space(root, size, [node], [(scores, dim)], chosen))
-    of_weights = computed_of_weights(graph.nodes) if found else frozenset[str]()
     for space in found:
-        space.of_weights = of_weights
         _grow(known, space, {space.root})
     return found
 
@@ -118,7 +109,7 @@ def _root(known: Ties, scores: fx.Node, dim: int, size: int) -> fx.Node:
 def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
     """Find all places, from the scores' dim and from the dims that ids make."""
     others = [r for r in roots if r is not space.root and r not in space.above]
-    above = {n for n in space.above if n.op != "placeholder" and n.name not in space.of_weights}
+    above = {n for n in space.above if n.op != "placeholder" and not is_weight(n)}
     closed = set(walk(others, readers)) | above - {space.root}
     of_ids = [*dims_of_experts(space.ids, space.size), *stacks_of_slots(space.ids, space.size, space.below)]
     work = [(node, (dim, 1)) for node, dim in [*space.seeds, *of_ids]]

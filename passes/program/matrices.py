@@ -31,8 +31,9 @@ from passes.program.ops.groups import (
     RESHAPES,
     SPLITS,
 )
-from passes.program.ops.products import PRODUCTS, holds_weight, is_grouped
+from passes.program.ops.products import PRODUCTS, is_grouped
 from passes.program.walks import readers, walk
+from passes.program.weights import is_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def _is_end(first: fx.Node) -> Callable[[fx.Node], bool]:
 def _is_of_weight(node: fx.Node) -> bool:
     if node.target not in PRODUCTS and not is_grouped(node.target):
         return False
-    return any(holds_weight(operand) and operand.meta["val"].dim() > 1 for operand in node.all_input_nodes)
+    return any(is_weight(operand) and operand.meta["val"].dim() > 1 for operand in node.all_input_nodes)
 
 
 # ---- the parts of a fused weight
@@ -176,7 +177,7 @@ def _seen(user: fx.Node, rows: Tensor) -> Tensor | None:
         return user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
     if user.target in LAID_OUT and user.meta["val"].shape == rows.shape:
         return rows
-    is_bias = user.target is aten.add.Tensor and any(holds_weight(n) for n in user.all_input_nodes)
+    is_bias = user.target is aten.add.Tensor and any(is_weight(n) for n in user.all_input_nodes)
     return rows if is_bias and user.meta["val"].shape == rows.shape else None
 
 

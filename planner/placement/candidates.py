@@ -14,7 +14,6 @@ from torch import fx
 from passes.moe.domain import axis_of, domain_of
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option, Site, options_of
-from passes.program.ops.products import computed_of_weights
 from passes.rules.rule import OpRule
 from passes.types.types import I, Placement, R
 
@@ -40,7 +39,6 @@ class Candidates:
         self.vocabulary_multiple = vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._rules: dict[str, OpRule | None] = {}  # nodes are visited again and again
-        self._weights = computed_of_weights(self.nodes[0].graph.nodes) if self.nodes else frozenset[str]()
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
         self._feeds: dict[str, set[str]] = defaultdict(set)
@@ -93,7 +91,7 @@ class Candidates:
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
-        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes, self._weights, self._rules)
+        site = Site(node, self.size(node), self.cuts, self.vocabulary_multiple, self.sizes, self._rules)
         options = self.options[node.name] = options_of(site)
         grown = [node] if self._add(node, (o.out for o in options)) else []
         for position, value in enumerate(site.inputs):

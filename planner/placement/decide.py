@@ -13,7 +13,6 @@ from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
 from passes.partition.placements import Placements
 from passes.program.ops.aten import value_bytes
-from passes.program.ops.products import computed_of_weights
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.flops import node_flops
@@ -52,7 +51,7 @@ def decide_placements(
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
     asked = asked_of(program, overrides or {}) if tp > 1 else {}
-    wishes = Overrides(program, candidates, asked, costs.of_weights)
+    wishes = Overrides(program, candidates, asked)
     wishes.constrain()
     _hold(program, candidates, held or {})
     _keep_features_whole(program, blocks, rep, candidates)
@@ -109,8 +108,6 @@ def _costs(
         {k: v / block_bytes for k, v in matrix.items()},
         {n.name: value_bytes(n) / residual for n in nodes},
         dict(instances),
-        of_weights=computed_of_weights(nodes),
-        of_matrices=computed_of_weights(nodes, 2),
     )
 
 

@@ -24,6 +24,7 @@ from torch import fx
 from passes.errors import PlanError
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option
+from passes.program.weights import is_computed_weight
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, conversion
 from passes.types.types import I, Placement
 from planner.placement.candidates import Candidates
@@ -86,8 +87,6 @@ class Costs:
     tokens: frozenset[tuple[str, Placement]] = (
         frozenset()
     )  # (value, cut) along the sequence: re-sharding these is the plan
-    of_weights: frozenset[str] = frozenset()  # made of parameters alone, as a stack of them: cutting one costs little
-    of_matrices: frozenset[str] = frozenset()  # … of matrices alone: worth an exchange; vectors are replicated
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
@@ -207,7 +206,7 @@ class _Program:
             after,
             grad=bool(value.meta.get("grad")),
             parameter=bool(value.meta.get("parameter")),
-            exchange=value.name in self.costs.of_matrices,
+            exchange=is_computed_weight(value, least_dims=2),
         )
         if found is None:
             return None
@@ -215,7 +214,7 @@ class _Program:
         calls = [_MOVED[kind] * size for kind in (found.forward, found.backward) if kind]
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
-        is_meant = along or value.name in self.costs.of_weights
+        is_meant = along or is_computed_weight(value)
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0
         moved = len(calls) * self.weights.call + self.weights.bytes * sum(calls)
         is_made_whole = before.kind == "P" and after.kind in ("I", "R") and value.meta.get("grad")

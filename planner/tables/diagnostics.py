@@ -17,11 +17,11 @@ from passes.blocks.places import Places, glob_of
 from passes.partition.options.forms import Form
 from passes.program.ops.aten import arguments
 from passes.program.ops.groups import CONVOLUTIONS
-from passes.program.ops.products import holds_weight
 from passes.program.program import Program
+from passes.program.weights import matrices_read
 from passes.rules.flops import node_flops
 from planner.decisions import Decisions
-from planner.placement.attention.sites import AttentionSite, weight_of
+from planner.placement.attention.sites import AttentionSite
 from planner.placement.divisibility import nearest_tp
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.expert_notes import expert_notes
@@ -203,7 +203,7 @@ def _layers(
 
 def _weights(node: fx.Node) -> list[fx.Node]:
     if is_linear(node) or node.target in CONVOLUTIONS or node.target is aten.embedding.default:
-        return [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
+        return matrices_read(node)
     return []
 
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from passes.partition.options.forms import Form
 from passes.partition.options.table import Option, rule_of
-from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation, holds_weight
+from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation
+from passes.program.weights import is_weight
 from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.decisions import Decisions
@@ -213,9 +214,7 @@ class Reasons:
         node = reader
         for _ in range(20):
             active = [
-                n
-                for n in node.all_input_nodes
-                if n.op == "call_function" and n.meta.get("grad") and not holds_weight(n)
+                n for n in node.all_input_nodes if n.op == "call_function" and n.meta.get("grad") and not is_weight(n)
             ]
             if len(active) != 1:
                 return
@@ -246,7 +245,7 @@ def is_linear(node: fx.Node) -> bool:
     if node.target not in PRODUCTS:
         return False
     found = equation(node)
-    return found is not None and any(holds_weight(n) for n in found[0]) and not all(holds_weight(n) for n in found[0])
+    return found is not None and any(is_weight(n) for n in found[0]) and not all(is_weight(n) for n in found[0])
 
 
 def op_name(node: fx.Node) -> str:

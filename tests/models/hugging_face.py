@@ -196,6 +196,48 @@ ZOO: dict[str, Member] = {
 }
 
 
+_FOUR, _LOCAL, _ROUTED = {"num_experts": 4}, {"num_local_experts": 4}, {"n_routed_experts": 4}
+_NARROW, _HEADS, _ATTENTION = {"moe_intermediate_size": 32}, {"head_dim": 8}, {"layer_types": ["full_attention"] * 2}
+_GROUPED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = ZOO["deepseek_v3"].sizes
+# Families of experts: what is listed above, and others.
+MOE: dict[str, Member] = {
+    **{name: ZOO[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")},
+    "olmoe": _causal("Olmoe", EXPERTS | _FOUR, eos_token_id=1),
+    "granitemoe": _causal("GraniteMoe", EXPERTS | _LOCAL),
+    "phimoe": _causal("Phimoe", EXPERTS | _LOCAL),
+    "llama4": Member(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA | _LOCAL | _HEADS | {"intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
+    ),
+    "ernie": _causal("Ernie4_5_Moe", EXPERTS | _NARROW, moe_num_experts=4, moe_k=2, moe_layer_start_index=0),
+    "mixtral with its loss": _causal("Mixtral", EXPERTS | _LOCAL, output_router_logits=True),
+    "glm4_moe": _causal("Glm4Moe", EXPERTS | _ROUTED | _NARROW | _HEADS | _GROUPED),
+    "glm4_moe_lite": _causal("Glm4MoeLite", _LATENT),
+    "deepseek_v2": _causal("DeepseekV2", _LATENT, topk_method="group_limited_greedy"),
+    "qwen3_next": _causal(
+        "Qwen3Next", EXPERTS | _FOUR | _NARROW | _HEADS | _ATTENTION, shared_expert_intermediate_size=32
+    ),
+    "hunyuan": _causal("HunYuanMoEV1", EXPERTS | _FOUR | _HEADS, moe_topk=2),
+    "exaone_moe": _causal("ExaoneMoe", EXPERTS | _FOUR | _NARROW | _HEADS | _GROUPED),
+    "jamba": _causal(
+        "Jamba",
+        EXPERTS | _FOUR,
+        use_mamba_kernels=False,
+        attn_layer_period=1,
+        attn_layer_offset=0,
+        expert_layer_period=1,
+        expert_layer_offset=0,
+    ),
+    "minimax": _causal("MiniMax", EXPERTS | _LOCAL | _HEADS | _ATTENTION),
+    "minimax_m2": _causal("MiniMaxM2", EXPERTS | _LOCAL | _HEADS),
+    "lfm2_moe": _causal("Lfm2Moe", EXPERTS | _FOUR | _NARROW | _ATTENTION, num_dense_layers=0),
+    "solar_open": _causal("SolarOpen", EXPERTS | _ROUTED | _NARROW | _HEADS),
+    "granitemoeshared": _causal("GraniteMoeShared", EXPERTS | _LOCAL, shared_intermediate_size=32),
+}
+
+
 def build(name: str) -> nn.Module:
     """The model of a family, with weights, in train mode and without dropout."""
     return made(ZOO[name])

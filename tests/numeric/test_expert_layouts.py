@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from tests.models import experts, hugging_face, selected_rows, sliced_experts, stacked_experts
-from tests.models.hugging_face import EXPERTS, LLAMA, Member
+from tests.models import changed_weights, experts, hugging_face, selected_rows, sliced_experts, stacked_experts
+from tests.models.hugging_face import MOE, Member
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import counted, run_mesh, spec_of
 
@@ -149,6 +149,19 @@ def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
 
 
+CHANGED = (*LOOPS, *selected_rows.WAYS, *STACKED)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("change", [changed_weights.squashed, changed_weights.normed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("way", CHANGED, ids=lambda w: w.__name__)
+def test_experts_and_routers_with_computed_weights(way, change):
+    """The norm is computed in float32."""
+    near = 1e-10 if change is changed_weights.squashed else 1e-6
+    make = lambda: changed_weights.change_weights(built(partial(layer_of, way)), change)  # noqa: E731
+    check(make, batch_of(4), FOLDINGS["ep2·dp2"], near, near)
+
+
 def test_experts_that_overwrite_what_others_made_are_told():
     model = built(partial(layer_of, selected_rows.overwritten))
     with pytest.raises(PlanError, match="the result of one is overwritten by that of another"):
@@ -186,21 +199,12 @@ def test_one_token_that_goes_to_one_expert(way):
     check(lambda: built(layer), batch_of(2, 1), FOLDINGS["ep2·dp2"], 1e-10, 1e-10)
 
 
-FAMILIES = {
-    **{name: hugging_face.ZOO[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")},
-    "llama4": Member(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        LLAMA | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
-    ),
-    "olmoe": Member("OlmoeForCausalLM", "OlmoeConfig", EXPERTS | {"num_experts": 4, "eos_token_id": 1}),
-    "granitemoe": Member("GraniteMoeForCausalLM", "GraniteMoeConfig", EXPERTS | {"num_local_experts": 4}),
-}
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmoe", "granitemoe")
 
 
 def family(name: str | Member) -> nn.Module:
     torch.manual_seed(3)
-    model = hugging_face.made(FAMILIES[name] if isinstance(name, str) else name)
+    model = hugging_face.made(MOE[name] if isinstance(name, str) else name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

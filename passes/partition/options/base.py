@@ -19,7 +19,6 @@ from torch import fx
 from passes.partition.options.forms import Form
 from passes.program.ops.aten import ops_named
 from passes.program.ops.own_backward import adds_up
-from passes.program.ops.products import is_made_of_weights
 from passes.rules.rule import OpRule
 from passes.rules.table import rule_of
 from passes.types.types import I, P, Placement, R
@@ -78,7 +77,6 @@ class Site:
         candidates: Mapping[str, Iterable[Placement]],
         vocabulary_multiple: int = 128,
         sizes: Mapping[str, int] | None = None,
-        weights: Set[str] = frozenset(),
         rules: dict[str, OpRule | None] | None = None,
     ) -> None:
         self.node = node
@@ -87,7 +85,6 @@ class Site:
         self.vocabulary_multiple = vocabulary_multiple
         self.inputs = tuple(node.all_input_nodes)
         self._candidates = candidates
-        self._weights = weights
         self._rules = {} if rules is None else rules
 
     @property
@@ -109,10 +106,6 @@ class Site:
 
     def grad(self, node: fx.Node) -> bool:
         return bool(node.meta.get("grad"))
-
-    def is_weight(self, node: fx.Node) -> bool:
-        """Whether an input is a parameter, or was computed of parameters alone."""
-        return node.name in self._weights or is_made_of_weights(node)
 
     def divides(self, size: int) -> bool:
         return size % self.tp == 0

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from passes.partition.options.base import Covers, Option, Site
 from passes.partition.options.by_factors import Dims, dims_of_factors, given_of
 from passes.partition.options.forms import Form
+from passes.program.weights import is_weight
 from passes.rules.rule import Role
 from passes.types.types import P, Placement, Segment
 
 
 def contraction(site: Site) -> Iterator[Option]:
     """Options of a two- or many-operand product."""
-    attends = not any(site.is_weight(n) for n in site.inputs)
+    attends = not any(is_weight(n) for n in site.inputs)
     for dims in dims_of_factors(site, Role.EACH):
         for cut in _cuts(site, dims):
             yield site.option(dims.of_result(cut), given_of(dims, cut), Form.COLUMN, attends=attends)
@@ -34,7 +35,7 @@ def _cuts(site: Site, dims: Dims) -> list[Placement]:
     found = set(dims.candidates(site))
     for node, dim in dims.inputs.items():
         size = site.shape(node)[dim]
-        if size and site.is_weight(node) and site.divides(size):
+        if size and is_weight(node) and site.divides(size):
             found.add(Placement("V", 0, (Segment(size),)))
     return sorted(found)
 

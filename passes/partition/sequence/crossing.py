@@ -33,9 +33,10 @@ from passes.partition.sequence.three_runs import (
 )
 from passes.program.ops.aten import shape_of, tensors_of
 from passes.program.ops.groups import CONVOLUTIONS
-from passes.program.ops.products import PRODUCTS, is_made_of_weights
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import ancestors, readers, walk
+from passes.program.weights import is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.equal_calls import key_of
 from passes.rules.rule import RESULT, Role
@@ -164,7 +165,7 @@ class _Crossing:
 
     def _may_mask(self, node: fx.Node, rows: list[Rows], is_sum: bool) -> bool:
         """Whether an operand that no token reaches could blank rows that are not at home, or a part of a sum."""
-        is_told = any(n not in self.states and not is_made_of_weights(n) for n in node.all_input_nodes)
+        is_told = any(n not in self.states and not _is_of_parameters(n) for n in node.all_input_nodes)
         return is_told and (is_sum or not all(self._is_at_home(s.run[2], s.homes) for s in rows))
 
     def _is_at_home(self, size: int, homes: Tensor) -> bool:
@@ -218,7 +219,7 @@ class _Crossing:
         given = [self.states[n] for n in node.all_input_nodes if n in self.states]
         of_means = any(isinstance(s, Pooled) or (isinstance(s, Held) and s.is_mean) for s in given)
         is_product = node.target in PRODUCTS or node.target in CONVOLUTIONS
-        return of_means and not (is_product and any(map(is_made_of_weights, node.all_input_nodes)))
+        return of_means and not (is_product and any(map(is_weight, node.all_input_nodes)))
 
     def _has_tokens(self, node: fx.Node) -> bool:
         """Whether some dim is as long as rows of tokens are."""
@@ -256,3 +257,8 @@ def _inside(program: Program, layer: ExpertLayer) -> set[fx.Node]:
     combined, chosen = program.node(layer.combined), {program.node(name) for name in layer.chosen}
     above = ancestors([combined])
     return set(walk(chosen, readers, into=lambda n: n in above)) - chosen - {combined}
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Whether it is a weight that no known values change: those may be a mask."""
+    return is_weight(node) and all(n.all_input_nodes or is_parameter(n) for n in ancestors([node]))

@@ -15,8 +15,9 @@ from passes.partition.options.base import Site
 from passes.partition.sequence.rules import options_over_cp
 from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
 from passes.program.ops.groups import MOVES
-from passes.program.ops.products import PRODUCTS, holds_weight
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
+from passes.program.weights import is_weight
 from passes.types.types import Placement, V
 
 
@@ -39,7 +40,7 @@ def begins(node: fx.Node) -> bool:
     """
     if node.meta.get("grad"):
         return not is_pointwise(node.target) and node.target not in MOVES
-    return node.target in PRODUCTS and any(map(holds_weight, node.all_input_nodes))
+    return node.target in PRODUCTS and any(map(is_weight, node.all_input_nodes))
 
 
 def of_input(node: fx.Node) -> set[Placement]:

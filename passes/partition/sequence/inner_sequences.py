@@ -18,8 +18,9 @@ from passes.partition.batch.flow import batch_runs, follows_batch
 from passes.partition.sequence.flow import of_input
 from passes.partition.sequence.refusals import not_divisible
 from passes.program.ops.aten import shape_of
-from passes.program.ops.products import PRODUCTS, holds_weight
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
+from passes.program.weights import is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Role
 from passes.rules.table import rule_of
@@ -45,7 +46,7 @@ class InnerSequences:
 
     def cuts(self, node: fx.Node) -> dict[fx.Node, set[Placement]]:
         """The operand of a product that holds a sequence, with its cut; none for other ops."""
-        if node.target not in PRODUCTS or not any(map(holds_weight, node.all_input_nodes)):
+        if node.target not in PRODUCTS or not any(map(is_weight, node.all_input_nodes)):
             return {}
         for operand in operands_of(node):
             for cut in self._sequences(node, operand) if operand in self._on_batch else ():

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from passes.moe.building import Builder
 from passes.program.constants import computed, is_made_of
 from passes.program.ops.aten import aten, shape_of
-from passes.program.ops.products import is_made_of_weights
 from passes.program.walks import in_order
+from passes.program.weights import is_weight
 
 
 def repeat_rows(graph: fx.Graph) -> None:
@@ -34,7 +34,7 @@ def _repetitions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
     known: dict[fx.Node, Tensor | None] = {}
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         rows, (index, *more) = node.args
-        if more or not isinstance(index, fx.Node) or not isinstance(rows, fx.Node) or is_made_of_weights(rows):
+        if more or not isinstance(index, fx.Node) or not isinstance(rows, fx.Node) or is_weight(rows):
             continue
         size, count = shape_of(rows)[0], index.meta["val"].numel()
         if index.meta["val"].dim() != 1 or count % size or not rows.meta.get("grad"):

@@ -25,7 +25,7 @@ from passes.partition.options.table import rule_of
 from passes.program.ops.aten import aten, is_random, named, packet_of, packets
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.ops.over_data import over_data
-from passes.program.ops.products import is_made_of_weights
+from passes.program.weights import is_weight
 from passes.types.types import P, R
 
 FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
@@ -54,7 +54,7 @@ def _is_even(site: Site, option: Option) -> bool:
 
 def _cuts_weights(site: Site, option: Option) -> bool:
     pairs = zip(site.inputs, option.args, strict=True)
-    return option.form in PRODUCTS and any(t.is_sharded and is_made_of_weights(n) for n, t in pairs)
+    return option.form in PRODUCTS and any(t.is_sharded and is_weight(n) for n, t in pairs)
 
 
 def attention(site: Site) -> Iterator[Option]:

@@ -30,9 +30,10 @@ from passes.partition.sequence.sorted_rows import SortedRows
 from passes.partition.sequence.whole_ops import settle_whole
 from passes.program.ops.aten import shape_of, value_bytes
 from passes.program.ops.groups import VIEWS
-from passes.program.ops.products import PRODUCTS, holds_weight
+from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import operands, walk
+from passes.program.weights import is_weight
 from passes.types.types import I, P, Placement, R
 
 SUM_CALL, SCALE_CALL, CUT_CALL = 1.0, 1e-2, 1e-3  # ranks typings that move equally many bytes
@@ -134,7 +135,7 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
 
 def _check_tokens(node: fx.Node, types: Types) -> None:
     """Check that a product of a weight takes the rows that a sequence was taken from: others are no tokens."""
-    if node in types.recut and node.target in PRODUCTS and any(map(holds_weight, node.all_input_nodes)):
+    if node in types.recut and node.target in PRODUCTS and any(map(is_weight, node.all_input_nodes)):
         raise reads_whole(node, node.all_input_nodes[0])
 
 

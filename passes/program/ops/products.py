@@ -1,4 +1,4 @@
-"""Products as einsums, and the weights in them.
+"""Products as einsums.
 
     linear(x[.., i], W[o, i])      "abZ,YZ->abY"            mm, bmm, matmul     "aXZ,aZY->aXY"
 
@@ -7,58 +7,16 @@ A label of the result is kept, any other is summed over. Canonical form leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from string import ascii_letters
 from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import aten, is_random, ops_named, tensors_of
+from passes.program.ops.aten import aten, ops_named
 from passes.program.ops.groups import CASTS, COPIES, PERMUTES, RESHAPES
 
 PRODUCTS = frozenset(ops_named("linear mm bmm matmul einsum"))
 SEE_THROUGH = RESHAPES | PERMUTES | CASTS | COPIES
-
-
-def holds_weight(node: fx.Node) -> bool:
-    """Whether the value is a parameter, or one seen through reshapes, permutes and casts."""
-    while node.op == "call_function" and node.target in SEE_THROUGH:
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder" and bool(node.meta.get("parameter"))
-
-
-def is_made_of_weights(node: fx.Node) -> bool:
-    """Whether the value is a weight so seen, or several of them stacked, or a part of such a stack."""
-    if node.op == "call_function" and (
-        node.target in SEE_THROUGH or node.target in (aten.cat.default, aten.slice.Tensor)
-    ):
-        return all(is_made_of_weights(n) for n in node.all_input_nodes)
-    return holds_weight(node)
-
-
-def computed_of_weights(nodes: Iterable[fx.Node], least_dims: int = 0) -> frozenset[str]:
-    """Calls that read parameters of so many dims, or results of such calls, and beside them only known floats: a cast
-    or normed weight, or one of low rank added to it.
-
-    ``nodes``: in the order of the graph.
-    """
-    parameters, made, known = set[str](), set[str](), set[str]()
-    for node in nodes:
-        read = [n.name for n in node.all_input_nodes] if node.op == "call_function" else []
-        if node.meta.get("parameter"):
-            if node.meta["val"].dim() >= least_dims:
-                parameters.add(node.name)
-        elif _is_known(node) or (read and known.issuperset(read)):
-            known.add(node.name)
-        elif read and all(n in parameters or n in made or n in known for n in read):
-            made.add(node.name)
-    return frozenset(made)
-
-
-def _is_known(node: fx.Node) -> bool:
-    """Whether it is a buffer or a constant of floats, or a call that fills a tensor with some."""
-    is_filled = node.op == "call_function" and not node.all_input_nodes and not is_random(node)
-    return (is_filled or bool(node.meta.get("known"))) and all(x.dtype.is_floating_point for x in tensors_of(node))
 
 
 def is_grouped(target: Any) -> bool:

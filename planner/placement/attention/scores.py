@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from passes.program.ops.groups import ATTENTION, SOFTMAXES, WITH_WEIGHT
-from passes.program.ops.products import PRODUCTS, is_made_of_weights
+from passes.program.ops.products import PRODUCTS
 from passes.program.walks import Step, operands, readers, walk
+from passes.program.weights import is_weight
 from passes.rules.flops import has_flops
 
 _MAX_WALK = 400
@@ -33,7 +34,7 @@ def _multiplies_activations(node: fx.Node) -> bool:
 
 
 def _is_made(node: fx.Node) -> bool:
-    return bool(node.meta.get("grad")) and not is_made_of_weights(node)
+    return bool(node.meta.get("grad")) and not is_weight(node)
 
 
 def has_scores(product: fx.Node) -> bool:

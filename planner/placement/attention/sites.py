@@ -20,10 +20,11 @@ from passes.blocks.places import glob_of
 from passes.errors import PlanError
 from passes.partition.placements import Placements
 from passes.program.ops.groups import ATTENTION
-from passes.program.ops.products import PRODUCTS, equation, holds_weight
+from passes.program.ops.products import PRODUCTS, equation
 from passes.program.program import Program
 from passes.program.source_lines import module_of, where_of
 from passes.program.walks import operands, walk
+from passes.program.weights import matrices_read
 from planner.placement.attention.scores import has_scores, is_product_of_activations
 from planner.placement.divisibility import nearest_tp, nearest_words
 
@@ -138,26 +139,17 @@ def _heads_of_shape(node: fx.Node) -> int:
 
 def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
     """The weights of the projections that a value is made of."""
-    for node in walk([start], operands, into=_is_activation, stop=lambda n: bool(_weights_of(n)), most=_MAX_WALK):
-        yield from _weights_of(node)
+    for node in walk([start], operands, into=_is_activation, stop=lambda n: bool(_matrices_of(n)), most=_MAX_WALK):
+        yield from _matrices_of(node)
 
 
 def _is_activation(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(node.meta.get("grad")) and not is_attention(node)
 
 
-def _weights_of(node: fx.Node) -> list[fx.Node]:
+def _matrices_of(node: fx.Node) -> list[fx.Node]:
     """The matrices that a product multiplies by."""
-    if node.target not in PRODUCTS:
-        return []
-    return [weight_of(n) for n in node.all_input_nodes if holds_weight(n) and n.meta["val"].dim() > 1]
-
-
-def weight_of(node: fx.Node) -> fx.Node:
-    """The parameter seen through reshapes and casts."""
-    while node.op == "call_function":
-        node = node.all_input_nodes[0]
-    return node
+    return matrices_read(node) if node.target in PRODUCTS else []
 
 
 def is_overridden(placements: Placements, site: AttentionSite) -> bool:

@@ -22,6 +22,7 @@ from passes.partition.options.table import Option, rule_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.walks import readers, walk
+from passes.program.weights import is_computed_weight
 from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.placement.candidates import Candidates
@@ -34,12 +35,10 @@ _MAX_WALK = 100
 
 
 class Overrides:
-    """Owns the overrides of the parameters. ``of_weights``: calls that read parameters alone."""
+    """Owns the overrides of the parameters."""
 
-    def __init__(
-        self, program: Program, candidates: Candidates, asked: Mapping[str, Asked], of_weights: frozenset[str]
-    ) -> None:
-        self.program, self.candidates, self.of_weights = program, candidates, of_weights
+    def __init__(self, program: Program, candidates: Candidates, asked: Mapping[str, Asked]) -> None:
+        self.program, self.candidates = program, candidates
         known = {node.name: node for node in candidates.nodes}
         self.asked = {name: wish for name, wish in asked.items() if name in known and known[name].users}
         self.followed = {
@@ -94,7 +93,7 @@ class Overrides:
             for option in self.candidates.options[reader.name]:
                 if option.args[position] != cut:
                     continue
-                if reader.name in self.of_weights and option.out.is_sharded:
+                if is_computed_weight(reader) and option.out.is_sharded:
                     yield from self._styles(reader, option.out)
                     continue
                 if _is_of_stack(node, option, reader, cut):

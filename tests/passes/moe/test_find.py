@@ -21,32 +21,13 @@ from passes.moe.find import find_experts
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.program.program import Program
 from tests.models import experts, hugging_face, routers, selected_rows
-from tests.models.hugging_face import EXPERTS, LLAMA, Member
+from tests.models.hugging_face import MOE
 from tests.tools.captured import capture
 from tests.tools.captures import program_again
 from tests.tools.examples import examples
 
-FOUR = {"num_experts": 4}
-LOCAL = {"num_local_experts": 4}
-MORE = {
-    "olmoe": Member("OlmoeForCausalLM", "OlmoeConfig", EXPERTS | FOUR | {"eos_token_id": 1}),
-    "granitemoe": Member("GraniteMoeForCausalLM", "GraniteMoeConfig", EXPERTS | LOCAL),
-    "phimoe": Member("PhimoeForCausalLM", "PhimoeConfig", EXPERTS | LOCAL),
-    "llama4": Member(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        LLAMA | LOCAL | {"head_dim": 8, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
-    ),
-    "ernie": Member(
-        "Ernie4_5_MoeForCausalLM",
-        "Ernie4_5_MoeConfig",
-        EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
-    ),
-    "mixtral with its loss": Member(
-        "MixtralForCausalLM", "MixtralConfig", EXPERTS | LOCAL | {"output_router_logits": True}
-    ),
-}
 LISTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+MORE = ("olmoe", "granitemoe", "phimoe", "llama4", "ernie", "mixtral with its loss")
 PLAIN = {way.__name__: way for way in experts.WAYS}
 
 
@@ -56,7 +37,7 @@ def made(name: str) -> tuple[Program, nn.Module, dict[str, Tensor]]:
     if name in PLAIN:
         model, batch = experts.Net(experts.Layer(PLAIN[name])), experts.batch()
     else:
-        model = hugging_face.made(MORE[name] if name in MORE else hugging_face.ZOO[name])
+        model = hugging_face.made(MOE[name])
         batch = hugging_face.batch("mixtral")
     with torch.no_grad():
         for parameter in model.parameters():

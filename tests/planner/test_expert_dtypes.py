@@ -1,0 +1,58 @@
+"""The decisions about experts of every family, in each dtype: a router's float32 within bfloat16 changes none."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.moe import exchange
+from planner import Plan
+from planner.exchanges.rows_of_experts import exchanges_of
+from tests.models import hugging_face
+from tests.models.hugging_face import MOE
+from tests.tools.captures import plan_again
+from tests.tools.simulated_mesh import spec_of
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOKENS = "tokens sorted by expert; tokens, once to a rank: dispatch_tokens, dispatch {weights}, combine"
+ROWS = "tokens sorted by expert; rows: dispatch, give_back"
+TOP_1 = "the rows that chose it; rows: dispatch, dispatch, give_back"
+OTHERWISE = {"phimoe": ROWS, "llama4": TOP_1}  # from TOKENS
+BEHIND_A_DENSE_LAYER = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "exaone_moe")
+# Their routers weigh in float32 and cast no weight: in half precision these travel as {weights}.
+IN_FLOAT32 = (
+    *BEHIND_A_DENSE_LAYER,
+    "mixtral",
+    "mixtral with its loss",
+    "minimax",
+    "minimax_m2",
+    "solar_open",
+)
+
+
+def decisions(name: str, dtype: str) -> tuple[int, str]:
+    """How many layers send, and how they do: dispatch, what travels, and each exchange, with the dtype of floats
+    that do not travel in the dtype of the model."""
+    batch = hugging_face.batch("mixtral")
+    given = {"parameters": dtype} | ({"loss_scale": "dynamic"} if dtype == "float16" else {})
+    made = plan_again(hugging_face.made(MOE[name]), spec_of(batch, {"dp": 2, "ep": 2}, precision=given))
+    assert {row.num_experts for row in made.experts} == {4}
+    (said,) = {f"{row.how}; {row.sends}" for row in made.experts}
+    sent = _exchanges(made, dtype)
+    each, rest = divmod(len(sent), len(made.experts))
+    assert (rest, sent) == (0, sent[:each] * len(made.experts))
+    return len(made.experts), f"{said}: {', '.join(sent[:each])}"
+
+
+def _exchanges(made: Plan, dtype: str) -> list[str]:
+    nodes = [n for n in exchanges_of(made.decisions) if n.target is not exchange.meet]
+    dtypes = [str(n.meta["val"].dtype).removeprefix("torch.") for n in nodes]
+    return [n.target.__name__ + (f" {own}" if own != dtype else "") for n, own in zip(nodes, dtypes, strict=True)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MOE)
+def test_a_family_decides_alike_in_each_dtype(name: str, dtype: str) -> None:
+    is_wide = name in IN_FLOAT32 and dtype != "float32"
+    words = OTHERWISE.get(name, TOKENS).replace(" {weights}", " float32" if is_wide else "")
+    assert decisions(name, dtype) == (1 if name in BEHIND_A_DENSE_LAYER else 2, words)
