@@ -29,7 +29,10 @@ from passes.ops.meeting import ends_of, grouped_mm
 from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
-from passes.program.ops.aten import aten
+from passes.program.ops.aten import aten, packet_of, tensors_of
+from passes.program.ops.groups import VALUED
+from passes.program.walks import operands as operands_of
+from passes.program.walks import walk
 from passes.regions import homes, lies_in_a_graph
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
@@ -104,15 +107,30 @@ def _is_product(node: fx.Node) -> bool:
 def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
     """Attribute of each parameter → how often a backward of the whole graph gives its gradient.
 
-    Each product that knows places gives its own; all other readers together give theirs by autograd, once.
+    Each product that knows places gives its own; all other readers together give theirs by autograd, once. A reader
+    that no backward reaches, such as a product that is only compared with 0, gives none: a bucket would wait for it.
     """
-    found: Counter[str] = Counter()
+    found, reached = Counter[str](), reached_by_backward(graph)
     for node in graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), nn.Parameter):
-            readers = [user for user in node.users if user.target not in MARKS]
+            readers = [user for user in node.users if user in reached and user.target not in MARKS]
             reads = [read for user in readers for read in _reads(user, node, module)]
             found[str(node.target)] = sum(reads) + (0 if all(reads) else 1)
     return found
+
+
+def reached_by_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes from which a way leads to an output on which no op ends the gradient, themselves neither."""
+    return set(walk(graph.find_nodes(op="output"), operands_of, into=lambda node: not _ends_the_gradient(node)))
+
+
+def _ends_the_gradient(node: fx.Node) -> bool:
+    """Comparisons, positions, detached values and those of a shape alone. Unsure: False."""
+    if node.op != "call_function":
+        return False
+    made, packet = list(tensors_of(node)), packet_of(node.target)
+    has_no_floats = bool(made) and not any(v.is_floating_point() or v.is_complex() for v in made)
+    return has_no_floats or packet is aten.detach or packet in VALUED
 
 
 def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.own_linears import knows_places
+from passes.own_linears import knows_places, reached_by_backward
 from planner.cost.cut.ops import puts_aside
 from planner.exchanges.weights import gathered_weights
 from planner.pipeline.actions import Order
@@ -144,7 +144,10 @@ def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:
     """
     trace, module, parameters = lowered.trace(stage), lowered.stage(stage).root, lowered.decisions.program.parameters
     found, by_autograd = dict[str, list[int]](), dict[str, int]()
+    reached = {graph: reached_by_backward(graph) for graph in {call.node.graph for call in trace.calls}}
     for at, call in enumerate(trace.calls):
+        if call.node not in reached[call.node.graph]:
+            continue
         is_own = knows_places(call.node, module) and trace.values[call.operands[0]].like.requires_grad
         for source in call.node.all_input_nodes:
             name = parameters.get(source.meta.get("origin", "")) if source.op == "get_attr" else None

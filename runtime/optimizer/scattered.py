@@ -61,7 +61,7 @@ class ScatteredGradients:
         self._order, self._next, self._is_counting = self._of_chunk.get(chunk, ()), 0, is_alone
         for *_, bucket in self._order:
             ids = self._parameters[chunk, id(bucket)]
-            bucket.missing = {key: bucket.contributions.get(key, 1) for key in ids} if is_alone else {}
+            bucket.missing = bucket.awaited(ids) if is_alone else {}
 
     def arrived(self, bucket: BucketTensors, parameter: Tensor) -> None:
         """One contribution to the gradient of a parameter is in its bucket."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,8 +137,13 @@ class BucketTensors:
         return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in owned.items()]
 
     def rearm(self) -> None:
-        self.missing = {id(p): self.contributions.get(id(p), 1) for slot in self.slots for p in slot.parameters}
+        self.missing = self.awaited(id(p) for slot in self.slots for p in slot.parameters)
         self.work, self.is_reducing = None, False
+
+    def awaited(self, parameters: Iterable[int]) -> dict[int, int]:
+        """Of these, by id, how many gradients a backward gives each; without those that it gives none."""
+        counts = {key: self.contributions.get(key, 1) for key in parameters}
+        return {key: times for key, times in counts.items() if times}
 
     def arrived(self, parameter: Tensor) -> None:
         """One contribution to its gradient of the last microbatch is here."""
