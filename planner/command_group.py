@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EMFILE, ENFILE
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from passes.errors import PlanError, RunError
-from planner.files.text import printable, reason, shorten
+from planner.files.text import OPEN_FILES_FIX, printable, reason, shorten
 
 BAD_INPUT, RUN_FAILED = 2, 1
 PROCESS = "process"  # the object of a context: the command is all that this process does
@@ -44,10 +45,11 @@ def _file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        too_many = error.errno in (EMFILE, ENFILE)
+        if error.filename is None and not too_many:
             raise
-        fix = "use another file or directory, or repair this one"
-        raise PlanError(reason(error), where=shorten(error.filename), fix=fix) from error
+        fix = OPEN_FILES_FIX if too_many else "use another file or directory, or repair this one"
+        raise PlanError(reason(error), where=shorten(error.filename or "this process"), fix=fix) from error
 
 
 class Command(TyperCommand):

@@ -22,6 +22,7 @@ from planner.capture.model.hub_format import hub_format
 from planner.capture.model.reference import import_packages, pretrained_directory
 from planner.capture.model.with_adapters import adapter_directory
 from planner.frozen_plan import Plan
+from planner.spec.sections import MeshSpec
 from runtime.audit.audit import check_audit
 from runtime.checkpoint.adapters_load import check_adapters
 from runtime.checkpoint.adapters_save import adapted_in, adapted_of
@@ -36,6 +37,7 @@ from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
 from runtime.distributed.num_ranks import num_ranks_of
 from runtime.distributed.same_options import require_same_options
+from runtime.distributed.this_host import check_host
 from runtime.report.step_row import StepRow
 from runtime.shared_plan import Planned, shared
 from runtime.training.data import check_roles, check_source, check_validation, run_data
@@ -105,6 +107,8 @@ def _checked(
     check_validation(job, spec)
     check_samples(job, spec)
     _check_directories(job)
+    if spec.mesh != MeshSpec():  # several ranks
+        check_host()
     if is_command:
         import_packages(job.model)
         early_server.begin()

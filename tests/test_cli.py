@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from passes.lower import PASSES
+from planner.command_group import App, Commands
 from runtime.cli import app
 from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command
@@ -377,3 +379,15 @@ def test_train_works_under_torchrun(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(log.read_text().splitlines()) == 2
+
+
+def test_too_many_open_files_are_no_fault_of_a_file():
+    full = App(cls=Commands)
+
+    @full.command("read")
+    @full.command("connect")
+    def fails(file: str = "") -> None:
+        raise OSError(errno.EMFILE, "Too many open files", file or None)
+
+    for arguments in (["read", "--file", "tokens.bin"], ["connect"]):
+        assert_bad_input(CliRunner().invoke(full, arguments), "Too many open files", "ulimit -n 1024")

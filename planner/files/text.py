@@ -14,6 +14,7 @@ from pathlib import Path
 from passes.errors import PlanError, Where
 
 KIB, MIB = 1 << 10, 1 << 20
+OPEN_FILES_FIX = "raise it in the shell that starts the run: `ulimit -n 1024`, or LimitNOFILE of its service"
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),

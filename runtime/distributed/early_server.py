@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from passes.errors import PlanError
+from runtime.distributed.this_host import check_directory
 
 METHOD = "forkserver"
-MOST_BYTES = 80  # of the directory of a socket: sockaddr_un has 104 to 108 for both
 FORK_SERVER = "runtime.distributed.fork_server"
 _imported: set[str] = set()  # modules of the server; empty if none was forked
 
@@ -34,7 +33,7 @@ def begin() -> None:
         return
     if torch.cuda.is_initialized() or not _is_as_known() or _server()._forkserver_pid is not None:
         return
-    check_directory()
+    check_directory()  # of the server's socket
     resource_tracker.ensure_running()  # by a new interpreter, as ever
     multiprocessing.get_context(METHOD).set_forkserver_preload([FORK_SERVER])
     spawned = util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,18 +57,6 @@ def end_without(needed: Iterable[str]) -> None:
     """``end``, if the command has imported modules since that ranks need."""
     if not _imported.issuperset(needed):
         end()
-
-
-def check_directory() -> None:
-    """Raise PlanError if a socket in the directory for temporary files would have too long a name."""
-    length = len(os.fsencode(util.get_temp_dir()))
-    if length > MOST_BYTES:
-        raise PlanError(
-            f"the directory for temporary files has a path of {length} bytes, and a socket in it takes at most "
-            f"{MOST_BYTES}",
-            where="TMPDIR",
-            fix="set TMPDIR to a directory with a short path, such as /tmp",
-        )
 
 
 def _is_as_known() -> bool:

@@ -33,6 +33,7 @@ from runtime.distributed.outcomes import Outbox, Outcome
 from runtime.distributed.rank_process import run_rank
 from runtime.distributed.signatures import SECRET, Signer
 from runtime.distributed.standstill import Standstill
+from runtime.distributed.this_host import check_host
 
 PRELOADED = ["torch", "torch.distributed"]
 AS_HERE = {
@@ -60,6 +61,7 @@ class LocalRanks:
         self.failures: list[Failure] = []
         self._timeout_seconds = timeout_seconds
         self._deadline = inf
+        check_host()
         self._context = _context()
         self._store = hosted_store(BOARD_TIMEOUT)
         self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
@@ -181,7 +183,6 @@ def _context() -> Any:
     method = early_server.METHOD if early_server.METHOD in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == early_server.METHOD:
-        early_server.check_directory()
         slow = [name for name in sys.modules if _is_slow_to_import(name)]
         early_server.end_without(filter(_is_model_file, slow))
         context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])

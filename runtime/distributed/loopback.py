@@ -15,9 +15,13 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from passes.errors import PlanError
+from planner.files.text import reason
+
 HOST = "127.0.0.1"
 _NAMES = ("localhost", HOST)
 _INTERFACES = ("lo", "lo0")  # of Linux, of macOS and the BSDs
+_SECONDS = 5.0  # for a connection to this host
 _BACKLOG = 2048  # connections that wait to be accepted, as torch has it
 
 
@@ -40,6 +44,19 @@ def hosted_store(timeout: timedelta, port: int = 0, world_size: int | None = Non
     )
 
 
+def check_loopback() -> None:
+    """Raise PlanError if nothing on this host can connect to the loopback: torch would try for the whole timeout."""
+    try:
+        with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname(), _SECONDS):
+            pass
+    except OSError as error:
+        raise PlanError(
+            f"ranks of one host reach each other over {HOST}, to which nothing can connect: {reason(error)}",
+            where="the loopback interface of this host",
+            fix="bring it up: `ip link set lo up`, `ip addr add 127.0.0.1/8 dev lo`",
+        ) from error
+
+
 def is_loopback(host: str) -> bool:
     return host in _NAMES
 
@@ -55,4 +72,6 @@ def stay_on_one_host() -> None:
     """If the launcher places all ranks on this host, new groups listen only here."""
     world_size = os.environ.get("WORLD_SIZE")
     if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
+        if is_loopback(os.environ.get("MASTER_ADDR", "")):
+            check_loopback()
         os.environ.update(interface_names(os.environ))

@@ -94,6 +94,7 @@ def _read_config(path: Path) -> Any:
     if not isinstance(content, dict) or "model_type" not in content:
         raise PlanError(f"{file} has no model_type", where=where, fix="use the config.json of a transformers model")
     _refuse_code(content, where)
+    _refuse_many_names(content, where)
     try:
         with offline():
             config = AutoConfig.from_pretrained(str(file), **_LOCAL)
@@ -141,6 +142,17 @@ def _refuse_code(content: dict[str, Any], where: Where) -> None:
             where=where,
             fix="review that code, and name its class yourself: path/file.py:callable",
         )
+
+
+def _refuse_many_names(content: dict[str, Any], where: Where) -> None:
+    """Of each of these transformers makes a table with a name for each number, which takes gigabytes and minutes."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _refuse_many_names(value, where)
+        elif key in ("num_labels", "num_hidden_layers") and isinstance(value, int) and value > _MOST_MODULES:
+            raise PlanError(
+                f"{key} = {value} is more than {_MOST_MODULES}", where=where, fix=f"correct {key} in the config"
+            )
 
 
 def _model_class(transformers: ModuleType, config: Any) -> Any:

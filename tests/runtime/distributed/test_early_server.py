@@ -8,9 +8,6 @@ import sys
 
 import pytest
 
-from passes.errors import PlanError
-from runtime.distributed import early_server
-from runtime.distributed.launch import launch
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
@@ -83,13 +80,6 @@ print(len(early_server._imported) > 0)
 
 def test_another_pythons_fork_server_is_left_alone_in_silence() -> None:
     assert seen(OTHER_PYTHON, *CHANGED.values()) == "True"
-
-
-def test_a_directory_whose_sockets_would_have_too_long_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_server.util, "get_temp_dir", lambda: f"/{'d' * early_server.MOST_BYTES}")
-    with pytest.raises(PlanError, match="has a path of 81 bytes, and a socket in it takes at most 80") as caught:
-        launch(print, 1)
-    assert caught.value.where == "TMPDIR"
 
 
 def test_a_terminal_that_has_ascii_alone_shows_a_plan() -> None:

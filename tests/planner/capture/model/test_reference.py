@@ -203,9 +203,12 @@ def test_a_config_whose_numbers_are_absurd_is_one_error(config):
     for changed in ({"hidden_size": 10**18}, {"vocab_size": "many"}, {"hidden_size": [1]}):
         with pytest.raises(PlanError, match=r"cannot be built|not a config that transformers"):
             load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM'], **changed})}")
+    for changed in ({"num_labels": 10**8}, {"num_hidden_layers": 10**9}, {"text_config": {"num_labels": 10**8}}):
+        with pytest.raises(PlanError, match="is more than 500000"):
+            load_model(f"hf:{config({**LLAMA, **changed})}")
     before, hugging_face._MOST_MODULES = hugging_face._MOST_MODULES, 100
     try:
         with pytest.raises(PlanError, match="more than 100 modules"):
-            load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM'], 'num_hidden_layers': 10**9})}")
+            load_model(f"hf:{config({**LLAMA, 'architectures': ['LlamaForCausalLM'], 'num_hidden_layers': 100})}")
     finally:
         hugging_face._MOST_MODULES = before
