@@ -78,7 +78,7 @@ def content_of(
     if staging is not None:
         copies = staging.take(piece.values for piece in pieces)
         pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
-    plan, mesh = state.plan, state.plan.mesh
+    plan, mesh, (updates, rested) = state.plan, state.plan.mesh, state.updates()
     return Content(
         step=step,
         line=line,
@@ -89,8 +89,8 @@ def content_of(
         zero=plan.optimizer.zero,
         seed=int(plan.spec.get("seed", 0)),
         optimizer=plan.optimizer.name,
-        updates=state.num_updates,
-        rested=state.rested,
+        updates=updates,
+        rested=rested,
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,

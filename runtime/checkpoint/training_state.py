@@ -28,7 +28,7 @@ from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, num_updates, owned_runs, updates_of
+from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
 from runtime.weights.shards import Kept
@@ -76,16 +76,11 @@ class TrainingState:
         rows = {row.name: tuple(row.aliases) for row in self.plan.parameters}
         return rows | dict.fromkeys(hub_of(self.plan).persistent_buffers, ())
 
-    @property
-    def num_updates(self) -> int:
-        """That changed the parameters; 0 on a rank without trainable ones."""
-        return num_updates(self.optimizer)
-
-    @property
-    def rested(self) -> dict[str, int]:
-        """Updates of the parameters on this rank that have fewer, by name: no row chose them in some steps."""
-        most = self.num_updates
-        return {name: updates for name, updates in updates_of(self.optimizer).items() if updates != most}
+    def updates(self) -> tuple[int, dict[str, int]]:
+        """Those that changed the parameters; and of the parameters on this rank that have fewer, by name: no row chose
+        them in some steps."""
+        most, own = updates_of(self.optimizer)
+        return most, {name: updates for name, updates in own.items() if updates != most}
 
     def loss_scale_entry(self) -> LossScaleEntry | None:
         if self.loss_scale.tensor is None or not self.loss_scale.is_dynamic:  # a number is the spec's

@@ -96,11 +96,13 @@ class Notes:
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.rank, self.device, self.size = rank, device, mesh.world_size
         self.digest, self.is_local = 0, False
-        self.pipelines = [mesh.rank_of(**{**mesh.coordinate(r), "pp": 0}) for r in range(self.size)]
-        dp = [mesh.place(r)["dp"] for r in range(self.size)]
-        self._dp = dp
-        self.places = [(mesh.place(r)["pp"], d) for r, d in enumerate(dp)]
-        self._first_of_dp = torch.tensor([dp.index(d) for d in dp], device=device)
+        coordinates = [mesh.coordinate(r) for r in range(self.size)]
+        self.pipelines = [mesh.rank_of(**{**at, "pp": 0}) for at in coordinates]
+        self.places = [(at["pp"], at["dp"]) for at in coordinates]
+        self._of_dp: dict[int, list[int]] = {}
+        for r, at in enumerate(coordinates):
+            self._of_dp.setdefault(at["dp"], []).append(r)
+        self._first_of_dp = torch.tensor([self._of_dp[dp][0] for _, dp in self.places], device=device)
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
         """The batch of the next update."""
@@ -133,8 +135,7 @@ class Notes:
         kinds = {digest < 0 for digest in digests}
         if len(kinds) > 1:
             raise _differ(step, "some ranks passed local=True, others did not")
-        for dp in sorted(set(self._dp)) if kinds == {True} else [None]:
-            members = [r for r in range(self.size) if dp is None or self._dp[r] == dp]
+        for members in map(self._of_dp.__getitem__, sorted(self._of_dp)) if kinds == {True} else [range(self.size)]:
             usual, _ = Counter(digests[r] for r in members).most_common(1)[0]
             odd = [r for r in members if digests[r] != usual]
             if odd:

@@ -82,8 +82,9 @@ def memory_of_rank(
 
 
 def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path | None = None) -> OfRank:
-    """The memory of this rank in the second step; the first step allocates lasting state, such as the optimizer's
-    moments. ``weights``: a directory that the engine reads first.
+    """The memory of this rank in the second step; libraries allocate lasting state in the first.
+
+    ``weights``: a directory that the engine reads first.
     """
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided) as engine:

@@ -47,17 +47,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Elements of shards that are updated together: ``counts`` of each run's updates before this one; ``rests``: 1 if
-    nothing changes.
-    """
+    """Elements of shards that are updated together: ``count`` of their updates, ``rests``: 1 if nothing changes."""
 
     runs: Sequence[tuple[Tensor, tuple[int, int]]]
-    counts: list[Tensor]
+    count: Tensor
     rests: Tensor
 
 
 class FlatOptimizer:
-    """Owns of each shard its ``state``: "step" and the moments, from the first update on; and the counts of its parts.
+    """Owns of each shard its moments, ``state``, and in one tensor the counts of updates: of all shards, then of each
+    group of parts that rest together. All of it lies before the first step's activations.
 
     ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
     ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but
@@ -80,29 +79,30 @@ class FlatOptimizer:
         self._bases = {s: replace(settings, rule=rule) for s, rule in zip(self.shards, rules, strict=True)}
         self._exchanges = dict(exchanges or {})
         self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.state = {shard: {kind: torch.zeros_like(shard) for kind in kinds} for shard, kinds in self.moments.items()}
         self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
         for shard, own in zip(self.shards, self.parts, strict=True):
             for part in own:
                 self._groups.setdefault(part.asked, []).append((shard, part))
-        devices = {asked: own[0][0].device for asked, own in self._groups.items()}
-        self._counts = {asked: torch.zeros((), device=device) for asked, device in devices.items()}
+        device = self.shards[0].device
+        self._counts = torch.zeros(1 + len(self._groups), device=device)
         # on the device before the first step: to put them there the host would wait for it
-        self._figures = {asked: torch.tensor(asked, device=device) for asked, device in devices.items()}
+        self._figures = [torch.tensor(asked, device=device) for asked in self._groups]
 
     def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
         """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
-        for shard in self.shards:
-            self._state(shard)["step"].fill_(updates)
-            for kind in self.moments[shard]:
-                self.state[shard][kind].zero_()
-        for asked, own in self._groups.items():
-            self._counts[asked].fill_((updates_of or {}).get(own[0][1].fqn, updates))
+        for state in self.state.values():
+            for moment in state.values():
+                moment.zero_()
+        own = [(updates_of or {}).get(parts[0][1].fqn, updates) for parts in self._groups.values()]
+        self._counts.copy_(torch.tensor([updates, *own]))
 
-    def updates_of(self) -> dict[str, int]:
-        """Of each parameter that may rest, and lies here, how often it was updated."""
-        counts = {asked: int(count) for asked, count in self._counts.items()}
-        return {part.fqn: counts[part.asked] for own in self.parts for part in own}
+    def updates(self) -> tuple[int, dict[str, int]]:
+        """The number of updates that were not skipped, and of each parameter that may rest, and lies here, its own: one
+        wait for the device."""
+        updates, *own = map(int, self._counts.tolist())
+        counts = dict(zip(self._groups, own, strict=True))
+        return updates, {part.fqn: counts[part.asked] for parts in self.parts for part in parts}
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
@@ -113,10 +113,7 @@ class FlatOptimizer:
         batches = list(self._batches(found_inf, asked))
         for batch in batches:
             self._run(batch, KERNELS, lr, grad_scale)
-        for shard in self.shards:
-            self._state(shard)["step"].add_(1 - found_inf)
-        for batch in batches[1:]:
-            batch.counts[0].add_(1 - batch.rests)
+        self._counts.add_(1 - torch.stack([batch.rests for batch in batches]))
         if self._exchanges:
             orthogonalise(
                 list(self._exchanges.values()),
@@ -130,32 +127,25 @@ class FlatOptimizer:
         """First all that never rests, then each group of parts that rest together."""
         owned = zip(self.shards, self.parts, strict=True)
         runs = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
-        yield _Batch(runs, [self._state(shard)["step"] for shard, _ in runs], found_inf)
-        for figures, own in self._groups.items():
+        yield _Batch(runs, self._counts[0], found_inf)
+        for number, own in enumerate(self._groups.values()):
             assert asked is not None, "experts that may get no tokens need the counts of the step"
-            is_unasked = asked.index_select(0, self._figures[figures]).sum() == 0
+            is_unasked = asked.index_select(0, self._figures[number]).sum() == 0
             rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
-            yield _Batch(runs, [self._counts[figures]] * len(runs), rests)
-
-    def _state(self, shard: Tensor) -> dict[str, Tensor]:
-        if shard not in self.state:
-            moments = {kind: torch.zeros_like(shard) for kind in self.moments[shard]}
-            self.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
-        return self.state[shard]
+            yield _Batch(runs, self._counts[1 + number], rests)
 
     def _run(self, batch: _Batch, kernels: Mapping[str, Kernel], lr: float, grad_scale: Tensor | None) -> None:
         """One call of a kernel for all elements of equal settings, if there is one for their rule."""
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
-        for (shard, within), step in zip(batch.runs, batch.counts, strict=True):
+        for shard, within in batch.runs:
             assert shard.grad is not None, "a shard has a gradient"
-            moments = {kind: self._state(shard)[kind] for kind in self.moments[shard]}
-            tensors = {"value": shard, "grad": shard.grad, **moments}
+            tensors = {"value": shard, "grad": shard.grad, **self.state[shard]}
             for start, stop, settings in self._with_settings(shard, *within):
                 if kernel_of(settings.rule, kernels) is None:
                     continue
                 columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
-                counts.append(step.clone())
+                counts.append(batch.count.clone())
                 for name, tensor in tensors.items():
                     columns[name].append(tensor[start:stop])
         for settings, (columns, counts) in by_settings.items():

@@ -37,10 +37,11 @@ class OwnedRun:
 
 def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
     """The runs of every trainable parameter; a tied one comes once."""
+    has_moments = updates_of(optimizer)[0] > 0  # they are zero while every step was skipped
     for index, shard in enumerate(optimizer.shards):
         dp = shard.data_parallel
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
-        tensors = _tensors(optimizer, index)
+        tensors = _tensors(optimizer, index, has_moments=has_moments)
         for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
             values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
             yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
@@ -63,15 +64,10 @@ def _copies(optimizer: DistributedOptimizer, shared_by: DataParallel, local: Loc
     return within * copies, copy * within + here
 
 
-def num_updates(optimizer: DistributedOptimizer) -> int:
-    """The number of updates that were not skipped: a bias correction uses it."""
-    states = optimizer.optimizer.state.values() if optimizer.optimizer is not None else ()
-    return max((int(state["step"]) for state in states), default=0)
-
-
-def updates_of(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Those of the parameters that may rest, and lie here."""
-    return optimizer.optimizer.updates_of() if optimizer.optimizer is not None else {}
+def updates_of(optimizer: DistributedOptimizer) -> tuple[int, dict[str, int]]:
+    """The number of updates that were not skipped, which a bias correction uses; 0 on a rank without trainable
+    parameters. Beside it those of the parameters that may rest, and lie here."""
+    return optimizer.optimizer.updates() if optimizer.optimizer is not None else (0, {})
 
 
 def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[str, int]) -> None:
@@ -80,7 +76,7 @@ def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[
         optimizer.optimizer.begin(updates, updates_of)
 
 
-def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
+def _tensors(optimizer: DistributedOptimizer, index: int, *, has_moments: bool) -> dict[str, Tensor]:
     """Of one shard, by kind."""
     shard = optimizer.shards[index]
     found = {"parameter": shard.bucket.own_parameters}
@@ -88,7 +84,6 @@ def _tensors(optimizer: DistributedOptimizer, index: int) -> dict[str, Tensor]:
         found["main"] = shard.main
     if optimizer.average is not None:
         found[AVERAGE] = optimizer.average.of(index)
-    state = optimizer.optimizer.state.get(shard.main, {}) if optimizer.optimizer is not None else {}
-    if not state or int(state["step"]) == 0:  # they are zero while every step was skipped
-        return found
-    return found | {kind: state[kind] for kind in shard.buffer.planned.moments}
+    if has_moments and optimizer.optimizer is not None:
+        found |= optimizer.optimizer.state[shard.main]
+    return found

@@ -226,9 +226,9 @@ class DistributedOptimizer:
         return gradients
 
     def measured_bytes(self) -> dict[str, int]:
-        """Bytes of the live tensors by kind; a tensor that is a view of another kind's counts there. No step counts."""
+        """Bytes of the live tensors by kind; a tensor that is a view of another kind's counts there."""
         state = self.optimizer.state if self.optimizer is not None else {}
-        moments = [t for states in state.values() for t in states.values() if isinstance(t, Tensor) and t.ndim]
+        moments = [moment for moments in state.values() for moment in moments.values()]
         kinds: dict[str, Iterable[Tensor]] = {
             "parameters": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_parameters],
             "gradients": [tensor for buffer in self.buffers.buffers for tensor in buffer.kept_gradients],

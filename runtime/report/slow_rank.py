@@ -41,7 +41,10 @@ def slowest(working: Sequence[float], places: Sequence[tuple[int, int]]) -> Slow
     for rank, place in enumerate(places):
         members[place].append(rank)
     seconds = {place: mean(working[rank] for rank in ranks) for place, ranks in members.items()}
-    found = [slow for place, ranks in members.items() if (slow := _slow(place, ranks, seconds)) is not None]
+    worst: dict[int, tuple[int, int]] = {}  # of each stage: what the others are compared with is no less
+    for place in seconds:
+        worst[place[0]] = max(worst.get(place[0], place), place, key=seconds.__getitem__)
+    found = [slow for place in worst.values() if (slow := _slow(place, members[place], seconds)) is not None]
     return max(found, key=lambda slow: slow.seconds, default=None)
 
 

@@ -20,6 +20,7 @@ from passes.ops.dropout import stream_attention, stream_dropout
 from planner import Plan, plan
 from planner.lower import lower
 from runtime import Engine
+from runtime.checkpoint.saver import content_of
 from runtime.optimizer.zero1 import DistributedOptimizer, StepResult
 from tests.models import experts
 from tests.models.families import Entry, hugging_face
@@ -46,14 +47,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def built(model: str, precision: str, clip: float | None = 1.0) -> tuple[Plan, nn.Module, Entry]:
+def built(
+    model: str, precision: str, clip: float | None = 1.0, bucket_size: int | None = None
+) -> tuple[Plan, nn.Module, Entry]:
     """A plan for one rank; the model trains with dropout, and is kept for the engines."""
     torch.manual_seed(0)
     entry = MODELS[model]()
     found = entry.inputs.items()
     inputs = {name: {"shape": list(shape), "dtype": "int64", "high": high} for name, (shape, _, high) in found}
     spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs, "precision": PRECISIONS[precision]}
-    decided = plan(entry.model.train(), spec | {"optimizer": {"clip_grad_norm": clip}})
+    options = {"clip_grad_norm": clip, "bucket_size": bucket_size}
+    decided = plan(entry.model.train(), spec | {"optimizer": options})
     return decided, entry.model, entry
 
 
@@ -73,6 +77,21 @@ def sights_of_a_step(model: str, precision: str, clip: float | None = 1.0) -> li
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_with_dropout_and_clip_stops_the_host_nowhere(model: str, precision: str) -> None:
     assert sights_of_a_step(model, precision) == []
+
+
+def test_a_save_waits_for_the_device_as_often_however_many_buckets_there_are() -> None:
+    waits = []
+    for bucket_size in (1000, 10**9):
+        decided, _, entry = built("gpt2", "float16", bucket_size=bucket_size)
+        with Engine(decided) as engine:
+            engine.train_step(entry.batch(4, 0))
+            with HostWatch(engine.program) as watch:
+                watch.has_begun = True
+                content_of(engine._training_state(), 1, engine.saver.line, {})
+            waits.append((len(engine.optimizer.shards), len([s for s in watch.sights if s.kind == "stop"])))
+    (many, first), (few, second) = waits
+    assert many > 5 * few
+    assert first == second <= 4, waits
 
 
 @pytest.mark.thorough

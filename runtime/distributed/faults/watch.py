@@ -1,6 +1,7 @@
 """The thread of a rank that sends heartbeats, watches other ranks, and ends this process if the main thread cannot.
 
-    each second    beat; read the first failure; look at the ranks of this host, and at rank 0 (which looks at all)
+    each second    beat; read the first failure; look at the ranks of this host, and at rank 0 (which looks
+                   at one rank of each other host)
     a failure      the main thread has a moment to come out of its exchange by itself, then the process ends:
                    on gloo nothing else ends a wait for a peer that is stopped
 
@@ -79,7 +80,7 @@ class Watch(threading.Thread):
         self._hosts: dict[int, str] = {}
         self._pages = Pages()
         self._beat = 0
-        self._seen: set[int] = set()
+        self._left: set[int] = set()
         self._reached = time.monotonic()
         self._over = threading.Event()
         self._start_of_process = start_of(os.getpid())
@@ -145,15 +146,24 @@ class Watch(threading.Thread):
     def _dead(self) -> dict[int, str]:
         if len(self._hosts) < self.world_size:
             self._hosts = self.board.hosts()
-        own = self.activity.rank
-        watched = [r for r, host in self._hosts.items() if r != own and (own == 0 or r == 0 or host == self.host)]
-        pulses = self.board.pulses(watched)
+        pulses = self.board.pulses(self.watched())
         self._last = pulses
+        self._left |= {rank for rank, pulse in pulses.items() if pulse.has_left}
         for pulse in pulses.values():
             if pulse.host == self.host:
                 self._pages.map(pulse.rank, pulse.pid, pulse.page)
         states: dict[int, State] = {r: state_of(p.pid, p.start) for r, p in pulses.items() if p.host == self.host}
         return self.judge.dead(pulses.values(), states, time.monotonic(), peers_were_lost=self.peers_were_lost)
+
+    def watched(self) -> list[int]:
+        """The other ranks of this host, and rank 0. Rank 0 watches one rank of each other host, the first that has not
+        left: the ranks there watch each other, and a host that is down is silent as a whole."""
+        own, first = self.activity.rank, dict[str, int]()
+        for rank, host in self._hosts.items():
+            if host != self.host and rank not in self._left:
+                first.setdefault(host, rank)
+        here = [rank for rank, host in self._hosts.items() if host == self.host or (own and rank == 0)]
+        return [rank for rank in (*here, *(first.values() if own == 0 else ())) if rank != own]
 
     def _death(self, rank: int, reason: str) -> Failure:
         return Failure(rank, self._pages.last_of(rank, self._last[rank].at), reason)

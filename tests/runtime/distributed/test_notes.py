@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median_low
+from typing import Any
 
 import pytest
 import torch
 
 from passes.errors import PlanError
 from planner.mesh import Mesh
+from planner.sharding.collectives import NOTES_OF_A_RANK
 from runtime.distributed.launch import launch
 from runtime.distributed.notes import Notes, Own, Told, digest_of
 from runtime.report.slow_rank import SlowRank, slowest
@@ -60,6 +66,56 @@ def test_global_batches_are_alike_on_all_ranks_and_local_ones_on_those_of_one_pl
     what, differ = told([same] * 4, [True, True, False, False])
     assert "some ranks passed local=True" in what
     assert differ == {True}
+
+
+def _ops_of_python(call: Callable[[], object]) -> int:
+    """How many it runs."""
+    ops = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal ops
+        frame.f_trace_opcodes = True
+        ops += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return ops
+
+
+def _spent(dp: int) -> dict[str, int]:
+    notes = Notes(Mesh(dp=dp), 0, CPU)
+    digests = [-1.0] * dp + [0.0] * (NOTES_OF_A_RANK - 1) * dp
+    working = [1.0 + 0.01 * rank for rank in range(dp)]
+    return {
+        "at the start": _ops_of_python(lambda: Notes(Mesh(dp=dp), 0, CPU)),
+        "a step's check": _ops_of_python(lambda: notes.check(digests, 1)),
+        "a slow rank": _ops_of_python(lambda: slowest(working, notes.places)),
+    }
+
+
+def test_notes_cost_each_rank_the_same_however_many_there_are():
+    few, many = _spent(16), _spent(64)
+    assert {kind: ops for kind, ops in many.items() if ops > 5 * few[kind]} == {}
+
+
+def test_the_slowest_of_many_replicas_is_that_of_comparing_each_with_all_others():
+    drawn = random.Random(0)
+    for _ in range(50):
+        places = [(pp, dp) for dp in range(drawn.choice([1, 2, 5])) for pp in range(drawn.choice([1, 3]))]
+        working = [drawn.choice([0.1, 0.2, 0.5, 1.0]) for _ in places]
+        found = []
+        for place, spent in zip(places, working, strict=True):
+            others = [(p, w) for p, w in zip(places, working, strict=True) if p != place]
+            replicas = [w for p, w in others if p[0] == place[0]]
+            if others and spent >= (2.0 if replicas else 3.0) * median_low(replicas or [w for _, w in others]):
+                found.append(spent - median_low(replicas or [w for _, w in others]))
+        slow = slowest(working, places)
+        assert (slow.seconds if slow else None) == max(found, default=None)
 
 
 @pytest.mark.parametrize(

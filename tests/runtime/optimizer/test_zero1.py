@@ -228,6 +228,16 @@ def test_one_rank_needs_no_group_and_has_the_bytes_of_the_table(precision, bytes
     assert not torch.equal(weight, before)
 
 
+def test_moments_lie_before_the_activations_of_the_first_step():
+    weight = nn.Parameter(torch.randn(64, 2))
+    optimizer = ranks.optimizer_of(entries(weight=weight), ranks.settings())
+    held = optimizer.measured_bytes()
+    weight.square().sum().backward()
+    optimizer.step(0.1)
+    assert optimizer.measured_bytes() == held
+    assert held["optimizer"] == 2 * 4 * 128
+
+
 def test_parameter_used_three_times_in_one_backward_fires_once_with_the_sum():
     weight = nn.Parameter(torch.tensor([2.0]))
     buffers = buffers_of(entries(weight=weight))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
+from torch.distributed import HashStore
+
+from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.board import Board
+from runtime.distributed.faults.watch import Watch
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
@@ -29,3 +35,25 @@ sys.exit(2)
 def test_a_refused_rank_ends_with_its_exit_code_though_its_threads_are_in_the_store() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, timeout=HANG_SECONDS)
     assert done.returncode == 2, done.stderr.decode()
+
+
+def _watches(*hosts: str) -> list[Watch]:
+    """Of a rank on each of these hosts, all joined; no thread runs."""
+    store = HashStore()
+    watches = [Watch(Board(store, 1), Activity(rank), len(hosts)) for rank in range(len(hosts))]
+    for watch, host in zip(watches, hosts, strict=True):
+        watch.host = host
+        watch.board.join(watch.pulse())
+    return watches
+
+
+def test_rank_0_reads_one_rank_of_each_other_host_and_every_rank_its_own_host() -> None:
+    zero, one, *others = _watches("a", "a", "b", "b", "b", "c")
+    for watch in (zero, one, *others):
+        watch.look()
+    assert zero.watched() == [1, 2, 5]
+    assert one.watched() == [0]
+    assert others[1].watched() == [0, 2, 4]
+    zero.board.beat(replace(others[0].pulse(), has_left=True))
+    zero.look()
+    assert zero.watched() == [1, 3, 5]
