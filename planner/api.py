@@ -30,7 +30,7 @@ from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.links import nodes_of_experts
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
-from planner.cost.device_memory import on_device
+from planner.cost.device_memory import axes_of_buffers, on_device
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.cost.resharding import decide_reshard
@@ -279,7 +279,8 @@ def _decide(
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
         lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, compiled.pieces, cluster)
-        memory = on_device(memory_rows(lowered, schedule, slots, recomputed, compiled.pieces), mesh, cluster)
+        memory = memory_rows(lowered, schedule, slots, recomputed, compiled.pieces)
+        memory = on_device(memory, mesh, cluster, axes_of_buffers(shards.buffers, mesh))
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)

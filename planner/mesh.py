@@ -19,6 +19,7 @@ from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenera
 MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
 SHARD, REPLICA = "shard", "replica"  # the ranks that share dense parameters, in two axes
+OF_WEIGHTS = " of weights"  # behind an axis: its ranks in a group of their own, for the gathers of weights in shards
 BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # of ranks with experts: the two steps of an exchange
 BY_ROUTING = ("ep", "etp", BETWEEN_NODES, IN_A_NODE)  # over which rows of experts travel
 
@@ -177,6 +178,7 @@ class Mesh:
 
     def groups_over(self, axis: str) -> list[list[int]]:
         """All groups over one or several axes by their names in a plan, such as ``tp-dp`` or ``etp-edp``."""
+        axis = axis.removesuffix(OF_WEIGHTS)
         if axis in (SHARD, REPLICA):
             return [part for ranks in self.groups(self.data_axis) for part in self.parts_of(axis, ranks)]
         if "e" not in axis:

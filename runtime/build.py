@@ -17,7 +17,7 @@ from passes.stage_module import RankProgram
 from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.lower import lower
-from planner.mesh import REPLICA, SHARD
+from planner.mesh import OF_WEIGHTS, REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.sharding.buffers import Buffer
 from planner.sharding.homes import combined_axes, homes_of
@@ -57,6 +57,7 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
     store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
     combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
+    combined += tuple(sorted({b.reduced_over + OF_WEIGHTS for b in plan.to_run()[1].buffers if b.gathers}))
     options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined}
     groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
@@ -199,7 +200,7 @@ def _optimizer(
 ) -> DistributedOptimizer:
     """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
     named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "ep", "world", "embedding")
-    axes, shards = {axis: groups.over(axis) for axis in named}, plan.to_run()[1]
+    axes, shards = {axis: groups.over(axis) for axis in (*named, *groups.combined)}, plan.to_run()[1]
     residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
     return DistributedOptimizer(
         parameters_of(program),

@@ -2,39 +2,91 @@
 
     slack            at least ``device.slack`` of all tensors, those that stay included: gaps lie between them
     context          of the driver and its libraries, as the cluster file states it
-    communicators    one for each axis with several ranks, by the outermost link that a group of it crosses
+    communicators    one for each process group of the rank, by the outermost link that it crosses: all ranks; each
+                     axis, those of experts that have other ranks too, and dp-cp beside dp and cp; further axes over
+                     which its buffers are exchanged; each neighbour in the pipeline, by direction
 
 NCCL holds buffers for each channel and neighbour of a communicator, whatever is sent through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
 from planner.cluster.cluster import Cluster
-from planner.cluster.links import group
+from planner.cluster.links import EXPERT_AXES, group, level_between
 from planner.cost.memory import MemoryRow
-from planner.mesh import Mesh
+from planner.mesh import OF_WEIGHTS, REPLICA, SHARD, Mesh
+from planner.pipeline.links import links
+from planner.sharding.buffers import Buffer
+from planner.sharding.collectives import sums_of
+from planner.sharding.homes import shared_over
+from planner.spec.update_rules import MATRIX_RULES
+
+_TIED = "embedding"
 
 
-def device_bytes(mesh: Mesh, cluster: Cluster) -> int:
-    """Of one rank."""
-    axes = [axis for axis in ("tp", "cp", "ep", "pp", mesh.data_axis) if mesh.size(axis) > 1]
-    found = cluster.device.context or 0
-    for axis in (*axes, *(["world"] if axes else [])):
-        reached = [level for level, size in enumerate(group(mesh, axis, cluster).sizes) if size > 1]
-        found += cluster.links[reached[-1]].communicator or 0
+def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collection[str] = ()) -> int:
+    """Of one rank of ``pp_rank``. ``further``: the axes of the exchanges of its buffers."""
+    reached = (_outermost(mesh, axis, cluster) for axis in _axes(mesh, further))
+    neighbours = (link for link in links(mesh.pp, mesh.vpp, mesh.fold) if pp_rank in link[:2])
+    ends = ((mesh.rank_of(pp=link.sender), mesh.rank_of(pp=link.receiver)) for link in neighbours)
+    levels = [level for level in reached if level is not None] + [level_between(*pair, cluster) for pair in ends]
+    return (cluster.device.context or 0) + sum(cluster.links[level].communicator or 0 for level in levels)
+
+
+def _axes(mesh: Mesh, further: Collection[str]) -> Iterator[str]:
+    """Each once: an axis of experts with the ranks of a dense one is that group."""
+    yield from ("world", "tp", "dp", *(("cp", "dp-cp") if mesh.cp > 1 else ()))
+    dense = {"etp": "tp", "edp": mesh.data_axis}
+    for axis in ("etp", "ep", "edp") if mesh.has_expert_axes else ():
+        ranks = mesh.expert.group_of(EXPERT_AXES[axis], 0)
+        if axis not in dense or mesh.group_of(dense[axis], 0) != ranks:
+            yield axis
+    yield from sorted(axis for axis in further if axis not in ("tp", "cp", "dp", "dp-cp", *EXPERT_AXES))
+
+
+def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
+    """The level of the outermost link that a group of the axis crosses; None for an axis of one rank."""
+    name = "pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS)
+    return max((level for level, size in enumerate(group(mesh, name, cluster).sizes) if size > 1), default=None)
+
+
+def axes_of_buffers(buffers: Iterable[Buffer], mesh: Mesh) -> list[set[str]]:
+    """By pp rank: the axes over which its buffers are summed, gathered or updated."""
+    found: list[set[str]] = [set() for _ in range(mesh.pp)]
+    for b in buffers:
+        matrices = b.rule in MATRIX_RULES and shared_over(b.parameters[0], mesh, sharded=b.layout.num_ranks > 1)
+        tied = str(b.tied_stages) if _TIED in sums_of(b, mesh) else None
+        found[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
     return found
 
 
-def on_device(rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None) -> tuple[MemoryRow, ...]:
-    """``rows`` with these bytes; as they are without a cluster."""
+def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:
+    """Of one buffer. ``tied``: stages that share it; None: no other one does. ``matrices``: the axis of its updates."""
+    found = {over, *([over + OF_WEIGHTS] if gathers else ()), *((SHARD, REPLICA) if mesh.replica > 1 else ())}
+    return found | ({_TIED + tied} if tied is not None else set()) | ({matrices} if matrices else set())
+
+
+def on_device(
+    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None, further: Sequence[Collection[str]] = ()
+) -> tuple[MemoryRow, ...]:
+    """``rows`` with these bytes; as they are without a cluster. ``further``: of each pp rank, the axes over which its
+    buffers are exchanged."""
     if cluster is None:
         return tuple(rows)
-    more, share = device_bytes(mesh, cluster), cluster.device.slack_share
-    return tuple(_with(row, more, max(row.slack, ceil(share * (row.total - row.slack)))) for row in rows)
+    axes = further or [()] * mesh.pp
+    share = cluster.device.slack_share
+    return tuple(
+        _with(
+            row,
+            device_bytes(mesh, cluster, row.pp_rank, axes[row.pp_rank]),
+            max(row.slack, ceil(share * (row.total - row.slack))),
+        )
+        for row in rows
+    )
 
 
 def _with(row: MemoryRow, device: int, slack: int) -> MemoryRow:

@@ -19,7 +19,7 @@ from passes.errors import require
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, neighbours, send_seconds
 from planner.cost.cut.units import CutWork
-from planner.cost.device_memory import on_device
+from planner.cost.device_memory import exchange_axes, on_device
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
 from planner.cost.seconds.buffers import RankHolds, rank_holds
@@ -31,6 +31,7 @@ from planner.cost.seconds.sharded import Exchanged
 from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
 from planner.cost.seconds.waiting import run_waiting
 from planner.cost.step_time import CostPlan
+from planner.mesh import Mesh
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
@@ -57,7 +58,17 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
     group_size = spec.pipeline.group_size
     rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
-    return Estimate(on_device(rows, layout.mesh, cluster), partial(cost_of, work, layout, cluster, spec, holds))
+    further = [_axes_of(rank, layout.mesh) for rank in holds]
+    return Estimate(on_device(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds))
+
+
+def _axes_of(holds: RankHolds, mesh: Mesh) -> set[str]:
+    """Over which its buffers are exchanged."""
+    found = set[str]()
+    for b in holds.buffers:
+        tied, updated = "" if b.tied else None, b.shared_by if b.matrices else ""
+        found |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.zero == 3, matrices=updated)
+    return found
 
 
 def rank_holdings(work: CutWork, layout: Layout, spec: Spec) -> list[RankHolds]:

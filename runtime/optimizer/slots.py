@@ -16,12 +16,16 @@ from planner.sharding.buckets import Bucket, Range
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """The ranks that share the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else all."""
+    """The ranks that share the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else all.
+
+    ``of_weights``: the same ranks, for gathers that products wait for; ``group`` if there is no other.
+    """
 
     group: Any = None
     size: int = 1
     rank: int = 0
     sharded: bool = True
+    of_weights: Any = None
 
     @property
     def num_shards(self) -> int:

@@ -4,7 +4,8 @@
     one_by_one()           one bucket at a time, for code that reads or writes weights between steps
     hold()                 all buckets at once, for a step in which every value is looked at
 
-All ranks that share a bucket run the same ops in the same order, so they gather in the same order.
+All ranks that share a bucket run the same ops in the same order, so they gather in the same order. The group of these
+gathers is their own: on one communicator the weights that a product waits for would queue behind sums of gradients.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class WholeWeights:
             if bucket.gather is not None and not is_exact:
                 whole = self._sent[unit] = torch.empty_like(whole, dtype=bucket.gather)
                 own = own.to(bucket.gather)
-            self._works[unit] = all_gather(whole, own, group=bucket.shared_by.group, async_op=True)
+            self._works[unit] = all_gather(whole, own, group=bucket.shared_by.of_weights, async_op=True)
         held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
         self.most_bytes = max(self.most_bytes, held + sum(sent.nbytes for sent in self._sent.values()))
 

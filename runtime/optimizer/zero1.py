@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.parameters import LocalParameter
-from planner.mesh import REPLICA
+from planner.mesh import OF_WEIGHTS, REPLICA
 from planner.sharding.buffers import Buffer
 from planner.sharding.residency import Residency
 from planner.spec.update_rules import MEAN_RULES
@@ -249,7 +249,8 @@ class DistributedOptimizer:
 
     def _shared_over(self, axis: str) -> DataParallel:
         group = self.groups.get(axis)
-        return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero >= 1)
+        weights = self.groups.get(axis + OF_WEIGHTS) or group
+        return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero >= 1, of_weights=weights)
 
     def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
         dtype = buffer.planned.main_dtype

@@ -81,7 +81,7 @@ def test_alone_it_rests_as_in_torch() -> None:
     assert losses == pytest.approx(truth, rel=1e-12)
     assert far(engine.gather_parameters(), parameters) < 1e-11
     assert engine.optimizer.optimizer is not None
-    counts = engine.optimizer.optimizer.updates_of()
+    counts = engine.optimizer.optimizer.updates()[1]
     assert {0, NUM_STEPS} < set(counts.values())  # some never, some always, some now and then
     assert all(".experts.experts." in name for name in counts)
 

@@ -8,19 +8,46 @@ from planner.cluster.cluster import Cluster
 from planner.cluster.read import read_cluster
 from planner.cost.device_memory import device_bytes, on_device
 from planner.mesh import Mesh
+from runtime.distributed.first_use import communicators
 from tests.models import hugging_face
+from tests.runtime.distributed.test_first_use import MESHES
 from tests.tools.captures import plan_again
 
 CONTEXT, INNER, OUTER = 500_000_000, 400_000_000, 200_000_000  # of dgx-a100
 CLUSTER = read_cluster("dgx-a100")
 
 
-@pytest.mark.thorough
-def test_one_context_and_a_communicator_for_each_axis() -> None:
+def test_one_context_and_a_communicator_for_each_group() -> None:
     assert device_bytes(Mesh(), CLUSTER) == CONTEXT
     assert device_bytes(Mesh(tp=8), CLUSTER) == CONTEXT + 2 * INNER  # its own, and that of all ranks
-    assert device_bytes(Mesh(tp=8, pp=2), CLUSTER) == CONTEXT + INNER + 2 * OUTER
-    assert device_bytes(Mesh(tp=4, pp=2, dp=2), CLUSTER) == CONTEXT + INNER + INNER + 2 * OUTER
+    assert device_bytes(Mesh(tp=8, pp=2), CLUSTER) == CONTEXT + INNER + 3 * OUTER  # two directions
+    assert device_bytes(Mesh(tp=4, pp=2, dp=2), CLUSTER) == CONTEXT + INNER + INNER + 3 * OUTER
+
+
+LIKE_RUNS = {
+    **MESHES,
+    "zero 3": (Mesh(tp=2, dp=4), [], ["dp of weights"]),
+    "zero 3, experts": (Mesh(tp=2, dp=4, ep=4), [], ["dp of weights", "edp of weights"]),
+    "zero 3, groups of shards": (Mesh(dp=4, shard=2), [], ["shard", "replica", "shard of weights"]),
+    "muon": (Mesh(tp=2, dp=2), [], ["tp-dp"]),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_RUNS)
+def test_as_many_communicators_are_counted_as_a_run_makes(name: str) -> None:
+    mesh, tied, *more = LIKE_RUNS[name]
+    combined = [axis for axes in more for axis in axes]
+    links = tuple(link.model_copy(update={"communicator": 1}) for link in CLUSTER.links)
+    device = CLUSTER.device.model_copy(update={"context": 0})
+    one_byte: Cluster = CLUSTER.model_copy(update={"links": links, "device": device})
+    made = [made for made in communicators(mesh, tied, combined) if made.name != "pp" and len(made.members) > 1]
+    dense = {"etp": "tp", "edp": mesh.data_axis}
+    for rank in range(mesh.world_size):
+        own = {(dense.get(str(m.name), m.name), m.members) for m in made if rank in m.members}
+        pp_rank = mesh.coordinate(rank)["pp"]
+        over = {stages: {mesh.pp_rank_of(stage) for stage in stages} for stages in tied}
+        sets = [f"embedding{stages}" for stages, ranks in over.items() if len(ranks) > 1 and pp_rank in ranks]
+        assert device_bytes(mesh, one_byte, pp_rank, [*combined, *sets]) == len(own)
 
 
 def test_a_cluster_without_figures_has_none() -> None:

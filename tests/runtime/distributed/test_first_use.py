@@ -129,7 +129,9 @@ def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monk
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, *, pg_options=None, **_: (ranks, pg_options))
     monkeypatch.setattr("runtime.distributed.opening.use_each_once", lambda groups: None)
-    _fill(groups, [], ["tp-dp", "etp-edp"])
+    _fill(groups, [], ["tp-dp", "etp-edp", "dp-cp of weights"])
+    assert groups.over("dp-cp of weights")[0] == [0, 2, 4, 6]
+    assert groups.over("dp-cp of weights")[1].is_high_priority_stream
     assert groups.over("tp-dp") == ([0, 1, 4, 5], None)  # updates of matrices: no kernel waits for them
     assert groups.over("etp-edp") == ([0, 1], None)
     high = {

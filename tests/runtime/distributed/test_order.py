@@ -69,6 +69,7 @@ def names_of(own: Groups) -> dict[str, str]:
     """What each group of this rank is for, by its name."""
     assert own.pp is None
     pairs = [(name, getattr(own, name)) for name in ("world", "host", "tp", "dp")]
+    pairs += own.combined.items()
     pairs += [("embedding", group) for group in own.embedding.values()]
     pairs += [("link", group) for group in own.links.values()]
     return {group.group_name: name for name, group in pairs if group is not None}
@@ -123,6 +124,22 @@ def test_counts_of_a_step_do_not_queue_behind_its_parameter_gathers():
         sums = [(i, call.details[0][0]) for i, call in enumerate(over_dp) if call.op == "allreduce_"]
         after_gathers = next(shape for i, shape in sums if i > first_gather)
         assert after_gathers == max(shape for _, shape in sums), "the first sum after the gathers is that of gradients"
+
+
+@pytest.mark.slow
+def test_gathers_of_weights_in_shards_share_no_group_with_the_sums_of_gradients():
+    found = session_lab().run(Case("matmul", {"dp": 2}, {"optimizer": {"zero": 3}}, job=recorded_with_local_batches))
+    records = [record for record, _ in found]
+    assert differences(records) == []
+    assert cycle(records) == []
+    for record in records:
+        ops: dict[str, set[str]] = {}
+        for call in record.calls[len(record.names) :]:  # behind the first use of each
+            ops.setdefault(record.names.get(call.group, ""), set()).add(call.op)
+        assert "broadcast_" in ops["dp of weights"]
+        assert "allreduce_" not in ops["dp of weights"]
+        assert "allreduce_" in ops["dp"]
+        assert "broadcast_" not in ops["dp"]
 
 
 def assert_mutants_are_found(records: list[Record]) -> None:
