@@ -20,6 +20,7 @@ from passes.moe.domain import axis_of
 from passes.moe.layers import Asked, Experts
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.gathered_attention import FLASH
 from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
@@ -62,7 +63,7 @@ class Staged:
     ``changes``: of type, by stage. ``denominators``: placeholders for the counts that the loss is divided by.
     ``asked``: layers of experts for which a step counts choices. ``regather``: products with weights save this rank's
     part of a gathered input, and gather it again in the backward; ``own_tokens``: other products along the sequence do.
-    ``documents``: attentions that run within documents.
+    ``documents``: attentions that run within documents. ``attention``: the kernel of attention over cp.
     """
 
     program: Program
@@ -76,6 +77,7 @@ class Staged:
     regather: bool = False
     own_tokens: bool = False
     documents: Documents = NO_DOCUMENTS
+    attention: str = FLASH
 
 
 @dataclass(frozen=True)

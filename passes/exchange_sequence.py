@@ -20,7 +20,7 @@ from passes.insert_collectives import axis_node
 from passes.ops.causal_attention import causal_attention
 from passes.ops.collectives import g_f
 from passes.ops.context import gather_sequence, local_rows
-from passes.ops.gathered_attention import gathered_attention
+from passes.ops.gathered_attention import FLASH, gathered_attention
 from passes.program.ops import sequence
 
 BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and the argument position of the number of ranks
@@ -30,11 +30,12 @@ BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and the argument posit
     sequence.causal_attention: (causal_attention, 3),
     sequence.gathered_attention: (gathered_attention, 4),
 }
+ATTENTIONS = (causal_attention, gathered_attention)
 OPTIONS = ("dropout_p", "scale", "enable_gqa")
 
 
 def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
-    """In place: the axis takes the place of its size, options of attention become keywords."""
+    """In place: the axis takes the place of its size, options of attention become keywords, its kernel among them."""
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in BECOMES:
             function, position = BECOMES[node.target]
@@ -43,3 +44,5 @@ def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
             if function is causal_attention:
                 node.kwargs = dict(zip(OPTIONS, node.args[position + 1 :], strict=False)) | node.kwargs
                 node.args = node.args[: position + 1]
+            if function in ATTENTIONS and context.staged.attention != FLASH:
+                node.kwargs = {**node.kwargs, "kernel": context.staged.attention}

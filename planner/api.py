@@ -30,7 +30,7 @@ from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.links import nodes_of_experts
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
-from planner.cost.device_memory import axes_of_buffers, on_device
+from planner.cost.device_memory import on_device
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.cost.resharding import decide_reshard
@@ -265,8 +265,9 @@ def _decide(
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.given, experts=experts, context=context,
-        on_gpu=cluster is not None and cluster.device.is_gpu, regather=spec.tensor_parallel.gathers_again,
-        imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents,
+        on_gpu=cluster is not None and cluster.device.is_gpu,
+        cudnn=cluster is not None and cluster.device.cudnn_attention, regather=spec.tensor_parallel.gathers_again,
+        imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents, attention=spec.attention_kernel,
         rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",
     )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
@@ -280,7 +281,7 @@ def _decide(
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
         lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, compiled.pieces, cluster)
         memory = memory_rows(lowered, schedule, slots, recomputed, compiled.pieces)
-        memory = on_device(memory, mesh, cluster, axes_of_buffers(shards.buffers, mesh))
+        memory = on_device(memory, mesh, cluster, shards.buffers)
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)

@@ -17,6 +17,7 @@ from passes.blocks.blocks import Block, Blocks
 from passes.moe.layers import Asked, Experts
 from passes.moe.parts import ExpertPart, expert_parts
 from passes.moe.resting import asked_of, resting
+from passes.ops.gathered_attention import FLASH
 from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.ignored_labels import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored
@@ -50,9 +51,11 @@ class Decisions:
     experts: Experts = field(default_factory=Experts, repr=False)
     context: Context = field(default_factory=Context, repr=False)
     on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
+    cudnn: bool = False  # of attention, too
     regather: bool = False  # as passes.base.Staged has them
     own_tokens: bool = False
     documents: Documents = NO_DOCUMENTS
+    attention: str = FLASH
     rules: UpdateRules = field(default_factory=UpdateRules, repr=False)
     imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
 

@@ -25,6 +25,7 @@ from planner.sharding.residency import Residency
 from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from planner.updates.groups import settings_of
+from runtime.attention import check_attention
 from runtime.compiled.compiler import check_compiler
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.by_slot import GraphsBySlot
@@ -96,6 +97,7 @@ def build(
     is_given = program is not None
     program = program or lower(plan, groups.rank, groups.device)
     require_same_code(plan, program, groups, is_given=is_given)
+    check_attention(plan, groups)
     for name, axis in program.axes.items():
         axis.group = groups.over(name)
     if program.count_module is not None:

@@ -228,7 +228,9 @@ def test_flops_of_a_token_are_six_for_each_weight_and_half_a_square_of_scores() 
 
 def test_attention_is_known_by_its_kernels() -> None:
     assert profile.attention_kernels(["void pytorch_flash::flash_bwd_kernel<…>", "gemm"]) == "flash"
-    assert profile.attention_kernels(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "flash, cudnn"
+    of_cudnn, of_flash = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "void pytorch_flash::flash_fwd_kernel<…>"
+    assert profile.attention_kernels([of_cudnn]) == "cudnn"
+    assert profile.attention_kernels([of_flash, "gemm", of_cudnn]) == "cudnn, flash"
     assert profile.attention_kernels(["gemm", "softmax"]) is None
 
 

@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "inputs.like": ("none such", {}),
     "loss": ({"output": "none such"}, {}),
     "cluster": ("no-such-cluster", {}),
+    "attention": ("cudnn", {}),  # without cp; with it: tests/runtime/test_attention.py
     "devices": (4, {}),  # without auto it says how many ranks the mesh has
 }
 # these have tests of their own: of layouts with dropout, below, of norms, recorded graphs, and numbers that are none

@@ -124,10 +124,11 @@ def idle_percent(intervals: Iterable[tuple[float, float]]) -> float | None:
 
 
 def attention_kernels(names: Iterable[str]) -> str | None:
-    """The families of attention's own kernels among ``names``; None if scores were computed by plain products."""
-    signs = {"flash": "flash", "cudnn": "sdpa", "memory-efficient": "fmha_cutlass"}
-    lowered = {name.lower() for name in names}
-    return ", ".join(family for family, sign in signs.items() if any(sign in name for name in lowered)) or None
+    """The families of attention's own kernels among ``names``; None if scores were computed by plain products. Those of
+    cuDNN have flash in their names too, so each name is of the first family that it fits."""
+    signs = {"sdpa": "cudnn", "flash": "flash", "fmha_cutlass": "memory-efficient"}
+    families = {next((family for sign, family in signs.items() if sign in name.lower()), "") for name in names}
+    return ", ".join(sorted(families - {""})) or None
 
 
 def plan_of(model: nn.Module, length: int, vocabulary: int, **more: Any) -> Plan:

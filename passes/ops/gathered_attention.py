@@ -1,4 +1,4 @@
-"""Attention of one cp rank's tokens, by flash kernels or not, to keys of all ranks.
+"""Attention of one cp rank's tokens, by kernels that return log-sum-exps or not, to keys of all ranks.
 
 Causal, in parts, each without a mask:
 
@@ -24,9 +24,13 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle, widened
 from passes.ops.context import gathered_together, scattered_sums
+from passes.ops.cudnn import cudnn, cudnn_backward
 from passes.ops.documents import attention_by_documents
 from passes.ops.flash import Result, flash, flash_backward, takes
 from passes.partition.sequence import zigzag
+
+FLASH, CUDNN = "flash", "cudnn"
+KERNELS: dict[str, Any] = {FLASH: (flash, flash_backward), CUDNN: (cudnn, cudnn_backward)}  # forward, backward
 
 
 def gathered_attention(
@@ -39,18 +43,24 @@ def gathered_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     documents: int = 0,
+    kernel: str = FLASH,
 ) -> Tensor:
     """q [b, h, s/cp, d], k and v [b, g, t/cp, d] of this rank → [b, h, s/cp, d]; ``mask`` [.., s/cp, t], no gradient.
 
-    ``is_causal``: there is no mask, and s = t. ``documents``: if not 0, as of ``attention_by_documents``.
+    ``is_causal``: there is no mask, and s = t. ``documents``: if not 0, as of ``attention_by_documents``. ``kernel``:
+    one of ``KERNELS``; flash where it takes the operands, cuDNN always.
     """
-    function = _InParts if takes(q, k, v, mask) and not documents else _Again
-    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa, documents)
+    function = _InParts if is_in_parts(q, k, v, mask, kernel) and not documents else _Again
+    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa, documents, kernel)
 
 
-def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: float | None) -> Tensor:
-    """Causal attention, by flash kernels, to keys and values that are gathered: k and v [b, g, s, d]."""
-    return _InParts.apply(q, k, v, None, axis, scale, True, False, False, 0)
+def is_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: str) -> bool:
+    return kernel == CUDNN or takes(q, k, v, mask)
+
+
+def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: float | None, kernel: str) -> Tensor:
+    """Causal attention, by one of ``KERNELS``, to keys and values that are gathered: k and v [b, g, s, d]."""
+    return _InParts.apply(q, k, v, None, axis, scale, True, False, False, 0, kernel)
 
 
 def masked_causal_attention(
@@ -66,7 +76,7 @@ def masked_causal_attention(
     return torch.cat(found, 2)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Rows ``rows`` of a rank's queries against ``keys`` of the full sequence."""
 
     rows: slice
@@ -80,16 +90,16 @@ class _Part(NamedTuple):
         return x[:, :, self.keys]
 
 
-def _parts(size: int, axis: AxisHandle, is_causal: bool) -> Iterator[list[_Part]]:
-    """For each of a rank's two chunks its parts; without causal, one part of all."""
+def parts_of(size: int, axis: AxisHandle, is_causal: bool) -> Iterator[list[Part]]:
+    """For each of a rank's two chunks its parts; without causal, one part of all. ``size``: keys of all ranks."""
     if not is_causal:
-        yield [_Part(slice(None), slice(None))]
+        yield [Part(slice(None), slice(None))]
         return
     first = 0
     for start, end in zigzag.rows(size, axis.size, axis.rank):
         rows = slice(first, first + end - start)
-        own = _Part(rows, slice(start, end), True)
-        yield [_Part(rows, slice(0, start)), own] if start else [own]
+        own = Part(rows, slice(start, end), True)
+        yield [Part(rows, slice(0, start)), own] if start else [own]
         first = rows.stop
 
 
@@ -97,12 +107,13 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
         ctx.axis = axis
-        ctx.scale, ctx.is_causal, ctx.gathers, *_ = options
+        ctx.scale, ctx.is_causal, ctx.gathers, *_, kernel = options
+        forward, ctx.of_kernel = KERNELS[kernel]
         whole_k, whole_v = gathered_together((k, v), 2, axis, "forward") if ctx.gathers else (k, v)
         found = []
-        for parts in _parts(whole_k.shape[2], axis, ctx.is_causal):
+        for parts in parts_of(whole_k.shape[2], axis, ctx.is_causal):
             operands = ((p.of_rows(q), p.of_keys(whole_k), p.of_keys(whole_v), mask, p.is_causal) for p in parts)
-            found.append(_merged([flash(*given, ctx.scale) for given in operands]))
+            found.append(_merged([forward(*given, ctx.scale) for given in operands]))
         out, lse = _joined(found)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
@@ -113,16 +124,16 @@ class _InParts(torch.autograd.Function):
         if ctx.gathers:
             k, v = gathered_together((k, v), 2, ctx.axis, "backward")
         of_q, of_k, of_v = torch.zeros_like(widened(q)), torch.zeros_like(widened(k)), torch.zeros_like(widened(v))
-        for part in (part for parts in _parts(k.shape[2], ctx.axis, ctx.is_causal) for part in parts):
+        for part in (part for parts in parts_of(k.shape[2], ctx.axis, ctx.is_causal) for part in parts):
             rows, keys = part.of_rows, part.of_keys
             given = (rows(grads[0]), rows(q), rows(out), rows(lse), keys(k), keys(v), mask)
-            addends = flash_backward(*given, part.is_causal, ctx.scale)
+            addends = ctx.of_kernel(*given, part.is_causal, ctx.scale)
             for total, addend in zip((rows(of_q), keys(of_k), keys(of_v)), addends, strict=True):
                 total += addend
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if ctx.gathers:
             of_k, of_v = scattered_sums((of_k, of_v), 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None, None
+        return of_q, of_k, of_v, None, None, None, None, None, None, None, None
 
 
 class _Again(torch.autograd.Function):
@@ -144,11 +155,11 @@ class _Again(torch.autograd.Function):
             out = _plain(leaves[0], leaves[1], leaves[2], mask, ctx.axis, *ctx.options)
         of_q, *others = torch.autograd.grad(out, leaves, grads[0])
         of_k, of_v = scattered_sums(others, 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None, None
+        return of_q, of_k, of_v, None, None, None, None, None, None, None, None
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Tensor:
-    scale, is_causal, _, gqa, documents = options
+    scale, is_causal, _, gqa, documents, _ = options
     if is_causal:
         return masked_causal_attention(q, k, v, axis, 0.0, scale, gqa)
     if documents and mask is not None:

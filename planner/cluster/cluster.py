@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from passes.errors import SpecError, Where
 from planner.cluster.plausible import Bandwidth, Bytes, Devices, Flops, Seconds
-from planner.spec.fields import Count, Name, Section, key, number, required
+from planner.spec.fields import Count, Flag, Name, Section, key, number, required
 from planner.spec.lines import locate
 
 Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
@@ -63,6 +63,9 @@ class Device(Section):
     slack: Spread | None = key(
         None,
         f"bytes that the allocator reserves beyond tensors, as a fraction of these; null: {GPU_SLACK} on a GPU, else 0",
+    )
+    cudnn_attention: Flag = key(
+        False, "whether PyTorch takes cuDNN's attention first: on Hopper and Blackwell, with cuDNN 9.9 or later"
     )
     usable_memory: Share = key(0.92, "fraction of the memory that a process may use")
 

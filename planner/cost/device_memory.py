@@ -54,16 +54,6 @@ def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
     return max((level for level, size in enumerate(group(mesh, name, cluster).sizes) if size > 1), default=None)
 
 
-def axes_of_buffers(buffers: Iterable[Buffer], mesh: Mesh) -> list[set[str]]:
-    """By pp rank: the axes over which its buffers are summed, gathered or updated."""
-    found: list[set[str]] = [set() for _ in range(mesh.pp)]
-    for b in buffers:
-        matrices = b.rule in MATRIX_RULES and shared_over(b.parameters[0], mesh, sharded=b.layout.num_ranks > 1)
-        tied = str(b.tied_stages) if _TIED in sums_of(b, mesh) else None
-        found[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
-    return found
-
-
 def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:
     """Of one buffer. ``tied``: stages that share it; None: no other one does. ``matrices``: the axis of its updates."""
     found = {over, *([over + OF_WEIGHTS] if gathers else ()), *((SHARD, REPLICA) if mesh.replica > 1 else ())}
@@ -71,22 +61,31 @@ def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, mat
 
 
 def on_device(
-    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None, further: Sequence[Collection[str]] = ()
+    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None, buffers: Iterable[Buffer] = ()
 ) -> tuple[MemoryRow, ...]:
-    """``rows`` with these bytes; as they are without a cluster. ``further``: of each pp rank, the axes over which its
-    buffers are exchanged."""
-    if cluster is None:
-        return tuple(rows)
-    axes = further or [()] * mesh.pp
+    """``rows`` with these bytes; as they are without a cluster. ``buffers``: of all pp ranks."""
+    return tuple(rows) if cluster is None else with_axes(rows, mesh, cluster, _axes_of_buffers(buffers, mesh))
+
+
+def with_axes(
+    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster, further: Sequence[Collection[str]]
+) -> tuple[MemoryRow, ...]:
+    """The same by the axes over which the buffers of each pp rank are exchanged."""
     share = cluster.device.slack_share
+    of_rank = [device_bytes(mesh, cluster, rank, axes) for rank, axes in enumerate(further)]
     return tuple(
-        _with(
-            row,
-            device_bytes(mesh, cluster, row.pp_rank, axes[row.pp_rank]),
-            max(row.slack, ceil(share * (row.total - row.slack))),
-        )
-        for row in rows
+        _with(row, of_rank[row.pp_rank], max(row.slack, ceil(share * (row.total - row.slack)))) for row in rows
     )
+
+
+def _axes_of_buffers(buffers: Iterable[Buffer], mesh: Mesh) -> list[set[str]]:
+    """By pp rank: the axes over which its buffers are summed, gathered or updated."""
+    found: list[set[str]] = [set() for _ in range(mesh.pp)]
+    for b in buffers:
+        matrices = b.rule in MATRIX_RULES and shared_over(b.parameters[0], mesh, sharded=b.layout.num_ranks > 1)
+        tied = str(b.tied_stages) if _TIED in sums_of(b, mesh) else None
+        found[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
+    return found
 
 
 def _with(row: MemoryRow, device: int, slack: int) -> MemoryRow:

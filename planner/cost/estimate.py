@@ -19,7 +19,7 @@ from passes.errors import require
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, neighbours, send_seconds
 from planner.cost.cut.units import CutWork
-from planner.cost.device_memory import exchange_axes, on_device
+from planner.cost.device_memory import exchange_axes, with_axes
 from planner.cost.layout import Layout
 from planner.cost.memory import MemoryRow
 from planner.cost.seconds.buffers import RankHolds, rank_holds
@@ -59,7 +59,7 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     group_size = spec.pipeline.group_size
     rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
     further = [_axes_of(rank, layout.mesh) for rank in holds]
-    return Estimate(on_device(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds))
+    return Estimate(with_axes(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds))
 
 
 def _axes_of(holds: RankHolds, mesh: Mesh) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
 from planner.cluster.cluster import Cluster
-from planner.cost.device_memory import axes_of_buffers, on_device
+from planner.cost.device_memory import on_device
 from planner.cost.memory import memory_rows
 from planner.cost.planned import too_large
 from planner.pipeline.schedule import SchedulePlan
@@ -45,9 +45,8 @@ def decide_reshard(
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
-    mesh = once.decisions.mesh
-    further = axes_of_buffers(once.shards.buffers, mesh)
-    rows = on_device(memory_rows(once, schedule, slots, recomputed, compiled), mesh, cluster, further)
+    rows = memory_rows(once, schedule, slots, recomputed, compiled)
+    rows = on_device(rows, once.decisions.mesh, cluster, once.shards.buffers)
     return lowered if any(too_large(rows, cluster)) else once
 
 

@@ -51,6 +51,7 @@ def _staged(decisions: Decisions, shards: Shards) -> Staged:
         decisions.regather,
         decisions.own_tokens,
         decisions.documents,
+        decisions.attention,
     )
 
 

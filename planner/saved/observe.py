@@ -108,14 +108,20 @@ class Operand:
 
 
 def observe(
-    target: Callable[..., Any], args: Any, kwargs: dict[str, Any], operands: Sequence[Like], *, on_gpu: bool = False
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    operands: Sequence[Like],
+    *,
+    on_gpu: bool = False,
+    cudnn: bool = False,
 ) -> Seen:
     """The memory that ``target(*args, **kwargs)`` makes and saves; the arguments have Operands in place of tensors.
 
-    ``on_gpu``: attention and RMS norms by the kernels of a GPU. Raises whatever the op raises on tensors without
-    values.
+    ``on_gpu``: attention and RMS norms by the kernels of a GPU, ``cudnn``: of one that prefers cuDNN's. Raises whatever
+    the op raises on tensors without values.
     """
-    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands), on_gpu)
+    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands), on_gpu, cudnn)
 
 
 def _frozen(value: Any) -> Any:
@@ -139,8 +145,10 @@ def _thawed(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 @cache
-def _seen(target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...], on_gpu: bool) -> Seen:
-    with _mode(), torch.enable_grad(), KernelsOfGPU() if on_gpu else nullcontext(), sent() as messages:
+def _seen(
+    target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...], on_gpu: bool, cudnn: bool
+) -> Seen:
+    with _mode(), torch.enable_grad(), KernelsOfGPU(cudnn=cudnn) if on_gpu else nullcontext(), sent() as messages:
         leaves = [_empty(like) for like in operands]
         tensors = [_Operand.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         kept: dict[int, Tensor] = {}

@@ -212,7 +212,8 @@ class _Tracer:
         given = without_stream(node.target, args)
         exchanges = any(isinstance(a, AxisHandle) for a in args)
         try:
-            seen = observe(node.target, given, kwargs, likes, on_gpu=self.decisions.on_gpu)  # pyright: ignore
+            on_gpu, cudnn = self.decisions.on_gpu, self.decisions.cudnn
+            seen = observe(node.target, given, kwargs, likes, on_gpu=on_gpu, cudnn=cudnn)  # pyright: ignore
         except Exception:  # whatever an op, or a user's function, says of tensors without values
             require(not exchanges, f"{node.name} exchanges, and does not run on tensors without values")
             return None

@@ -65,6 +65,7 @@ class Cuts:
         """``kinds``: the kinds of recompute to compare."""
         self.prepared, self.spec, self.cluster = prepared, spec, cluster
         self.on_gpu = cluster is not None and cluster.device.is_gpu
+        self.cudnn = cluster is not None and cluster.device.cudnn_attention
         program = prepared.program
         self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
@@ -109,9 +110,9 @@ class Cuts:
         check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
         decisions = Decisions(
             program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
-            experts=variant.experts, context=variant.context, on_gpu=self.on_gpu,
+            experts=variant.experts, context=variant.context, on_gpu=self.on_gpu, cudnn=self.cudnn,
             regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
-            documents=self.prepared.documents, rules=self.rules,
+            documents=self.prepared.documents, rules=self.rules, attention=spec.attention_kernel,
         )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
 

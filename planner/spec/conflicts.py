@@ -33,6 +33,9 @@ def conflicts(spec: Spec) -> Iterator[PlanError]:
     yield from _recompute_problems(spec)
     yield from _zero_problems(spec)
     yield from _stage_problems(spec)
+    if spec.attention != AUTO and not spec.mesh.has_auto and spec.mesh.cp == 1:
+        fix = "remove it, or set mesh.cp"
+        yield SpecError("attention: without cp, PyTorch chooses the kernel of attention", where="attention", fix=fix)
 
 
 def _auto_problems(spec: Spec) -> Iterator[PlanError]:

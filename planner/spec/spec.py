@@ -127,6 +127,9 @@ class Spec(Section):
     fuse_norms: Flag = key(
         False, "fuse spelled-out RMS norms to aten.rms_norm: one kernel on a GPU, with different rounding"
     )
+    attention: Literal["auto", "flash", "cudnn"] = key(
+        AUTO, "kernel of attention over cp: auto | flash | cudnn, which torch must take on every rank; auto: flash"
+    )
     dropout: Literal["fast", "layout_invariant"] = key(
         "fast", "fast | layout_invariant: equal masks under every layout, slower"
     )
@@ -245,6 +248,11 @@ class Spec(Section):
         if self.data.packing != "documents" or self.cuda_graphs.impl != "none":
             return ()
         return tuple(name for name in self.inputs if role_of(name, self.data.inputs) in TELLING)
+
+    @property
+    def attention_kernel(self) -> str:
+        """Of attention over cp: flash until a measurement on a GPU stands for the other."""
+        return "flash" if self.attention == AUTO else self.attention
 
     @property
     def num_microbatches(self) -> int:

@@ -42,8 +42,8 @@ SUFFIX = ".pt"
 FORM = "meshwright plan 5"
 MOST_BYTES = 8 << 30
 DECIDED = (
-    "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "regather",
-    "own_tokens", "documents", "rules", "imbalance",
+    "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "cudnn",
+    "regather", "own_tokens", "documents", "attention", "rules", "imbalance",
 )  # fmt: skip
 PARTS: dict[str, Any] = {
     "regions": tuple[Region, ...],

@@ -67,7 +67,7 @@ def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
         if decisions.on_gpu:
             given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
             values: list[Any] = [None if x is None else x.meta["val"] for x in given]
-            kernel = kernel_of(*values)
+            kernel = kernel_of(*values, cudnn=decisions.cudnn)
             keeps = (
                 "its scores and probabilities"
                 if kernel == MATH

@@ -67,6 +67,7 @@ def _device(found: Found) -> dict[str, Any]:
     }
     if processors:
         device |= {"processors": processors, "host": _an_op(found), "context": found.machine.context}
+        device |= {"cudnn_attention": True} if found.machine.cudnn else {}
         return device if found.machine.slack is None else device | {"slack": found.machine.slack}
     return device | {"launch": _an_op(found)} | ({"at_once": found.machine.cores} if sharing > 1 else {})
 

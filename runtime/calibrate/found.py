@@ -31,7 +31,8 @@ class Timed:
 class Machine:
     """The measured machine. ``cores``: shared by the ranks; 0: each rank has a device of its own. ``memory``: bytes of
     a rank. ``load``: the load average before. ``processors``: of a GPU; ``context``: bytes that its driver holds;
-    ``slack``: what its allocator reserves beyond tensors, as a fraction of them, or None.
+    ``slack``: what its allocator reserves beyond tensors, as a fraction of them, or None; ``cudnn``: torch takes its
+    attention first.
     """
 
     device: str
@@ -44,6 +45,7 @@ class Machine:
     processors: int = 0
     context: int = 0
     slack: float | None = None
+    cudnn: bool = False
 
     @property
     def sharing(self) -> float:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from passes.errors import PlanError
 from runtime.calibrate.cluster_file import cluster_text
@@ -117,7 +118,9 @@ def _machine(groups: Groups, load: float) -> Machine:
         gpu = torch.cuda.get_device_properties(groups.device)
         backend = groups.backend or "nccl"
         processors, slack = gpu.multi_processor_count, reserved_share(groups.device)
-        return Machine(gpu.name, backend, size, 0, whole, load, version, processors, context, slack)
+        rows = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=groups.device)
+        cudnn = torch._fused_sdp_choice(rows, rows, rows) == SDPBackend.CUDNN_ATTENTION.value
+        return Machine(gpu.name, backend, size, 0, whole, load, version, processors, context, slack, cudnn)
     cores = len(os.sched_getaffinity(0))
     return Machine(_cpu_name(), "gloo", size, cores, _memory() // size, load, version)
 

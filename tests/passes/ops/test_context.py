@@ -17,6 +17,7 @@ from passes.ops.causal_attention import causal_attention, shared_key_causal_atte
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
 from passes.partition.sequence import zigzag
+from tests.tools.cudnn_stand_in import stand_in
 from tests.tools.examples import examples
 from tests.tools.simulated_ranks import on_threads
 
@@ -24,7 +25,20 @@ pytestmark = pytest.mark.check
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
 CAUSAL = [("flash", True), ("flash", False), ("masks", True), ("masks", False)]
+
+
+class Called(TorchDispatchMode):
+    """Adds the ops that are called to ``ops``."""
+
+    def __init__(self, ops: set[Any]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(func)
+        return func(*args, **(kwargs or {}))
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -99,6 +113,66 @@ def test_causal_attention_of_ranks_is_that_of_the_whole(cp, length, heads, featu
 
     for found, expected in (pair for pairs in on_threads(cp, run) for pair in pairs):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+WIDTHS = {"of one width": (6, 6), "narrower values": (6, 4), "wider values": (4, 6)}
+
+
+def _beside_the_whole(kernel: str, mask: Tensor | None, local: bool, widths: tuple[int, int]) -> set[Any]:
+    """Results and gradients of two ranks; the ops that they call."""
+    cp, generator = 2, torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 16, width) for heads, width in zip((4, 2, 2), (widths[0], *widths), strict=True)]
+    q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    truth = (out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach()))
+
+    ops: set[Any] = set()
+
+    def run(rank: int) -> list[tuple[Tensor, Tensor]]:
+        with Called(ops):
+            return of_rank(rank)
+
+    def of_rank(rank: int) -> list[tuple[Tensor, Tensor]]:
+        axis = AxisHandle("cp", cp, rank)
+        mine = [leaf(local_rows(t, 2, axis)) for t in (q, k, v)]
+        options: dict[str, Any] = {"enable_gqa": True, "kernel": kernel}
+        if local:
+            rows = None if mask is None else local_rows(mask, mask.dim() - 2, axis)
+            y = gathered_attention(mine[0], mine[1], mine[2], rows, axis, is_causal=mask is None, **options)
+        else:
+            whole = [gather_sequence(t, 2, axis) for t in mine[1:]]
+            y = causal_attention(mine[0], whole[0], whole[1], axis, **options)
+        found = (y.detach(), *torch.autograd.grad(y, mine, y.detach()))
+        return list(zip(found, (local_rows(t, 2, axis) for t in truth), strict=True))
+
+    for found, expected in (pair for pairs in on_threads(cp, run) for pair in pairs):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    return ops
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("local", [True, False])
+def test_parts_by_cudnn_are_merged_and_have_the_gradients_of_the_whole(local: bool, widths: str) -> None:
+    with stand_in():
+        ops = _beside_the_whole("cudnn", None, local, WIDTHS[widths])
+    assert (CUDNN in ops, FLASH in ops) == (True, False)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (2, 1, 16, 16), (2, 4, 16, 16)])
+def test_cudnn_takes_masks(shape: tuple[int, ...]) -> None:
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(0)) > -1
+    with stand_in():
+        assert CUDNN in _beside_the_whole("cudnn", mask, True, (6, 4))
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("local", [True, False])
+def test_flash_takes_values_of_another_width_than_keys_without_a_mask_of_rows_and_keys(
+    local: bool, widths: str
+) -> None:
+    ops = _beside_the_whole("flash", None, local, WIDTHS[widths])
+    assert FLASH in ops
+    assert aten.ge.Tensor not in ops  # of which a causal mask is made
 
 
 MASKS = {"none": (), "of the rows": (12, 12), "of heads": (4, 12, 12), "of the batch": (2, 1, 1, 12), "true": (12, 12)}

@@ -16,6 +16,7 @@ from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import spec_of
 
 BF16, F32 = torch.bfloat16, torch.float32
+ON_HOPPER = [("cuDNN", BF16, 64, 4, False), ("cuDNN", BF16, 64, 2, True), ("flash", BF16, 20, 4, False)]
 CASES: list[tuple[str, torch.dtype, int, int, bool]] = [  # kernel, dtype, features and key heads of 4, whether masked
     ("flash", BF16, 64, 4, False),
     ("flash", BF16, 64, 2, False),
@@ -35,23 +36,32 @@ def _given(dtype: torch.dtype, width: int, groups: int, is_masked: bool) -> list
     return [q, k, v, torch.empty(48, 48, dtype=torch.bool, device="meta") if is_masked else None]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*((False, *c) for c in CASES), *((True, *c) for c in ON_HOPPER)], ids=str)
 def test_a_gpu_takes_the_kernel_that_its_inputs_admit_and_keeps_what_that_keeps(case: Any) -> None:
-    kernel, dtype, width, groups, is_masked = case
+    cudnn, kernel, dtype, width, groups, is_masked = case
     q, k, v, mask = _given(dtype, width, groups, is_masked)
     assert q is not None and k is not None and v is not None  # noqa: PT018
-    assert kernel_of(q, k, v, mask) == kernel
+    assert kernel_of(q, k, v, mask, cudnn=cudnn) == kernel
     likes = [Like.contiguous(x.shape, x.dtype, x.is_floating_point()) for x in (q, k, v, mask) if x is not None]
     operands = tuple(Operand(i) for i in range(len(likes)))
-    seen = observe(attention, operands, {"dropout_p": 0.1, "enable_gqa": groups < 4}, likes)
+    seen = observe(attention, operands, {"dropout_p": 0.1, "enable_gqa": groups < 4, "cudnn": cudnn}, likes)
     scores = 2 * 4 * 48 * 48 * dtype.itemsize
     rows = 64 if kernel == "memory-efficient" else 48
     if kernel == "math":
         assert max(seen.hidden) >= scores
     else:
         assert (seen.operands, seen.results) == (tuple(range(len(likes))), (0,))
-        assert sorted(seen.hidden) == sorted([2 * 4 * rows * 4, 2 * 8])  # sums of rows, and the generator's place
+        place = [8, 8] if kernel == "cuDNN" else [16]  # of the generator
+        assert sorted(seen.hidden) == sorted([2 * 4 * rows * 4, *place])  # sums of rows
     assert seen.made[0].like.shape == q.shape
+
+
+def test_on_hopper_values_narrower_than_keys_and_masks_of_shared_keys_keep_no_scores() -> None:
+    q, k = (torch.empty(1, heads, 48, 192, dtype=BF16, device="meta") for heads in (4, 2))
+    v, mask = torch.empty(1, 2, 48, 128, dtype=BF16, device="meta"), torch.empty(48, 48, dtype=BF16, device="meta")
+    assert kernel_of(q, k, v, mask) == "math"
+    assert kernel_of(q, k, v, mask, cudnn=True) == "cuDNN"
+    assert kernel_of(q, k, v, mask.requires_grad_(), cudnn=True) == "math"  # cuDNN has no gradient of a mask
 
 
 def _plan(cluster: str | None) -> Plan:
@@ -71,7 +81,7 @@ def test_a_plan_counts_dropout_in_attention_by_the_device_of_its_cluster_and_say
     of_cpu = "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities"
     assert _said(alone) == _said(cpu) == {of_cpu}
     (said,) = _said(gpu)
-    assert "that of the flash kernel of a GPU, which saves its result and one value per row, no probabilities" in said
+    assert "that of the cuDNN kernel of a GPU, which saves its result and one value per row, no probabilities" in said
     kept = [made.memory[0].of_microbatch[0] for made in (alone, cpu, gpu)]
     assert kept[0] == kept[1]
     config = build("gpt2-dropout").model.config

@@ -1,0 +1,97 @@
+"""``attention: cudnn``: cp's attention by cuDNN, once torch takes every call on every rank; here by a stand-in."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError
+from passes.ops.causal_attention import causal_attention
+from passes.ops.gathered_attention import gathered_attention
+from planner import Plan
+from planner.lower import lower
+from runtime import Engine
+from runtime.attention import check_attention
+from runtime.distributed.groups import Groups
+from tests.models import families
+from tests.tools.captures import plan_again
+from tests.tools.cudnn_stand_in import stand_in
+from tests.tools.laboratory import Case, session_lab
+from tests.tools.limits import HANG_SECONDS
+
+CUDNN = {"attention": "cudnn"}
+
+
+def planned(name: str = "llama", **more: Any) -> tuple[Plan, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    entry = families.FAMILIES[name]()
+    batch = entry.batch(2, 0)
+    inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
+    spec = {"batch": {"global": 2, "micro": 2}, "inputs": inputs, "mesh": {"cp": 2}}
+    return plan_again(entry.model, spec | more), batch
+
+
+def rank_of(plan: Plan, rank: int) -> Groups:
+    return Groups(plan.mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS))
+
+
+def kernels(plan: Plan) -> set[Any]:
+    nodes = [n for stage in lower(plan, 0).stages for n in stage.module.graph.nodes]
+    found = [n for n in nodes if n.target in (causal_attention, gathered_attention)]
+    assert found
+    return {n.kwargs.get("kernel") for n in found}
+
+
+def test_the_kernel_of_the_spec_stands_at_each_attention_over_cp() -> None:
+    assert kernels(planned()[0]) == {None}  # auto: flash
+    assert kernels(planned(attention="flash")[0]) == {None}
+    assert kernels(planned(**CUDNN)[0]) == {"cudnn"}
+
+
+def test_torch_is_asked_about_the_parts_of_each_rank() -> None:
+    plan, batch = planned(**CUDNN)
+    (length,) = {x.shape[1] for x in batch.values()}
+    chunk = length // 4
+    for rank, keys in enumerate([{chunk, 3 * chunk}, {chunk, 2 * chunk}]):
+        with stand_in() as seen:
+            check_attention(plan, rank_of(plan, rank))
+        assert {q[2] for q, _, _ in seen} == {chunk}
+        assert {k[2] for _, k, _ in seen} == keys
+        assert {v[2] for *_, v in seen} == keys
+
+
+def test_a_call_that_cudnn_does_not_take_is_refused_at_its_source_line() -> None:
+    plan, _ = planned(**CUDNN)
+    with pytest.raises(PlanError) as found:  # this machine's torch takes none on a CPU
+        check_attention(plan, rank_of(plan, 0))
+    assert "cuDNN does not take this attention on rank 0" in found.value.what
+    assert ".py" in str(found.value.where)
+    assert "attention: auto" in str(found.value.fix)
+    check_attention(planned()[0], rank_of(plan, 0))  # of flash nothing is asked
+
+
+def with_cudnn(plan: Any, batches: list[dict[str, Tensor]], refusing: int | None) -> list[float] | str:
+    """Losses of two steps, or the error. ``refusing``: the rank on which torch takes no call."""
+    rank = torch.distributed.get_rank()
+    with stand_in(lambda q, k, v: rank != refusing) if plan.spec.get("attention") == "cudnn" else nullcontext():
+        try:
+            with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
+                return [engine.train_step(batch).loss for batch in batches[:2]]
+        except PlanError as error:
+            return error.what
+
+
+@pytest.mark.slow
+def test_a_run_by_cudnn_trains_as_by_flash_and_one_rank_that_cannot_is_an_error_on_all() -> None:
+    def run(rest: dict[str, Any], refusing: int | None = None) -> list[Any]:
+        return session_lab().run(Case("llama", {"cp": 2}, rest, job=with_cudnn, job_arguments=(refusing,)))
+
+    flash, cudnn, refused = run({}), run(CUDNN), run(CUDNN, 1)
+    assert cudnn[0] == pytest.approx(flash[0], rel=1e-12)
+    assert len({str(error) for error in refused}) == 1
+    assert "cuDNN does not take this attention on rank 1" in refused[0]
