@@ -11,8 +11,9 @@ NCCL holds buffers for each channel and neighbour of a communicator, whatever is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
 from planner.cluster.cluster import Cluster
@@ -30,22 +31,29 @@ _TIED = "embedding"
 
 def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collection[str] = ()) -> int:
     """Of one rank of ``pp_rank``. ``further``: the axes of the exchanges of its buffers."""
-    reached = (_outermost(mesh, axis, cluster) for axis in _axes(mesh, further))
-    neighbours = (link for link in links(mesh.pp, mesh.vpp, mesh.fold) if pp_rank in link[:2])
-    ends = ((mesh.rank_of(pp=link.sender), mesh.rank_of(pp=link.receiver)) for link in neighbours)
+    own = _axes(mesh)
+    reached = (_outermost(mesh, axis, cluster) for axis in (*own, *sorted({*further} - {*own, *EXPERT_AXES})))
+    ends = (ranks for pp_ranks, ranks in _links(mesh) if pp_rank in pp_ranks)
     levels = [level for level in reached if level is not None] + [level_between(*pair, cluster) for pair in ends]
     return (cluster.device.context or 0) + sum(cluster.links[level].communicator or 0 for level in levels)
 
 
-def _axes(mesh: Mesh, further: Collection[str]) -> Iterator[str]:
+@lru_cache(maxsize=1 << 12)
+def _axes(mesh: Mesh) -> tuple[str, ...]:
     """Each once: an axis of experts with the ranks of a dense one is that group."""
-    yield from ("world", "tp", "dp", *(("cp", "dp-cp") if mesh.cp > 1 else ()))
     dense = {"etp": "tp", "edp": mesh.data_axis}
-    for axis in ("etp", "ep", "edp") if mesh.has_expert_axes else ():
-        ranks = mesh.expert.group_of(EXPERT_AXES[axis], 0)
-        if axis not in dense or mesh.group_of(dense[axis], 0) != ranks:
-            yield axis
-    yield from sorted(axis for axis in further if axis not in ("tp", "cp", "dp", "dp-cp", *EXPERT_AXES))
+    experts = EXPERT_AXES if mesh.has_expert_axes else {}
+    ranks = {axis: mesh.expert.group_of(token, 0) for axis, token in experts.items()}
+    apart = [axis for axis in ranks if axis not in dense or mesh.group_of(dense[axis], 0) != ranks[axis]]
+    return ("world", "tp", "dp", *(("cp", "dp-cp") if mesh.cp > 1 else ()), *apart)
+
+
+@lru_cache(maxsize=1 << 12)
+def _links(mesh: Mesh) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Both pp ranks of each link of a pipeline, and two of their ranks."""
+    firsts = [mesh.rank_of(pp=rank) for rank in range(mesh.pp)]
+    found = links(mesh.pp, mesh.vpp, mesh.fold)
+    return tuple(((a, b), (firsts[a], firsts[b])) for a, b, _ in found)
 
 
 def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:

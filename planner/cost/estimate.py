@@ -59,7 +59,9 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     group_size = spec.pipeline.group_size
     rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
     further = [_axes_of(rank, layout.mesh) for rank in holds]
-    return Estimate(with_axes(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds))
+    return Estimate(
+        with_axes(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds)
+    )
 
 
 def _axes_of(holds: RankHolds, mesh: Mesh) -> set[str]:
