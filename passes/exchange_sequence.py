@@ -22,6 +22,7 @@ from passes.ops.collectives import g_f
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import FLASH, gathered_attention
 from passes.program.ops import sequence
+from passes.program.ops.aten import is_random
 
 BECOMES: dict[Any, tuple[Callable[..., Any], int]] = {  # and the argument position of the number of ranks
     sequence.local_rows: (local_rows, 2),
@@ -38,11 +39,11 @@ def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
     """In place: the axis takes the place of its size, options of attention become keywords, its kernel among them."""
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in BECOMES:
-            function, position = BECOMES[node.target]
+            (function, position), draws = BECOMES[node.target], is_random(node)
             node.update_arg(position, axis_node(stage, context.axes["cp"]))
             node.target = function
             if function is causal_attention:
                 node.kwargs = dict(zip(OPTIONS, node.args[position + 1 :], strict=False)) | node.kwargs
                 node.args = node.args[: position + 1]
-            if function in ATTENTIONS and context.staged.attention != FLASH:
+            if function in ATTENTIONS and not draws and context.staged.attention != FLASH:
                 node.kwargs = {**node.kwargs, "kernel": context.staged.attention}

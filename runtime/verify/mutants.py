@@ -137,6 +137,7 @@ def _own_keys(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: AxisHandle, *_: 
     if options.pop("is_causal", False):
         return causal_attention(q, _own_tokens(k, 2, axis), _own_tokens(v, 2, axis), axis, **options)
     k, v = (_own_tokens(t, 2, axis) for t in (k, v))
+    options.pop("kernel", None)
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.errors import PlanError
 from passes.ops.causal_attention import causal_attention
@@ -27,9 +27,10 @@ from tests.tools.limits import HANG_SECONDS
 CUDNN = {"attention": "cudnn"}
 
 
-def planned(name: str = "llama", **more: Any) -> tuple[Plan, dict[str, Tensor]]:
+def planned(name: str = "llama", *, trains: bool = False, **more: Any) -> tuple[Plan, dict[str, Tensor]]:
     torch.manual_seed(0)
     entry = families.FAMILIES[name]()
+    entry.model.train(trains)
     batch = entry.batch(2, 0)
     inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
     spec = {"batch": {"global": 2, "micro": 2}, "inputs": inputs, "mesh": {"cp": 2}}
@@ -40,9 +41,12 @@ def rank_of(plan: Plan, rank: int) -> Groups:
     return Groups(plan.mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS))
 
 
+def nodes_of(plan: Plan) -> list[fx.Node]:
+    return [n for stage in lower(plan, 0).stages for n in stage.module.graph.nodes]
+
+
 def kernels(plan: Plan) -> set[Any]:
-    nodes = [n for stage in lower(plan, 0).stages for n in stage.module.graph.nodes]
-    found = [n for n in nodes if n.target in (causal_attention, gathered_attention)]
+    found = [n for n in nodes_of(plan) if n.target in (causal_attention, gathered_attention)]
     assert found
     return {n.kwargs.get("kernel") for n in found}
 
@@ -51,6 +55,13 @@ def test_the_kernel_of_the_spec_stands_at_each_attention_over_cp() -> None:
     assert kernels(planned()[0]) == {None}  # auto: flash
     assert kernels(planned(attention="flash")[0]) == {None}
     assert kernels(planned(**CUDNN)[0]) == {"cudnn"}
+
+
+def test_attention_with_dropout_has_no_kernel_of_the_spec_as_nobody_asks_torch_about_it() -> None:
+    plan, _ = planned("gpt2-dropout", trains=True, **CUDNN)
+    calls = [c for n in nodes_of(plan) for c in (n.target, *n.args)]  # a stream of random numbers calls it
+    assert causal_attention in calls
+    assert all("kernel" not in str(n.args) + str(n.kwargs) for n in nodes_of(plan))
 
 
 def test_torch_is_asked_about_the_parts_of_each_rank() -> None:
