@@ -28,8 +28,7 @@ from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
 from planner.cost.seconds.pipeline import Run, run_pipeline
 from planner.cost.seconds.roofline import peak_of
 from planner.cost.seconds.sharded import Exchanged
-from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
-from planner.cost.seconds.waiting import run_waiting
+from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds, run_waiting
 from planner.cost.step_time import CostPlan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import KINDS

@@ -3,11 +3,27 @@
 A value crosses in the type that it has there. A change of type runs in the region of its readers if they are all in
 one, else in the region that makes the value: so a gather before a region belongs to it, and the smaller part crosses.
 Partial sums are summed in the region that makes them.
+
+The parts of one block: its attention, and the rest. Found by the ops that compute scores, never by a module's name.
+
+    attn    the scores times the values, their inputs, and the ops up to the residual add:
+            norm → q, k, v → scores → @ v → output projection | + x
+    mlp     the rest of the block
+
+A block with two attentions (a decoder that also reads an encoder) has a part for each. A part contains all its inputs
+within the block that are not in the parts before it, so none of its inputs depends on its outputs: it can run as one
+call.
+
+Calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own.
+
+For experts: the host waits for the exchange of counts, and all ops up to the combine have a number of rows that depends
+on it. Also a part that cannot run as one call: one that a stage boundary splits, or one that reads values made from its
+own outputs outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -16,18 +32,21 @@ from torch import fx
 
 from passes.blocks.blocks import Block
 from passes.errors import PlanError
+from passes.moe import exchange
 from passes.moe.domain import domain_of
+from passes.moe.ties import is_grouped
 from passes.partition.type_changes import runs_here, type_at, wanted_types
 from passes.program.ops.addends import num_addends
+from passes.program.ops.host_stops import reads_on_host
+from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import operands, readers, walk
 from passes.regions import Region, home_of
 from passes.types.types import Placement
 from planner.decisions import Decisions
+from planner.placement.attention.scores import mixes_values
 from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
-from planner.regions.parts import REST, parts_of
-from planner.regions.refusals import Refusal, refusal, uncapturable
 from planner.sharding.boundaries import value_at
 from planner.sharding.shards import Shards
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
@@ -218,3 +237,88 @@ def _some_after(outer: Collection[fx.Node], region: Region, program: Program) ->
     first = nodes[0]
     needed = set(walk(nodes, operands, into=lambda node: node >= first))
     return any(node > first and node not in needed for node in outer)
+
+
+# ---- the parts of one block: its attention, and the rest. Found by the ops that compute scores, never by a
+
+
+ATTENTION, REST = "attn", "mlp"
+
+
+def parts_of(block: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
+    """(part, nodes) in the order in which they run; ``on_batch``: the nodes that read a batch tensor."""
+    inside, taken = set(block), set[fx.Node]()
+    parts: list[tuple[str, list[fx.Node]]] = []
+    for mixed in (node for node in block if mixes_values(node)):
+        if mixed in taken:
+            continue
+        branch = _until_the_residual(mixed, inside, on_batch)
+        feeding = set(walk(branch, operands, into=lambda n, before=frozenset(taken): n in inside and n not in before))
+        parts.append((ATTENTION, [node for node in block if node in feeding]))
+        taken |= feeding
+    rest = [node for node in block if node not in taken]
+    return [*parts, (REST, rest)] if rest else parts
+
+
+def _until_the_residual(mixed: fx.Node, inside: Collection[fx.Node], on_batch: Collection[fx.Node]) -> list[fx.Node]:
+    """The scores times values and their dependents, up to a sum with another value of the batch."""
+    made = set(walk([mixed], readers, into=lambda n: n in inside))
+
+    def goes_on(node: fx.Node) -> bool:
+        others = [n for n in node.all_input_nodes if n not in made and n in on_batch and n.meta.get("grad")]
+        return node in inside and not (getattr(node.target, "_opname", "") == "add" and others)
+
+    return list(walk([mixed], readers, into=goes_on))
+
+
+# ---- calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own
+
+
+Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
+_ROUTED = {exchange.meet, *exchange.MOVING, *exchange.OF_TOKENS}
+
+
+def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:
+    """Why no graph captures a part of a block; None if one does."""
+    for found in uncapturable(nodes):
+        return found
+    for node in nodes:
+        if decisions.stages.stage_of[node.name] != stage:
+            return node, f"{node.target} runs on a later stage than the start of the block"
+    returning = _comes_back(nodes)
+    if returning is None:
+        return None
+    return returning, f"{returning.target} reads a value that was computed outside from a result of the region"
+
+
+def uncapturable(nodes: Iterable[fx.Node]) -> Iterator[Refusal]:
+    """The calls that no graph captures, wherever they stand."""
+    for node in nodes:
+        if isinstance(node.target, OwnBackward):
+            yield node, f"{node.target} is a custom autograd.Function, which may run any Python code"
+        elif _is_routed(node):
+            yield node, "rows are dispatched to the ranks of their experts, and the host waits for the counts"
+        elif is_grouped(node) and node.target.namespace != "aten":  # pyright: ignore
+            yield node, f"{node.target} reads the row counts of experts on the host"
+        elif reads_on_host(node.target, node.args, lambda value: value.meta["val"]):
+            yield node, f"the output shape of {node.target} is data-dependent: the host would wait for it"
+
+
+def _is_routed(node: fx.Node) -> bool:
+    domain = domain_of(node)
+    return node.target in _ROUTED or (domain is not None and domain.rows >= 0)
+
+
+def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """A node of the region that reads a value made outside from the region's values."""
+    inside, outside = set(nodes), set[fx.Node]()
+    node, last = nodes[0], nodes[-1]
+    while node is not last.next:
+        reads_outside = any(n in outside for n in node.all_input_nodes)
+        if node in inside:
+            if reads_outside:
+                return node
+        elif reads_outside or any(n in inside for n in node.all_input_nodes):
+            outside.add(node)
+        node = node.next
+    return None

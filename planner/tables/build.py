@@ -1,11 +1,21 @@
-"""Build every row of a plan from the decisions. Nothing is decided here, and nothing refused."""
+"""Build every row of a plan from the decisions. Nothing is decided here, and nothing refused.
+
+Notes beside the rows say what a run does otherwise than one would think: gradients that graphs of Transformer Engine
+round, dims that tp does not divide, weights in shards that stay whole, documents, weight gradients that no W computes.
+
+    eager, local on a GPU      buffer += gᵀ x             added as it is computed, in the dtype of the buffer
+    transformer_engine         buffer += round(gᵀ x)      its graph gives the gradient in the dtype of the weight
+
+Its own way past that (fuse_wgrad_accumulation, into ``main_grad``) is one of its layers, and regions hold none of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from passes.blocks.places import Places
+from passes.blocks.places import Places, glob_of
 from passes.pieces import Piece
+from passes.program.ops.aten import shape_of
 from passes.regions import Region
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
@@ -21,23 +31,18 @@ from planner.placement.attention.sites import AttentionSite
 from planner.recompute.rows import rows_of as recompute_rows
 from planner.regions.regions import rows_of
 from planner.regions.static_memory import GraphSlots
+from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients
 from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
+from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import diagnostic_rows, summary_row
-from planner.tables.documents import documents_notes
 from planner.tables.experts import experts_rows
-from planner.tables.graph_rounding import graph_rounding_warnings
-from planner.tables.optimizer import decay_notes, optimizer_plan
-from planner.tables.padded_dims import padded_notes
-from planner.tables.parameters import parameter_rows
+from planner.tables.parameters import decay_notes, optimizer_plan, parameter_rows, regather_notes
 from planner.tables.reasons import Reasons
-from planner.tables.regather import regather_notes
 from planner.tables.rows import Diagnostic, StagePlan
-from planner.tables.sharded import sharded_notes
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Tables
-from planner.tables.weight_gradients import weight_gradient_notes
 
 
 def tables_of(
@@ -148,3 +153,137 @@ def _stage_row(decisions: Decisions, shards: Shards, index: int) -> StagePlan:
     count = sum(node.meta["val"].numel() for node in held)
     place = mesh.pp_rank_of(index), mesh.chunk_of(index)
     return StagePlan(index, *place, blocks, count, shards.received(index), shards.sent(index))
+
+
+# ---- notes on attention that keeps the documents of a packed sequence apart
+
+
+def documents_notes(
+    spec: Spec, decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places
+) -> Iterator[Diagnostic]:
+    """Which attentions compute the pairs of tokens within documents alone, and which all pairs of a sequence."""
+    documents, program = decisions.documents, decisions.program
+    if spec.data.packing != "documents":
+        return
+    within = [n for n in program.graph.graph.nodes if n.name in documents.attentions]
+    if within:
+        length = shape_of(within[0])[2] * decisions.mesh.cp
+        share = f"{documents.mean / length:.0%} of the pairs of a sequence of {length}"
+        how = f"for documents of {documents.mean} tokens" if documents.mean < length else "unless documents are shorter"
+        fix = "" if documents.mean < length else "set data.mean_document for the predicted memory and time"
+        what = f"{len(within)} attentions run within documents: {share}, {how}"
+        yield Diagnostic("info", what, places.text(within[0]), fix)
+    others = [site.node for site in sites if not any(n.name in documents.attentions for n in site.nodes)]
+    if others:
+        why = "" if spec.cuda_graphs.impl == "none" else ", as CUDA graphs hold the blocks of no document"
+        what = (
+            f"{len(others)} kinds of attention compute all pairs of a sequence and mask those of other documents{why}"
+        )
+        fix = "" if why else "use torch.nn.functional.scaled_dot_product_attention with a mask and without dropout"
+        yield Diagnostic("info", what, places.text(others[0]), fix)
+
+
+# ---- warns if graphs of Transformer Engine round gradients that a run without graphs does not round
+
+
+def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic]:
+    """One row if weights of products in captured regions are less precise than their gradient buffers."""
+    if spec.cuda_graphs.impl != "transformer_engine":
+        return
+    products = {found.name for found in weight_gradients(lowered) if found.how == IN_GRAPH}
+    narrow = {
+        (p.fqn, buffer.dtype, buffer.gradient_dtype)
+        for buffer in lowered.shards.buffers
+        for p in buffer.parameters
+        if p.fqn in products and buffer.dtype.itemsize < buffer.gradient_dtype.itemsize
+    }
+    if narrow:
+        (_, dtype, of_sum), count = min(narrow, key=str), len({name for name, _, _ in narrow})
+        yield Diagnostic(
+            "warning",
+            f"the gradients of {count} weights in graphs are rounded to {_name(dtype)} in each microbatch and "
+            f"summed in {_name(of_sum)}: transformer_engine returns them so; on a GPU, eager steps and impl: "
+            "local do not round",
+            "cuda_graphs.impl",
+            "set impl: local, or accept this rounding difference from eager steps",
+        )
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- dims of activations that tp does not divide, as a sequence of 17 tokens: ranks hold equal parts of a padded one
+
+
+def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
+    """One note for each size, at the first value that is gathered or scattered along it."""
+    told = set[tuple[int, int]]()
+    for change in (change for of_stage in shards.changes for change in of_stage):
+        cut = change.before if change.before.is_sharded else change.after
+        value = decisions.program.node(change.value)
+        if not cut.padding or not value.meta.get("grad"):
+            continue
+        size, held = shape_of(value)[cut.dim], cut.local_size(decisions.placements.size(value))
+        if (size, held) not in told:
+            told.add((size, held))
+            yield Diagnostic(
+                "info",
+                f"dim {cut.dim} = {size} is padded to {size + cut.padding} over {change.axis}: each rank holds "
+                f"{held}, and no sum includes padding",
+                places.text(value),
+            )
+
+
+# ---- a note on weights in shards: when they are freed, and why
+
+
+def sharded_notes(
+    spec: Spec, lowered: Lowered, memory: Sequence[MemoryRow], cluster: Cluster | None
+) -> Iterator[Diagnostic]:
+    """One, if the plan chose with several microbatches."""
+    if not any(buffer.gathers for buffer in lowered.shards.buffers) or spec.num_microbatches == 1:
+        return
+    if spec.optimizer.reshard != AUTO:
+        return
+    at, once = "optimizer.reshard", "gathered once a step and whole until its end"
+    if cluster is None:
+        what = "weights are freed after each use: without a cluster the plan does not know whether they fit"
+        yield Diagnostic("info", what, at, f"set reshard: false for weights that are {once}, or name a cluster")
+    elif lowered.shards.reshards:
+        yield Diagnostic("info", f"weights are freed after each use: {once}, they do not fit", at)
+    else:
+        most, usable = max(row.total for row in memory), usable_bytes(cluster)
+        what = f"weights are {once}: the fullest rank needs {format_bytes(most)} of {format_bytes(usable)}"
+        yield Diagnostic("info", what, at, "set reshard: true to free them after each use")
+
+
+# ---- which gradients of weights a W of the schedule makes, and which come with their backward, and why
+
+
+WHERE = "pipeline.schedule"
+
+
+def weight_gradient_notes(lowered: Lowered, schedule: SchedulePlan) -> Iterator[Diagnostic]:
+    """If the schedule has W: one note of the weight gradients that wait, and one for each reason why others do not."""
+    if not schedule.has_weights:
+        return
+    rows = weight_gradients(lowered)
+    waiting = {row.name for row in rows if row.how == CAN_WAIT}
+    yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of matrix products", WHERE)
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row.how != CAN_WAIT:
+            others.setdefault(_reason(row), []).append(glob_of(row.name))
+    for reason, names in others.items():
+        yield Diagnostic("info", f"computed with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
+
+
+def _reason(row: WeightGradient) -> str:
+    if row.how == BY_AUTOGRAD:
+        return f"as {row.reason}"
+    return (
+        "in CUDA graphs"
+        if row.how == IN_GRAPH
+        else "because they read memory of a CUDA graph that the next microbatch reuses"
+    )

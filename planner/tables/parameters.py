@@ -1,18 +1,42 @@
-"""The parameters' rows: style, cut, the reason in words. Nothing is left out: frozen and unused ones are named so."""
+"""The parameters' rows: style, cut, the reason in words. Nothing is left out: frozen and unused ones are named so.
+
+The rows of the gradient buffers, and a note on vectors with weight decay.
+
+Values that are gathered twice under sequence parallelism, in bytes: those not saved, and those moved again.
+
+The input of a column-parallel linear is gathered, and its weight's gradient needs all of it again: saved, it is t times
+the part that a rank holds anyway; gathered again while the gradient of the value is computed, only the part is saved
+(Korthikanti et al. 2022, section 4.2). One op gathers and multiplies, so linears in two graph regions save the value.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import prod
 
+import torch
 from torch import fx
 
 from passes.blocks.places import Places
+from passes.ops.collectives import gather
+from passes.ops.column_linear import gathered_linears
 from passes.parameters import axis_of
+from passes.partition.type_changes import TypeChange
 from planner.decisions import Decisions
+from planner.mesh import Mesh
+from planner.saved.lowered import Lowered
+from planner.sharding.buckets import Bucket
+from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
+from planner.sharding.homes import Homed, Homes, homes_of
 from planner.sharding.parameters import ParameterPlan, part_of_node
+from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
+from planner.tables.rows import Diagnostic
+from planner.tables.sizes import format_bytes
 from planner.updates.groups import base_of, settings_of
+from planner.updates.rules import UpdateRules
 
 
 def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
@@ -57,3 +81,100 @@ def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
         return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))
     axis = axis_of(decisions.expert_parts.get(node.name))
     return given if decisions.mesh.size(axis) > 1 and node.users else "default"
+
+
+# ---- the rows of the gradient buffers, and a note on vectors with weight decay
+
+
+def optimizer_plan(
+    optimizer: OptimizerSpec, buffers: tuple[Buffer, ...], mesh: Mesh, rules: UpdateRules
+) -> OptimizerPlan:
+    """One row a buffer, by pp rank."""
+    rows = tuple(_buffer_row(buffer, homes_of(buffer, mesh, rules)) for buffer in buffers)
+    return OptimizerPlan(rows, optimizer.name, optimizer.planned_zero, optimizer.alignment)
+
+
+def decay_notes(
+    optimizer: OptimizerSpec, parameters: tuple[ParameterPlan, ...], buffers: Iterable[Buffer]
+) -> Iterator[Diagnostic]:
+    """One note if norms and biases have weight decay, which most recipes leave out."""
+    base, own = base_of(optimizer), settings_of(optimizer, parameters)
+    trained = {slot.name for b in buffers if not b.is_frozen for bucket in b.layout.buckets for slot in bucket.slots}
+    vectors = [row.name for row in parameters if len(row.shape) < 2 and row.name in trained]
+    decayed = [name for name in vectors if own.get(name, base).weight_decay]
+    if decayed:
+        yield Diagnostic(
+            "info",
+            f"norms and biases are decayed: {len(decayed)} parameters with fewer than two dims, such as {decayed[0]}",
+            "optimizer.no_decay",
+            "set optimizer.no_decay: vectors to leave them out",
+        )
+
+
+def _buffer_row(buffer: Buffer, homes: Homes | None) -> BufferPlan:
+    of_buckets = [()] * len(buffer.layout.buckets) if homes is None else homes.buckets
+    return BufferPlan(
+        buffer.pp_rank,
+        _name(buffer.dtype),
+        _name(buffer.gradient_dtype),
+        buffer.layout.num_elements,
+        buffer.layout.shard_elements(),
+        tuple(map(_bucket_row, buffer.layout.buckets, of_buckets)),
+        buffer.reduced_over,
+        buffer.rule,
+        "" if homes is None else homes.axis,
+    )
+
+
+def _bucket_row(bucket: Bucket, homed: tuple[Homed, ...]) -> BucketPlan:
+    names = tuple(slot.name for slot in bucket.slots)
+    return BucketPlan(bucket.world.start, bucket.world.stop, names, tuple(h.home for h in homed))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- values that are gathered twice under sequence parallelism, in bytes: those not saved, and those moved again
+
+
+def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
+    """One note for each stage that gathers again; and one for gathered values that are saved, with the reason."""
+    decisions = lowered.decisions
+    if not decisions.regather:
+        return
+    stages = [list(gathered_values(lowered, stage)) for stage in range(lowered.num_stages)]
+    is_any = any(again for values in stages for _, again in values)
+    for stage, found in enumerate(stages if is_any else ()):
+        sizes = [_bytes(decisions, change) for change, again in found if again]
+        whole, tp = sum(sizes), decisions.mesh.tp
+        if sizes:
+            yield Diagnostic(
+                "info",
+                f"stage {stage} gathers the inputs of {len(sizes)} groups of linears again in the backward: per "
+                f"microbatch, {format_bytes(whole * (tp - 1) // tp)} are not saved and {format_bytes(whole)} "
+                "gathered again",
+                "tensor_parallel.regather",
+            )
+        for change in (change for change, again in found if not again):
+            yield Diagnostic(
+                "info",
+                f"a gathered value of {format_bytes(_bytes(decisions, change))} is saved for the backward: "
+                "ops other than products with trained weights read it, or CUDA graphs separate them",
+                places.text(decisions.program.node(change.value)),
+            )
+
+
+def gathered_values(lowered: Lowered, stage: int) -> Iterator[tuple[TypeChange, bool]]:
+    """The values over tp that are gathered forward and summed backward; and whether the backward gathers them again."""
+    for node in lowered.stage(stage).graph.nodes:
+        if node.target in (gather, gathered_linears):
+            change: TypeChange = node.meta["change"]
+            if change.axis == "tp" and change.how.backward:
+                yield change, node.target is gathered_linears and bool(node.args[3])
+
+
+def _bytes(decisions: Decisions, change: TypeChange) -> int:
+    """Bytes of the gathered value."""
+    value = decisions.program.node(change.value).meta["val"]
+    return prod(change.before.padded_shape(value.shape)) * value.element_size()

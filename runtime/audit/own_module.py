@@ -4,16 +4,23 @@
 
 The module runs in the mode (training or not) in which it was planned, with gradients on, so that its code takes the
 path that it takes in training. Dropout is the identity, as in ``Engine.evaluate``; nothing is saved for a backward.
+
+Dropout as the identity, in a module that stays in training mode.
+
+``model.eval()`` would turn off more than dropout: other branches, norms and losses ask for the mode too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError
 from planner.capture.model.caches import caches_off
@@ -23,7 +30,6 @@ from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
 from planner.capture.own_loss.with_loss import apply_loss
 from planner.spec.spec import Spec
-from runtime.audit.no_dropout import NoDropout
 from runtime.audit.tolerance import lowest_precision
 from runtime.weights.own_methods import generators_as_before
 
@@ -174,3 +180,27 @@ def loss_of(output: Any, wanted: str) -> Tensor:
         where="loss",
         fix="set loss: {output: NAME}",
     )
+
+
+# ---- dropout as the identity, in a module that stays in training mode
+
+
+_DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
+_MULTI_HEAD = [*inspect.signature(F.multi_head_attention_forward).parameters]
+_PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: _MULTI_HEAD.index("dropout_p")}
+
+
+class NoDropout(TorchFunctionMode):
+    """Inside, each dropout gives back its input, and attention drops nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else given["input"]
+        place = _PLACES.get(func)
+        if place is not None:
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            elif "dropout_p" in given:
+                given["dropout_p"] = 0.0
+        return func(*args, **given)

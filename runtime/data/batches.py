@@ -1,6 +1,14 @@
 """The batch of a step: checked against the plan before anything is sent, then this rank's share cut into microbatches.
 
 dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch m takes the next ``micro`` of them
+
+Checks of values that the model's forward makes in Python, made on the host for each batch.
+
+In the unmodified model such a check raises at its line; the captured graph has none of them.
+
+Check on the host that ids and labels of a batch are in the ranges of the model's lookups.
+
+On a GPU, an id out of range is a device assert: a late error without the id, after which the process is unusable.
 """
 
 from __future__ import annotations
@@ -14,8 +22,6 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from passes.program.assumptions import Assumption
-from runtime.data.assumption_checks import check_assumptions
-from runtime.data.id_checks import check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +128,58 @@ def num_tokens(batch: Mapping[str, Tensor]) -> int:
     """Elements of the first integer input; sequences if there is none."""
     integers = [t for t in batch.values() if not t.is_floating_point() and t.dtype != torch.bool]
     return integers[0].numel() if integers else len(next(iter(batch.values())))
+
+
+# ---- checks of values that the model's forward makes in Python, made on the host for each batch
+
+
+def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumption], micro: int) -> None:
+    """Raise PlanError at the line of the first check that a microbatch fails. A batch on a device is not looked at."""
+    for assumption in assumptions:
+        condition = assumption.condition
+        if condition is None or any(batch[name].device.type != "cpu" for name, _ in condition.inputs):
+            continue
+        size = len(next(iter(batch.values())))
+        for start in range(0, size, micro):
+            rows = {name: batch[name][start : start + micro] for name, _ in condition.inputs}
+            if not condition.holds(rows):
+                raise PlanError(
+                    f"the batch fails a check of the model's forward, in rows {start} to {start + micro - 1}: "
+                    f"{assumption.what.replace('does not raise', 'raises')}",
+                    where=assumption.where,
+                    fix="give a batch that the unmodified model accepts",
+                )
+
+
+# ---- check on the host that ids and labels of a batch are in the ranges of the model's lookups
+
+
+def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:
+    """Raise PlanError, naming the first value out of range and its place. A batch on a device is not looked at."""
+    if value.device.type != "cpu":
+        return
+    for ids in ranges:
+        part = value[(slice(None), *(slice(start, stop) for start, stop in ids.part))]
+        if not part.numel():
+            continue
+        least, most = (int(v) for v in torch.aminmax(part))
+        if ids.low <= least and most < ids.high:
+            continue
+        bad = (part < ids.low) | (part >= ids.high)
+        if ids.skipped is not None:
+            bad &= part != ids.skipped
+        if bad.any():
+            raise _out_of_range(name, part, bad.nonzero()[0], ids)
+
+
+def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanError:
+    found = int(part[tuple(place)])
+    shown = [int(place[0]), *(int(i) + start for i, (start, _) in zip(place[1:], ids.part, strict=True))]
+    besides = "" if ids.skipped is None else f", and skips {ids.skipped}"
+    noun = "labels" if ids.unit == "classes" else "ids"
+    return PlanError(
+        f"batch[{name!r}] holds {found} at {shown}; {ids.what} has {ids.unit} 0 to {ids.high - 1}{besides}",
+        where="batch",
+        fix=f"use {noun} in this range, or a model with more {ids.unit} (its vocabulary is smaller than that of the "
+        "data)",
+    )

@@ -1,8 +1,14 @@
-"""Many cases one after another: draw, run, shrink the failures, sum up."""
+"""Many cases one after another: draw, run, shrink the failures, sum up.
+
+How far a campaign is, and how long it will still take.
+
+Make a failing case as small as it stays failing: one field at a time becomes simpler, until none can.
+"""
 
 from __future__ import annotations
 
 import resource
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,9 +16,7 @@ from pathlib import Path
 
 from runtime.fuzz.case import Case, Model
 from runtime.fuzz.forks import StoreHost
-from runtime.fuzz.progress import Progress
 from runtime.fuzz.run import Outcome, Verdict, run_cases
-from runtime.fuzz.shrink import shrunk
 
 Row = tuple[str, ...]
 COLUMNS = ("cases", "outcome", "reason")
@@ -113,3 +117,64 @@ def processor_seconds() -> float:
     """Of this process and of all its forks that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+# ---- how far a campaign is, and how long it will still take
+
+
+@dataclass
+class Progress:
+    """``num_cases``, ``seconds``: how many, how long; None if there is no such end. Owns: when it began."""
+
+    num_cases: int | None
+    seconds: float | None
+
+    def __post_init__(self) -> None:
+        self._begin = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._begin
+
+    def is_over(self, done: int) -> bool:
+        is_late = self.seconds is not None and self.spent >= self.seconds
+        return is_late or (self.num_cases is not None and done >= self.num_cases)
+
+    def seconds_left(self, done: int) -> float:
+        """By the mean of those that are done; ``done`` is 1 or more."""
+        found = [self.seconds - self.spent] if self.seconds is not None else []
+        if self.num_cases is not None:
+            found.append(self.spent / done * (self.num_cases - done))
+        return max(0.0, min(found))
+
+    def told(self, done: int) -> str:
+        of = "" if self.num_cases is None else f" of {self.num_cases}"
+        return f"{done}{of} done, about {self.seconds_left(done):.0f} s left"
+
+
+# ---- make a failing case as small as it stays failing: one field at a time becomes simpler, until none can
+
+
+MOST_RUNS = 80
+
+
+def shrunk(
+    case: Case, outcome: Outcome, run: Callable[[Case], Outcome], most_ranks: int
+) -> Iterator[tuple[Case, Outcome]]:
+    """Ever simpler cases that fail in the same way, the last one the simplest that ``MOST_RUNS`` runs find."""
+    seen, runs = {str(case)}, 0
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for simpler in case.simpler(most_ranks):
+            if str(simpler) in seen:
+                continue
+            if runs == MOST_RUNS:
+                return
+            seen.add(str(simpler))
+            runs += 1
+            found = run(simpler)
+            if found.is_like(outcome):
+                case, outcome, is_smaller = simpler, found, True
+                yield case, outcome
+                break

@@ -4,6 +4,8 @@ plan file       the plan, saved and loaded, is the plan
 values          loss, norm, gradients and parameters of three updates, and the mean of the weights (fuzz.rank)
 memory          within the bounds of fuzz.memory
 continued       another layout goes on from a save and makes the third update again
+
+The captures of one model: cases that differ in other keys of the spec share one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,17 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError, Where
-from planner import Captured, plan
+from planner import Captured, capture, plan
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
 from planner.spec.spec import Spec
 from runtime.fuzz import memory
-from runtime.fuzz.captures import Captures
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import ForkError, StoreHost, values_of
 from runtime.fuzz.rank import OfRank, go_on, on_rank
+from runtime.fuzz.specs import OF_CAPTURES
 from runtime.verify.comparison import Row
+from runtime.verify.run import in_mode
 
 CASE_SECONDS = 900.0  # some calls of ranks (forks.TIMEOUT_SECONDS), of which at most one hangs
 
@@ -174,3 +178,29 @@ def refused(error: PlanError) -> Outcome:
 
 def _is_key(where: str) -> bool:
     return where.partition(".")[0].partition(" ")[0] in Spec.model_fields
+
+
+# ---- the captures of one model: cases that differ in other keys of the spec share one
+
+
+class Captures:
+    """Owns a built model and its capture for each combination so far of ``specs.OF_CAPTURES``."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], Captured | PlanError] = {}
+
+    def of(self, case: Case, spec: Spec) -> Captured:
+        """Raises PlanError if the model cannot be captured."""
+        key = attrgetter(*OF_CAPTURES)(spec)
+        if key not in self._found:
+            self._found[key] = _captured(case, spec)
+        if isinstance(found := self._found[key], PlanError):
+            raise found
+        return found
+
+
+def _captured(case: Case, spec: Spec) -> Captured | PlanError:
+    try:
+        return capture(in_mode(case.build(), spec), spec)
+    except PlanError as error:
+        return error

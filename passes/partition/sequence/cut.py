@@ -1,21 +1,46 @@
-"""cut_sequence(program, cp): the program over all tokens becomes that of one rank of cp, over its tokens."""
+"""cut_sequence(program, cp): the program over all tokens becomes that of one rank of cp, over its tokens.
+
+The mean of a loss over rows that are cut: a rank's sum, over the number of all rows that count.
+
+    cross_entropy(x, labels)   →   cross_entropy(x, labels, reduction="sum") / sum(labels ≠ ignored)
+
+As many rows count as in the whole target, which each rank has. Of targets that are probabilities every row counts:
+that mean is 1/cp of a rank's (``Form.MEAN``).
+
+repeat_rows(program): rows that are picked by a constant 0, 0, 1, 1, … are each repeated.
+
+    x[arange(n).repeat_interleave(k)]   →   x.reshape(n, 1, …).expand(n, k, …).reshape(n · k, …)
+
+An index reads all rows; of a repetition every rank of cp computes that of its own.
+"""
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Iterator
+from typing import Any
 
+import torch
+from torch import Tensor, fx
+
+from passes.moe.building import Builder
 from passes.moe.layers import Experts
 from passes.moe.sorting import sort_plainly
-from passes.partition.sequence.counted_rows import count_rows
-from passes.partition.sequence.facts import Context
+from passes.partition.loss.loss_ops import MEAN, SUM
+from passes.partition.options.base import Option
+from passes.partition.options.forms import Form
+from passes.partition.sequence.facts import Context, Types
 from passes.partition.sequence.lengthen import lengthen
 from passes.partition.sequence.partition import partition
 from passes.partition.sequence.refusals import op
-from passes.partition.sequence.repeated_rows import repeat_rows
 from passes.partition.sequence.types import decide_types
-from passes.program.ops.aten import aten, is_pointwise, shape_of
+from passes.program.constants import computed, is_made_of
+from passes.program.ops.aten import aten, is_pointwise, named, shape_of
+from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.walks import in_order
+from passes.program.weights import is_weight
+from passes.types.types import I, P
 
 
 def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
@@ -65,3 +90,76 @@ def _tell_operands_apart(graph: fx.Graph) -> None:
                     same = graph.call_function(aten.reshape.default, (value, list(shape_of(value))))
                 same.meta = dict(value.meta)
                 node.update_arg(position, same)
+
+
+# ---- the mean of a loss over rows that are cut: a rank's sum, over the number of all rows that count
+
+
+def count_rows(graph: fx.Graph, types: Types) -> None:
+    """Rewrite ``graph``, and type what is new."""
+    for node in list(graph.nodes):
+        if node.target in CROSS_ENTROPIES and named(node)["reduction"] == MEAN:
+            option = types.options.get(node)
+            if option is not None and option.form is Form.SUM:
+                _count(graph, node, types)
+
+
+def _count(graph: fx.Graph, node: fx.Node, types: Types) -> None:
+    given: dict[str, Any] = named(node)
+    build = Builder(graph, node, node)
+    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
+    total = build.call(node.target, *({**given, "reduction": SUM}[name] for name in names))
+    count = build.call(aten.sum.default, _weights_of_rows(build, given), grad=False)
+    mean = build.call(aten.div.Tensor, total, count)
+    types.options |= {total: types.options[node], mean: Option((P, I), P, Form.PARTIAL)}
+    types.natives |= {total: P, mean: P}
+    node.replace_all_uses_with(mean)
+
+
+def _weights_of_rows(build: Builder, given: dict[str, Any]) -> fx.Node:
+    target, weight = given["target"], given["weight"]
+    valid = build.call(aten.ne.Scalar, target, given["ignore_index"])
+    if weight is None:
+        return valid
+    safe = build.call(aten.mul.Tensor, target, valid)
+    return build.call(aten.mul.Tensor, build.call(aten.index.Tensor, weight, [safe]), valid)
+
+
+# ---- repeat_rows(program): rows that are picked by a constant 0, 0, 1, 1, … are each repeated
+
+
+def repeat_rows(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place."""
+    for node, rows, times in list(_repetitions(graph)):
+        build, (size, *rest) = Builder(graph, node, node), shape_of(rows)
+        apart = build.call(aten.reshape.default, rows, [size, 1, *rest])
+        each = build.call(aten.expand.default, apart, [size, times, *rest])
+        node.replace_all_uses_with(build.call(aten.reshape.default, each, [size * times, *rest]))
+        graph.erase_node(node)
+
+
+def _repetitions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
+    """Calls, with the value that has the rows, and how often each is repeated."""
+    known: dict[fx.Node, Tensor | None] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        rows, (index, *more) = node.args
+        if more or not isinstance(index, fx.Node) or not isinstance(rows, fx.Node) or is_weight(rows):
+            continue
+        size, count = shape_of(rows)[0], index.meta["val"].numel()
+        if index.meta["val"].dim() != 1 or count % size or not rows.meta.get("grad"):
+            continue
+        if index not in known:
+            known[index] = _value(index)
+        value, times = known[index], count // size
+        if value is not None and torch.equal(value, torch.arange(count) // times):
+            yield node, rows, times
+
+
+def _value(index: fx.Node) -> Tensor | None:
+    """Of a value that is made of numbers alone."""
+    if not is_made_of(index, ()) or any(n.op != "call_function" for n in in_order([index])):
+        return None
+    values: dict[fx.Node, Tensor] = {}
+    for node in in_order([index]):
+        values[node] = computed(node, values.__getitem__)
+    return values[index]

@@ -5,25 +5,31 @@ torch.allclose(a, b)       bool(isclose(a, b).all())
 masked_select(x, mask)     x[mask], if both have one shape
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
 ctc_loss(p, targets, …)    a loss for each sequence, then its reduction (planner.capture.selection.ctc)
+
+``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence (graph.ops.ctc).
+
+ctc_loss(p, targets [b, s], …)                                 ctc_losses(p, targets, …)
+ctc_loss(p, labels[mask], …, mask.sum(-1))                     ctc_losses(p, the selected of each row first, …)
+reduction = mean                                               (losses / target_lengths.clamp(min=1)).mean()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from passes.program.known_values import node_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
+from passes.program.ops.ctc import ctc_losses
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME
-from planner.capture.selection.ctc import Refuse, Selected, spelled_ctc
 
 MOST_ITEMS = 256
 
@@ -98,3 +104,77 @@ _SPELLED: dict[str, Callable[..., Any]] = {
     "masked_select": _masked_select,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }
+
+
+# ---- ``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence (graph.ops.ctc)
+
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+FIX = (
+    "give ctc_loss targets [batch, length] and a tensor of their lengths, "
+    "or labels[mask] of labels [batch, length] and mask.sum(-1)"
+)
+Refuse = Callable[[str, str], Any]
+
+
+class Selected:
+    """Owns the selections by masks in this export: the result, its source and its mask."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def note(self, made: Tensor, source: Any, mask: Any) -> None:
+        if isinstance(source, Tensor) and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2:
+            self._of[id(made)] = made, source, mask
+
+    def in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
+        """The selected of each row, in front of those that are not; None if ``lengths`` do not count them."""
+        found = self._of.get(id(made))
+        if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
+            return None
+        return found[1].gather(1, (~found[2]).long().argsort(dim=1, stable=True))
+
+
+def spelled_ctc(
+    selected: Selected,
+    refuse: Refuse,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor | None:
+    """None for one sequence without a batch, which is left to PyTorch."""
+    if log_probs.dim() != 3:
+        return None
+    given, lengths = _tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs)
+    rows = targets if targets.dim() == 2 else selected.in_rows(targets, lengths)
+    if rows is None:
+        refuse("ctc_loss gets the targets of all sequences in one row, with data-dependent ends", FIX)
+    losses = ctc_losses(log_probs, rows, given, lengths, blank, zero_infinity)
+    how = _REDUCTIONS[reduction] if isinstance(reduction, str) else reduction
+    if how == _REDUCTIONS["none"]:
+        return losses
+    return losses.sum() if how == _REDUCTIONS["sum"] else (losses / lengths.clamp(min=1)).mean()
+
+
+def _tensor(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(list(lengths), device=like.device)
+
+
+def _counts(lengths: Tensor, mask: Tensor) -> bool:
+    """Whether ``lengths`` are ``mask.sum(-1)``."""
+    mode = proxy_tensor.get_proxy_mode()
+    sums, rows = (_made_by(node_of(t, mode.tracer)) if mode is not None else None for t in (lengths, mask))
+    if sums is None or sums.target is not aten.sum.dim_IntList or list(sums.args[1]) not in ([-1], [1]):  # pyright: ignore
+        return False
+    return _made_by(sums.args[0]) is rows
+
+
+def _made_by(node: Any) -> fx.Node | None:
+    """The call behind casts and copies."""
+    while isinstance(node, fx.Node) and node.target in SAME:
+        node = node.all_input_nodes[0]
+    return node if isinstance(node, fx.Node) else None

@@ -1,13 +1,20 @@
-"""The page of a plan: pictures first, then every table that the terminal prints."""
+"""The page of a plan: pictures first, then every table that the terminal prints.
+
+Memory of each pipeline rank, the seconds of a step and the bytes of each axis, as bars.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from planner.cluster.cluster import Cluster
+from planner.cost.planned import usable_bytes
+from planner.cost.step_time import PARTS
 from planner.report.fold import fold
+from planner.report.page.bars import Bars, bars_of
 from planner.report.page.engine import render
-from planner.report.page.machines import cluster_of
-from planner.report.page.sizes import cost_bars, memory_bars, traffic_bars
+from planner.report.page.machines import cluster_of, link_of
 from planner.report.page.tables import tables_of
 from planner.report.page.timeline import timeline
 from planner.report.sections import sections
@@ -66,3 +73,75 @@ def facts_of(plan: Tables) -> Facts:
 
 def _is_told(axis: str, mesh: Any) -> bool:
     return getattr(mesh, axis) > 1 and (axis not in ("etp", "edp") or mesh.has_expert_axes)
+
+
+# ---- memory of each pipeline rank, the seconds of a step and the bytes of each axis, as bars
+
+
+MEMORY_PARTS = (
+    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole",
+    "graph_buffers", "slack", "device",
+)  # fmt: skip
+_READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
+PHASES = ("forward", "backward", "recomputation", "step")
+
+
+def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
+    """A bar for each pp rank, and the memory of a device if the cluster gives it."""
+    rows = []
+    for row in plan.memory:
+        sizes = [(part, getattr(row, part)) for part in MEMORY_PARTS]
+        named = [(_words(part), size, f"{_words(part)} {format_bytes(size)}") for part, size in sizes]
+        peak = f", peak at {row.peak}" if row.peak else ""
+        rows.append((f"pp rank {row.pp_rank}", named, format_bytes(row.total) + peak))
+    limits, note = [], why_not
+    if cluster is not None:
+        usable, device = usable_bytes(cluster), cluster.device
+        most = max((row.total for row in plan.memory), default=0)
+        note = (
+            f"A rank may use {format_bytes(usable)} of the {format_bytes(int(device.memory))} of {device.name}; "
+            f"the fullest rank uses {most / usable:.1%} of that."
+        )
+        if most > usable * _READS_WELL:  # else the bars would be too short to be read
+            limits = [(float(usable), f"usable: {format_bytes(usable)}")]
+    return bars_of("Memory", rows, list(map(_words, MEMORY_PARTS)), limits, note) if rows else None
+
+
+def cost_bars(plan: Tables) -> Bars | None:
+    """One bar: the seconds of a step by cause."""
+    if plan.cost is None:
+        return None
+    sizes = [(part, getattr(plan.cost, part)) for part in PARTS]
+    named = [(_words(part), seconds, f"{_words(part)} {format_seconds(seconds)}") for part, seconds in sizes]
+    said = format_seconds(plan.cost.step_seconds)
+    if plan.cost.uncertain:
+        said += ", between {} and {}".format(*map(format_seconds, plan.cost.range))
+    row = ("a step", named, said)
+    return bars_of("Seconds of a step", [row], list(map(_words, PARTS)))
+
+
+def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
+    """A bar for each axis: bytes of a step on that pp rank which exchanges most over it."""
+    rank_of = {stage.index: stage.pp_rank for stage in plan.stages}
+    counted: dict[str, dict[int | None, Counter[str]]] = {}
+    for c in plan.collectives:
+        if c.kind == "recv":
+            continue  # the sender's row already counts the message
+        times = plan.schedule.num_microbatches if c.per == "microbatch" else 1
+        rank = None if c.stage is None else rank_of.get(c.stage, c.stage)
+        of_rank = counted.setdefault(c.axis, {}).setdefault(rank, Counter())
+        of_rank["recomputation" if c.again else c.phase] += c.bytes * c.count * times
+    rows = []
+    for axis, ranks in counted.items():
+        rank, most = max(ranks.items(), key=lambda item: sum(item[1].values()))
+        link = link_of(axis, plan, cluster)
+        named = [(phase, most[phase], f"{axis}, {phase}: {most[phase]:,} bytes") for phase in PHASES]
+        on = f", pp rank {rank}" if rank is not None and plan.mesh.pp > 1 else ""
+        name = f"{axis} · {link}" if link else axis
+        rows.append((name, named, f"{format_bytes(sum(most.values()))}{on}"))
+    note = "Per step, on one rank of the pp rank with the most bytes; sizes of whole tensors, as in the table."
+    return bars_of("Bytes by axis and link", rows, PHASES, note=note) if rows else None
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")

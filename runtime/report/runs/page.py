@@ -1,16 +1,21 @@
-"""Runs side by side as one page that needs no other file: charts over steps, memory, and tables."""
+"""Runs side by side as one page that needs no other file: charts over steps, memory, and tables.
+
+Lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import floor, isfinite, log
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from planner.report.page.engine import render
 from planner.report.page.palette import LINES
 from planner.report.page.tables import tables_of
-from runtime.report.runs.chart import DASHES, NUM_COLOURS, chart
+from planner.report.shapes import Scale, round_ticks
 from runtime.report.runs.figures import FIGURES, Figure, Line, lines_of
 from runtime.report.runs.memory import category_bars
 from runtime.report.runs.reading import Run
@@ -44,3 +49,84 @@ def _chart(figure: Figure, lines: Sequence[Line]) -> dict[str, Any]:
         "last": [(line.name, figure.format(line.points[-1][1])) for line in lines],
         "svg": Markup(chart(figure, lines)),  # our own picture, its texts are escaped
     }
+
+
+# ---- lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf
+
+
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number
+NUM_COLOURS = len(LINES)
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
+
+
+class Axes(NamedTuple):
+    """The part of steps and values that is shown, and its place on the picture."""
+
+    x: Scale
+    y: Scale
+
+    @classmethod
+    def around(cls, lines: Sequence[Line]) -> Axes:
+        steps = [float(step) for line in lines for step, _ in line.points]
+        values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
+        low, high = min(values), max(values)
+        room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
+        floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
+        x = Scale(min(steps), max(*steps, min(steps) + 1), LEFT, WIDTH - RIGHT)
+        return cls(x, Scale(floor_, high + room, HEIGHT - _BOTTOM, _TOP))
+
+
+def chart(figure: Figure, lines: Sequence[Line]) -> str:
+    """One SVG element; its colours come from the page (``planner.report.page.palette``)."""
+    axes = Axes.around(lines)
+    words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">',
+        *_grid(figure, axes),
+        *(_path(line, axes) for line in lines),
+        "</svg>",
+    ]
+    return "".join(parts)
+
+
+def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
+    right, foot = WIDTH - RIGHT, HEIGHT - _BOTTOM
+    unit = 1024.0 ** floor(log(max(axes.y.high, 1.0), 1024)) if figure.is_bytes else 1.0
+    for value in (unit * tick for tick in round_ticks(axes.y.low / unit, axes.y.high / unit)):
+        y = axes.y(value)
+        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="quiet end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
+    for step in axes.x.ticks(whole=True):
+        x = axes.x(step)
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
+    yield f'<text class="quiet" x="0" y="{foot + 17}">step</text>'
+
+
+def _path(line: Line, axes: Axes) -> str:
+    dash = DASHES[line.run % len(DASHES)]
+    style = f"stroke:var(--{LINES[line.run % NUM_COLOURS]})" + (f";stroke-dasharray:{dash}" if dash else "")
+    kind = "line beside" if line.is_beside else "line"
+    stretches = _stretches(line, axes)
+    drawn = f'<path class="{kind}" style="{style}" d="{" ".join(map(_moves, stretches))}"/>'
+    dots = "".join(
+        f'<circle class="dot" style="fill:var(--{LINES[line.run % NUM_COLOURS]})" cx="{x}" cy="{y}" r="2.5"/>'
+        for ((x, y),) in (s for s in stretches if len(s) == 1)
+    )
+    return drawn + dots
+
+
+def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
+    """The points on the picture, split at values that are not finite."""
+    found: list[list[tuple[str, str]]] = [[]]
+    for step, value in line.points:
+        if isfinite(value):
+            found[-1].append((f"{axes.x(step):.1f}", f"{axes.y(value):.1f}"))
+        elif found[-1]:
+            found.append([])
+    return [stretch for stretch in found if stretch]
+
+
+def _moves(stretch: list[tuple[str, str]]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in stretch)

@@ -54,7 +54,7 @@ STAGES_ARE_READ = (
     "planner/cost/whole.py",
     "planner/one_position.py",
     "planner/regions/weight_gradients.py",
-    "planner/tables/regather.py",
+    "planner/tables/parameters.py",
 )
 
 

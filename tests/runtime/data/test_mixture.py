@@ -12,7 +12,7 @@ import torch
 from planner import PlanError
 from planner.spec.sections import InputSpec
 from runtime.commands.train_options import Reading, Running, Saving, job_of
-from runtime.data.mixture import BLOCK, MixedBatches
+from runtime.data.buckets import BLOCK, MixedBatches
 from runtime.data.objectives.next_token import Packed
 from runtime.data.token_batches import TokenBatches
 from runtime.data.tokens import Tokenization, Tokens

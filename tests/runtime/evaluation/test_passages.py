@@ -10,7 +10,7 @@ import pytest
 from planner import PlanError
 from runtime.data.reading import read_tokens
 from runtime.data.tokens import SENTENCE, WORD, Tokenization, Tokens
-from runtime.evaluation.passages import ALONE, NO_WORD, TOO_LONG, passages_of
+from runtime.evaluation.evaluate import ALONE, NO_WORD, TOO_LONG, passages_of
 
 
 def tokens_of(*documents: str) -> Tokens:

@@ -24,12 +24,11 @@ from passes.errors import PlanError, Where
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.fuzz import specs
+from runtime.fuzz.campaign import Progress, shrunk
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import ForkError
 from runtime.fuzz.prepare import prepare
-from runtime.fuzz.progress import Progress
 from runtime.fuzz.run import Outcome, Verdict, _last_line, refused
-from runtime.fuzz.shrink import shrunk
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.fuzz.__main__ import main
 from tests.fuzz.drawing import campaign_of, case_with, drawn_case, read_case

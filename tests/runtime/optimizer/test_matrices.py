@@ -13,7 +13,7 @@ from torch import Tensor
 from planner import Plan
 from runtime import Engine
 from runtime.optimizer import matrices
-from runtime.optimizer.newton_schulz import lr_factor, orthogonal
+from runtime.optimizer.matrices import lr_factor, orthogonal
 from tests.models import families
 from tests.numeric.test_muon import RULE
 from tests.tools.captures import plan_again

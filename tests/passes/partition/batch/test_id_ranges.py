@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from passes.partition.batch.id_ranges import id_ranges
 from planner import PlanError, plan
-from runtime.data.id_checks import check_ids
+from runtime.data.batches import check_ids
 from tests.models.families import build
 from tests.tools.captured import capture
 from tests.tools.examples import examples

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.seconds.waiting import run_waiting
+from planner.cost.seconds.step import run_waiting
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.zero_bubble import StageCosts

@@ -17,8 +17,7 @@ from planner.pipeline.simulate import planned
 from planner.report.page import timeline as charts
 from planner.report.page.bars import LENGTH, bars_of
 from planner.report.page.machines import link_of
-from planner.report.page.plan_page import plan_page
-from planner.report.page.sizes import MEMORY_PARTS, memory_bars, traffic_bars
+from planner.report.page.plan_page import MEMORY_PARTS, memory_bars, plan_page, traffic_bars
 from planner.report.page.timeline import timeline
 from planner.tables.rows import StagePlan
 

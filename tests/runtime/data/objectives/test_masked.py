@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
-from runtime.data.objectives.masked import MaskedWords, masked
+from runtime.data.objectives.masked import MaskedWords, RandomIds, choose_words, hide, masked
 from runtime.data.objectives.protocol import NOTHING
-from runtime.data.objectives.word_masks import RandomIds, choose_words, hide
 from runtime.data.reading import read_tokens
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
 from tests.tools.examples import examples

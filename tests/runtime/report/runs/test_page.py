@@ -20,14 +20,12 @@ from planner.report.shapes import round_ticks
 from runtime.cli import app
 from runtime.profiling.trace import MEASURED, PLANNED
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
-from runtime.report.runs.actions import action_times
-from runtime.report.runs.chart import Axes, chart
 from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary
 from runtime.report.runs.history import Series
 from runtime.report.runs.memory import PARTS, category_bars, fullest
-from runtime.report.runs.page import page
+from runtime.report.runs.page import Axes, chart, page
 from runtime.report.runs.reading import Run
-from runtime.report.runs.table import sections_of
+from runtime.report.runs.table import action_times, sections_of
 from runtime.report.step_row import StepRow
 from tests.planner.report.page.test_browser import CONTRAST, LAYOUT
 from tests.tools.browser import ask, needs_browser
