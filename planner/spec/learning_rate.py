@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, WithJsonSchema, field_validator
 
 from passes.errors import PlanError, SpecError
 from planner.named_code import FUNCTION_FORMS, from_directory, is_named
-from planner.spec.fields import Count, NotNegative, Positive, Section, Size, key
+from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, key
 from planner.spec.lines import locate
 from planner.spec.messages import describe_value
 
@@ -47,8 +47,12 @@ class LearningRateSpec(Section):
         "after the warm-up: constant | cosine | linear | polynomial | wsd | inverse_root; or your own function of the "
         "step, from 0, that returns a factor of lr: path/file.py:function",
     )
-    warmup: Count = key(0, "steps of linear warm-up from 0 to lr")
-    steps: Size | None = key(None, "last step of the decay; required for cosine, linear, polynomial and wsd")
+    warmup: Count | Fraction = key(0, "steps of linear warm-up from 0 to lr; or their share of steps: 0.03")
+    steps: Size | Annotated[Auto, Word] | None = key(
+        None,
+        "last step of the decay; required for cosine, linear, polynomial and wsd; auto: the last step of "
+        "`meshwright train`",
+    )
     min_lr: NotNegative = key(0.0, "learning rate after the decay")
     decay: Size | None = key(
         None, "for wsd: steps of the linear decay, the last ones of steps; before it, lr is stable"
@@ -61,6 +65,12 @@ class LearningRateSpec(Section):
         """The path of a file is taken from the directory of the spec, or else from the working directory."""
         file = locate(info.context or {}, "optimizer.schedule.kind").file
         return from_directory(value, Path(file).parent) if file and value not in SCHEDULES else value
+
+    def of_run(self, num_steps: int) -> LearningRateSpec:
+        """With numbers of steps for a run of ``num_steps``."""
+        steps = num_steps if self.steps == "auto" else self.steps
+        warmup = round(self.warmup * (steps or 0)) if isinstance(self.warmup, float) else self.warmup
+        return self.model_copy(update={"steps": steps, "warmup": warmup})
 
     def problems(self) -> Iterator[PlanError]:
         at = "optimizer.schedule"
@@ -85,7 +95,10 @@ class LearningRateSpec(Section):
                 yield SpecError(f"{at} is not for {kind}, which does not read it", where=at, fix="remove it")
 
     def _too_long(self, at: str) -> Iterator[PlanError]:
-        if self.steps is None:
+        if isinstance(self.warmup, float) and self.steps is None:
+            what = f"{at}.warmup = {self.warmup} is a share of steps, which are missing"
+            yield SpecError(what, where=f"{at}.warmup", fix="add `steps: auto`, or a number of steps")
+        if self.steps is None or self.steps == "auto" or isinstance(self.warmup, float):
             return
         if self.warmup > self.steps:
             what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"

@@ -223,6 +223,13 @@ class Spec(Section):
             return self
         return self.model_copy(update={"inputs": inputs_at(self.inputs, place)})._filled()
 
+    def of_run(self, num_steps: int) -> Spec:
+        """The same with the steps of the learning rate for a run of ``num_steps``."""
+        schedule = self.optimizer.schedule.of_run(num_steps)
+        if schedule == self.optimizer.schedule:
+            return self
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"schedule": schedule})})
+
     @property
     def longest(self) -> Spec:
         """The same of the longest length alone."""

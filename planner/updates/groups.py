@@ -65,7 +65,7 @@ class Settings:
 
 def base_of(optimizer: OptimizerSpec) -> Settings:
     """Those of the section."""
-    o, warmup = optimizer, optimizer.schedule.warmup
+    o, warmup = optimizer, int(optimizer.schedule.of_run(0).warmup)
     return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name, options_of(o), warmup)
 
 

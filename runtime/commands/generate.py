@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
 from runtime.commands.options import Load, NumRanks, Tokenizer
 
@@ -19,7 +21,15 @@ EPILOG = (
 def generate_command(
     model: Model,
     spec: SpecFile,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to continue; give it several times.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; give it several times.")
+    ] = None,
+    chat: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A message that the model answers, by its chat template.")
+    ] = None,
+    messages: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="A conversation that the model answers.")
+    ] = None,
     load: Load = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="With --load: use the running mean of the weights (optimizer.ema).")
@@ -55,13 +65,45 @@ def generate_command(
     from runtime.generation.run import Generation, generate
     from runtime.next_tokens.choice import Choice
 
+    prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer)
     choice = Choice(temperature, top_k, top_p, seed)
     weights = Weights(named(model, peft), load, ema)
     cache = False if no_kv_cache else None
-    found = generate(Generation(weights, str(spec), tuple(prompt), choice, max_new_tokens, tokenizer, cache), nproc)
+    found = generate(Generation(weights, str(spec), prompts, choice, max_new_tokens, tokenizer, cache), nproc)
     if found is None:
         return
     if format is Format.json:
         write_text(json.dumps([each.to_dict() for each in found], indent=2), output)
     else:
-        write_text("\n\n".join(f"{each.prompt}{each.text}" for each in found), output)
+        is_chat = chat is not None or messages is not None
+        write_text("\n\n".join(each.text if is_chat else f"{each.prompt}{each.text}" for each in found), output)
+
+
+def _prompts(
+    model: str, prompt: list[str], chat: str | None, messages: Path | None, tokenizer: str | None
+) -> tuple[tuple[str, ...], str | None]:
+    """The texts to continue, and their tokenizer: with --chat or --messages, by default that of a ``hf:`` directory.
+
+    Raises PlanError.
+    """
+    if bool(prompt) + (chat is not None) + (messages is not None) != 1:
+        what = "give one of --prompt, --chat and --messages"
+        raise PlanError(what, where="--prompt", fix="add --prompt TEXT, to continue it, or --chat TEXT, to answer it")
+    if prompt:
+        return tuple(prompt), tokenizer
+    from planner.files.json_text import read_json
+    from runtime.data.instruction.chat_tokenizer import ChatTokenizer
+    from runtime.data.instruction.conversation import conversation_of
+    from runtime.next_tokens.texts import tokenizer_in
+
+    tokenizer = tokenizer or model.removeprefix("hf:")
+    asked = [{"role": "user", "content": chat}]
+    if messages is not None:
+        asked = read_json(messages, "conversation", fix="write a list of objects with role and content")
+    try:
+        row = {"messages": [*asked, {"role": "assistant", "content": "x"}]} if isinstance(asked, list) else {}
+        talk = conversation_of(row, "messages", None, "all").messages[:-1]
+        with tokenizer_in(tokenizer) as place:
+            return (ChatTokenizer(place).render(talk, None, generates=True),), tokenizer
+    except PlanError as error:
+        raise error if error.where else PlanError(error.what, where="--messages", fix=error.fix) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from passes.errors import PlanError
 from planner.cli import Peft
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ Text = str | None
 File = Path | None
 Number = int | None
 MOST_SECONDS = 7 * 24 * 3600  # --timeout
+MOST_EPOCHS = 1e6
+DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Running:
-    steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 100
+    steps: Annotated[Number, typer.Option(min=1, help="Number of updates; default: 100.")] = None
+    epochs: Annotated[
+        float | None, typer.Option(metavar="E", help="In place of --steps: how often each sample of the data comes.")
+    ] = None
     nproc: Annotated[Number, typer.Option(help="Number of local processes; default: the size of the mesh.")] = None
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="Restart after a failure of a rank, at most N times.")
@@ -147,6 +153,7 @@ class Saving:
 def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking | Showing | Saving) -> Job:
     """The job of the ranks. An option has the name of its field in the job."""
     from planner.capture.model.with_adapters import named
+    from runtime.training.data import steps_of
     from runtime.training.job import Job, saves_directory
     from runtime.training.mixture import mixture_of_spec, read_mixture
 
@@ -158,6 +165,11 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     plan = None if running.plan is None else str(running.plan)
-    return Job(
-        named(model, running.peft), str(spec), num_steps=running.steps, timeout=running.timeout, plan=plan, **given
-    )
+    steps = DEFAULT_STEPS if running.steps is None else running.steps
+    job = Job(named(model, running.peft), str(spec), num_steps=steps, timeout=running.timeout, plan=plan, **given)
+    if running.epochs is None:
+        return job
+    if running.steps is not None or not 0 < running.epochs <= MOST_EPOCHS:
+        what = f"--epochs {running.epochs:g}: give a number above 0, and no --steps beside it"
+        raise PlanError(what, where="--epochs", fix="write --epochs 3, or --steps 1000")
+    return replace(job, num_steps=steps_of(job, running.epochs))

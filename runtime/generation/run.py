@@ -85,11 +85,10 @@ def run_rank(asked: Generation, made: Planned | None = None) -> list[Continued] 
     made.model = None
     codec, choice = codec_of(asked.tokenizer), asked.choice
     sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
-    end = codec.tokenization.special.get("end")
     with Engine(made.plan, mode="evaluate") as engine:
         made.forget_file()
         asked.weights.into(engine, leads=leads)
-        found = engine.generate(sequences, count, stop=() if end is None else end, cache=asked.cache, **asdict(choice))
+        found = engine.generate(sequences, count, stop=codec.ends, cache=asked.cache, **asdict(choice))
     if not leads:
         return None
     if found.uncached_because:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
@@ -10,6 +13,7 @@ from planner.spec.spec import Spec
 from runtime.data.roles import length_of, roles_of
 from runtime.data.text.byte_tokens import ByteEncoder
 from runtime.data.text.tokenizer_file import TokenizerFile
+from runtime.data.token_file import files_in, is_token_file
 from runtime.next_tokens.prompts import Feed, check_lengths, sequences_of
 
 Codec = ByteEncoder | TokenizerFile
@@ -17,8 +21,27 @@ MOST = 64  # new tokens, if no number is given
 
 
 def codec_of(tokenizer: str | None) -> Codec:
-    """Of a tokenizer's file; without one, bytes are the tokens. Raises PlanError for another file."""
-    return ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
+    """Of a tokenizer's file or directory, or of the token file of samples that it made; without one, bytes are the
+    tokens. Raises PlanError for another file."""
+    if tokenizer is None:
+        return ByteEncoder()
+    with tokenizer_in(tokenizer) as place:
+        return TokenizerFile(place)
+
+
+@contextmanager
+def tokenizer_in(source: str) -> Iterator[str]:
+    """The place of a tokenizer: ``source``, or a directory of the files in it, if it is a token file of samples."""
+    files = files_in(Path(source)) if is_token_file(Path(source)) else {}
+    if not files:
+        yield source
+        return
+    with TemporaryDirectory() as directory:
+        for name, content in files.items():
+            path = Path(directory, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        yield directory
 
 
 def tokens_of(

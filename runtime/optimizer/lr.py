@@ -25,7 +25,10 @@ class LearningRate:
     """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
-        self._lr, self._spec = spec.lr, spec.schedule
+        if spec.schedule.steps == "auto":
+            what = "steps: auto is the last step of `meshwright train`, and here no run has one"
+            raise PlanError(what, where="optimizer.schedule.steps", fix="write a number of steps")
+        self._lr, self._spec = spec.lr, spec.schedule.of_run(0)
         self._own = RateFunction(spec.schedule.kind) if is_named(spec.schedule.kind) else None
 
     def at(self, step: int) -> float:

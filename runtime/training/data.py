@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,17 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     validation = _validation(held_out, weights, specs) if held_out else None
     told = filter(None, (getattr(each.objective, "told", "") for each in token_batches_in(training)))
     return RunData(training, validation, identity, job.validate_every, tuple(told))
+
+
+def steps_of(job: Job, epochs: float) -> int:
+    """The steps in which every sample of the training data comes ``epochs`` times. Raises PlanError."""
+    check_source(job)
+    spec = Spec.load(job.spec)
+    texts = [split(read_tokens(source, job.tokenizer), spec.data.validation)[0] for source in job.sources]
+    specs = [spec.at(place) for place in range(len(spec.lengths))] or [spec]
+    batches = batches_of(texts, [weight for _, weight in job.mixture], specs)
+    of_lengths = batches.of_lengths if isinstance(batches, BucketBatches) else [batches]
+    return math.ceil(epochs * sum(each.num_samples / each.global_size for each in of_lengths) - 1e-9)
 
 
 def check_validation(job: Job, spec: Spec) -> None:

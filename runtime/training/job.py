@@ -111,7 +111,7 @@ class Job:
 
 def spec_of(job: Job) -> Spec:
     """The spec of the run: its file, and the options that replace keys of it."""
-    spec = Spec.load(job.spec)
+    spec = Spec.load(job.spec).of_run(job.num_steps)
     if job.audit is None:
         return spec
     return spec.model_copy(update={"audit": spec.audit.model_copy(update={"every": job.audit})})

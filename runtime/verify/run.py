@@ -43,6 +43,7 @@ from runtime.verify.reference import OneProcess, Untouched, in_its_dtype, with_v
 
 TIMEOUT_SECONDS = 1800.0
 BATCHES_IF_WARNED = 4  # one may be equal by chance
+STEPS = 10  # of a learning rate with steps: auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def verify(
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise PlanError(f"a tolerance of {tolerance} compares nothing", where="--tolerance", fix="give 0 or more: 1e-6")
-    spec = Spec.load(spec_path)
+    spec = Spec.load(spec_path).of_run(STEPS)
     check_backend_here(spec)
     check_compiler_here(spec)
     job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance, freeze_parameter)
@@ -164,7 +165,7 @@ def _last_error(text: str) -> str:
 def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
     """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty.
     ``made``: the plan, if this process has it."""
-    spec = Spec.load(job.spec)
+    spec = Spec.load(job.spec).of_run(STEPS)
     of_rank, untouched = made or _Made.of(job, spec)
     decided, model = of_rank.plan, of_rank.model
     assert model is not None

@@ -15,8 +15,8 @@ from typing import Any
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
 from runtime.data.instruction.conversation import Message, RowError
+from runtime.data.text.tokenizer_file import end_ids
 
-GENERATION_CONFIG = "generation_config.json"
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
 _MOST_SECONDS = 10.0  # of one rendering: a template may loop
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
@@ -134,20 +134,6 @@ class ChatTokenizer:
         named = f"; the tokenizer has {', '.join(own)}" if isinstance(own, dict) else ""
         fix = "give a file, or the name of a template of the tokenizer"
         raise PlanError(f"no chat template {shorten(asked)}{named}", where="--chat-template", fix=fix)
-
-
-def end_ids(directory: Path) -> list[int]:
-    """The end tokens of the generation config of a model; empty without one. Raises PlanError if it is damaged."""
-    path = directory / GENERATION_CONFIG
-    if not is_file(path):
-        return []
-    try:
-        found = json.loads(read_text(path, "generation config", most_bytes=MIB)).get("eos_token_id")
-        return [int(i) for i in (found if isinstance(found, list) else [] if found is None else [found])]
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"{shorten(path)} is damaged: {error}", where=shorten(path), fix="copy it again") from None
 
 
 def _loaded(path: Path) -> Any:

@@ -12,11 +12,12 @@ import numpy as np
 
 from passes.errors import PlanError
 from planner.files.text import MIB, is_file, read_bytes, shorten
-from runtime.data.instruction.chat_tokenizer import GENERATION_CONFIG, ChatTokenizer, Templating
+from runtime.data.instruction.chat_tokenizer import ChatTokenizer, Templating
 from runtime.data.instruction.conversation import Conversation, RowError, conversation_of, pair, text_of
 from runtime.data.instruction.rows import Row, rows_of
 from runtime.data.instruction.supervised import Rule, Sample, Told, pair_of, samples_of
 from runtime.data.text.pieces import Piece, id_dtype
+from runtime.data.text.tokenizer_file import GENERATION_CONFIG
 from runtime.data.token_file import Header
 from runtime.data.token_writer import TokenWriter
 from runtime.data.tokens import LABEL, ROW, Tokenization

@@ -30,6 +30,7 @@ class ByteEncoder:
     """
 
     tokenization = BYTES
+    ends = (BYTES.special["end"],)
 
     def __init__(self) -> None:
         self._before = _BEFORE_ALL

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from passes.errors import PlanError
-from planner.files.text import MIB, read_text, shorten
+from planner.files.json_text import read_json
+from planner.files.text import MIB, is_file, read_text, shorten
 from runtime.data.text.pieces import Part, Piece, id_dtype
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
 
 MOST_BYTES = 64 * MIB  # of one document: cut apart, it could give other tokens
 _BATCH_BYTES = MIB
 _FILE = "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
 _FIX = "give the model's tokenizer.json, as written by the library `tokenizers`"
 _KNOWN = {
     "end": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
@@ -39,6 +41,8 @@ class TokenizerFile:
     def __init__(self, path: str, end: str | None = None, *, begins: bool = False) -> None:
         self._tokenizer = _load(Path(path))
         self.tokenization = _tokenization(self._tokenizer, path, end)
+        ends = [*end_ids(Path(path)), self.tokenization.special.get("end")]
+        self.ends = tuple(dict.fromkeys(end for end in ends if end is not None))
         alone, added = (self._tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
         self._begin = added[: added.index(alone[0])] if begins and alone and alone[0] in added else []
 
@@ -70,6 +74,20 @@ class TokenizerFile:
             if self._begin:
                 ids, marks = np.insert(ids, 0, self._begin), np.insert(marks, 0, [0] * len(self._begin))
             yield Piece(ids, marks, num_words)
+
+
+def end_ids(directory: Path) -> list[int]:
+    """The end tokens of the generation config of a model; empty without one. Raises PlanError if it is damaged."""
+    path = directory / GENERATION_CONFIG
+    if not is_file(path):
+        return []
+    found = read_json(path, "generation config", fix="copy it again")
+    ends = found.get("eos_token_id") if isinstance(found, dict) else found
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and end >= 0 for end in ends):
+        what = f"{shorten(path)}: eos_token_id is {shorten(ends, 60)}, and not ids of tokens"
+        raise PlanError(what, where=shorten(path), fix="copy it again")
+    return ends
 
 
 def marks_of(text: str, offsets: np.ndarray) -> tuple[np.ndarray, int]:
