@@ -33,11 +33,13 @@ def export_command(
 def export_save(run: Path, directory: Path, *, ema: bool) -> None:
     """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
     from runtime.checkpoint.export import export
+    from runtime.checkpoint.model_files import files_of_run, write_files
     from runtime.checkpoint.saves import resolve, verify
 
     save = resolve(run)
     manifest = verify(save)
     export(save, manifest, directory, averaged=ema)
+    write_files(files_of_run(save), directory)
     write_text(f"{save} → {directory}{_told_of_adapters(manifest)}")
 
 

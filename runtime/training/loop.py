@@ -6,14 +6,16 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 from torch import Tensor
 
 from planner.capture.model.reference import pretrained_directory
-from planner.capture.model.with_adapters import adapter_directory
+from planner.capture.model.with_adapters import OPTION, adapter_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
+from runtime.checkpoint.model_files import keep_files, model_files, told_of, write_files
 from runtime.data.own_rows import OwnRows
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches
@@ -118,6 +120,8 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
         made.forget_file()
         require_same_data(str(data.identity["data"]), engine.groups)
+        if leads and job.save is not None:
+            keep_files(Path(job.save), model_files(job.model.partition(OPTION)[0], job.sources))
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)
         if save is None and weights is not None:
@@ -152,9 +156,20 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
                 engine.save_adapters(job.save_adapters)
             if job.save_merged is not None:
                 engine.save_merged(job.save_merged)
+            if leads:
+                _write_files(job)
     if showing.failure is not None:
         raise showing.failure
     return Trained(showing.rows, stopped)
+
+
+def _write_files(job: Job) -> None:
+    """Tokenizer and configs, into every directory that the run has written."""
+    files = model_files(job.model.partition(OPTION)[0], job.sources)
+    for directory in filter(None, (job.save_adapters, job.save_merged)):
+        write_files(files, Path(directory))
+        if told := told_of(files, directory):
+            print(told, file=sys.stderr, flush=True)
 
 
 def _profile_of(job: Job, decided: Plan, spec: Spec, *, leads: bool) -> Profile | None:
