@@ -16,8 +16,8 @@ PACKAGE = "meshwright"
 EXTRAS = ("transformers", "tokenizers", "transformer-engine", "triton", "matplotlib", "tensorboard")
 _NAME = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")  # of a requirement, before its versions
 COMPILERS = ("c++", "g++", "clang++", "ptxas")
-_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
-_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+_SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
+_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "PYTORCH_ALLOC_", "PYTORCH_CUDA_ALLOC_")
 _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of networks, files and machines
 
 

@@ -31,9 +31,10 @@ def is_weight(node: fx.Node, least_dims: int = 0) -> bool:
     ``least_dims``: of each of the parameters.
     """
     found = _least.setdefault(node.graph, {})
-    for n in in_order([node], step=lambda n: () if n.name in found else n.all_input_nodes):
-        if n.name not in found:
-            found[n.name] = _least_dims(n, found)
+    if node.name not in found:
+        for n in in_order([node], step=lambda n: () if n.name in found else n.all_input_nodes):
+            if n.name not in found:
+                found[n.name] = _least_dims(n, found)
     return least_dims <= found[node.name] < inf
 
 

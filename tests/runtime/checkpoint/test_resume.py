@@ -16,6 +16,7 @@ from tests.tools.resumed import BEFORE, files_that_each_rank_reads, resume, stor
 pytestmark = pytest.mark.slow
 EIGHT = {"tp": 2, "pp": 2, "dp": 2}
 BFLOAT16 = {"precision": {"parameters": "bfloat16"}}
+FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}}
 AVERAGED = {"optimizer": {"ema": 0.9}}
 ZERO_OFF = {"optimizer": {"zero": 0}}
 SMALL_BUCKETS = {"optimizer": {"bucket_size": 500, "alignment": "none"}}
@@ -54,6 +55,12 @@ CHAINS: dict[str, tuple[str, dict[str, Any], list[tuple[dict[str, int], dict[str
     ),
     "a running mean": ("gpt", AVERAGED, [({"tp": 2, "pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 1}, {})]),
     "half precision": ("gpt", BFLOAT16, [({"dp": 2}, {}), ({"tp": 2}, ZERO_OFF), ({"dp": 2}, SMALL_BUCKETS)]),
+    "experts in half precision": (
+        "experts",
+        BFLOAT16,
+        [({"dp": 2, "ep": 2}, {}), ({"tp": 2, "ep": 2, "etp": 1}, {}), ({"dp": 1}, {})],
+    ),
+    "experts with a loss scale": ("experts", FLOAT16, [({"dp": 2, "ep": 2}, {}), ({"dp": 2}, ZERO_OFF)]),
     "frozen and unused": ("frozen", {}, [({"tp": 2, "dp": 2}, {}), ({"pp": 2}, {}), ({"dp": 1}, {})]),
     "frozen, in shards": (
         "frozen",
@@ -97,7 +104,7 @@ def test_each_layout_goes_on_where_the_one_before_has_saved(lab: Lab, tmp_path: 
     assert {kind for _, kind in truth} >= {"parameter", "exp_avg", "exp_avg_sq"}
     assert any(kind == "ema" for _, kind in truth) == (shared is AVERAGED)
     assert_written_once(resolve(tmp_path / "0"), truth)
-    limit = 1e-6 if shared is not BFLOAT16 else 1e-2
+    limit = 1e-2 if shared in (BFLOAT16, FLOAT16) else 1e-6
     for number, (mesh, own) in enumerate(others):
         where = (tmp_path / str(number), tmp_path / str(number + 1))
         resumed = lab.run(Case(model, mesh, shared | own, job=resume, job_arguments=where))
