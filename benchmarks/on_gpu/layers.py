@@ -66,7 +66,7 @@ def layers(device: torch.device, *, tiny: bool) -> Table:
     columns = ("layers", "way", *(f"{kind} ms" for kind in ORDER), "idle ms", "ms", "launches")
     table = Table("layers: by kind of kernel", columns)
     llama = LLAMA | (TINY if tiny else {})
-    shapes = {f"Llama 8B, tp {tp}": (llama, tp) for tp in ((1, 2) if tiny else (1, 2, 4, 8))}
+    shapes = {f"Llama 8B, tp {tp}": (llama, tp) for tp in ((2,) if tiny else (1, 2, 4, 8))}
     shapes["DeepSeek-V3, ep 8"] = (DEEPSEEK | (TINY | TINY_EXPERTS if tiny else {}), 1)
     for name, (config, tp) in shapes.items():
         for compiled in (False,) if tiny else (False, True):

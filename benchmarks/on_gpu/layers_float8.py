@@ -26,7 +26,7 @@ LIMITS = {torch.bfloat16: 6e-3, torch.float32: 2e-3}  # of errors with exact acc
 def float8(device: torch.device, *, tiny: bool) -> Table:
     columns = ("scales", "result", "fast accumulation", "error", "ms", "with casts", "bfloat16", "codes")
     table = Table("layers: float8 products", columns)
-    rows, inner, width = (128, 256, 128) if tiny else (8192, 4096, 14336)
+    rows, inner, width = (16, 128, 128) if tiny else (8192, 4096, 14336)
     torch.manual_seed(0)
     a, b = torch.randn(rows, inner).bfloat16(), torch.randn(width, inner).bfloat16()
     x, w = a.to(device), b.to(device)

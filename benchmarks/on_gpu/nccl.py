@@ -84,7 +84,7 @@ CASES = {
     "dp 4, ep 2": Case(4, "mixtral", {"dp": 4, "ep": 2}),
     "cp 2 dp 2": Case(4, "llama", {"cp": 2, "dp": 2}, BFLOAT16),
 }
-TINY = ("tp 2, graphs of layers", "pp 2, interleaved", "cp 2")
+TINY = ("pp 2, interleaved", "cp 2")
 
 
 def run(device: torch.device, *, tiny: bool = False) -> Iterator[Table]:
