@@ -81,7 +81,7 @@ def train(num_rounds: int = 10, updates: int = 2) -> list[float]:
     with Engine(plan(build(), spec(num_ranks))) as engine:
         generator = build()
         for step in range(num_rounds):
-            engine.stream_weights(lambda bucket: generator.load_state_dict(bucket, strict=False))
+            engine.stream_weights(lambda bucket: generator.load_state_dict(bucket, strict=False), names="model")
             rows = answers(generator, step)
             if num_ranks > 1:
                 dist.broadcast(rows, 0)  # rank 0's generator has the weights

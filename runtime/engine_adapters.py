@@ -6,8 +6,8 @@ from os import PathLike
 
 from runtime.checkpoint.adapters_load import load_adapters
 from runtime.checkpoint.adapters_save import adapted_of, save_adapters
+from runtime.checkpoint.entries import MAX_SHARD_BYTES
 from runtime.checkpoint.merged_save import save_merged
-from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.engine_weights import EngineWeights
 
@@ -45,8 +45,12 @@ class EngineAdapters(EngineWeights):
         self.optimizer.sync_main_from_parameters()
 
     @shared_call("save")
-    def save_merged(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def save_merged(
+        self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, names: str = "hf"
+    ) -> None:
         """Write the base with its active adapters merged into it, as a directory that ``transformers`` loads.
+
+        ``names``: as of ``save_pretrained``.
 
         The same call on every rank; rank 0 merges and writes one tensor at a time. Atomic, as ``save_pretrained``.
         Raises PlanError on every rank, also for a method that cannot be merged.
@@ -54,4 +58,4 @@ class EngineAdapters(EngineWeights):
         adapted_of(self.plan)
         self._ready()
         with self._own() as own:
-            save_merged(self.plan, own, self.groups, self._kept, directory, max_shard_bytes)
+            save_merged(self.plan, own, self.groups, self._kept, directory, max_shard_bytes, names)

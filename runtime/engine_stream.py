@@ -54,13 +54,14 @@ class EngineStream(EngineAdapters):
         merged: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> Iterator[Bucket] | bool:
-        """Full tensors in the model's own names, in buckets of ``bucket_bytes``, without a second copy of the model.
+        """Full tensors, in buckets of ``bucket_bytes``, without a second copy of the model.
 
         The same call on every rank, between steps; rank 0 has the tensors, on the CPU, the others get empty buckets.
         ``to``: a function of a bucket; or a directory, which gets a safetensors file for each bucket and last an
         index. Only rank 0's counts. Left out: an iterator of buckets, for a loop that every rank runs.
 
-        ``names``: "hf", those of ``save_pretrained``; "all", a tied tensor under each of its names. ``merged``: the
+        ``names``: "hf" and "model", those of ``save_pretrained``; "all", the model's, a tied tensor under each of its
+        names. ``merged``: the
         base with the adapters of peft merged into it.
 
         Returns whether the reader took all; if it fails, rank 0 warns once, and training can continue. Raises PlanError

@@ -17,9 +17,11 @@ from planner.freed import give_back_freed
 from planner.frozen_plan import Plan
 from planner.sharding.shards import Shards
 from runtime.build import parameters_of
+from runtime.checkpoint.entries import MAX_SHARD_BYTES
+from runtime.checkpoint.hub_names import names_in
 from runtime.checkpoint.loader import load_save
 from runtime.checkpoint.pretrained_load import load_pretrained
-from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, save_pretrained
+from runtime.checkpoint.pretrained_save import save_pretrained
 from runtime.checkpoint.saver import Saver
 from runtime.checkpoint.training_state import Reads, TrainingState
 from runtime.distributed.exchange_json import broadcast_json
@@ -103,15 +105,20 @@ class EngineWeights:
         self.optimizer.sync_main_from_parameters()
 
     @shared_call("save")
-    def save_pretrained(self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def save_pretrained(
+        self, directory: str | PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, names: str = "hf"
+    ) -> None:
         """Write config.json and safetensors that ``transformers`` loads; other files of the directory stay.
+
+        ``names``: "hf", the tensors and names of the directory that was loaded, else those of transformers' own
+        ``save_pretrained``; "model", those of the model.
 
         The same call on every rank; rank 0 writes, one tensor at a time. An existing directory is replaced entirely,
         so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
         """
         self._ready()
         with self._own() as own:
-            save_pretrained(self.plan, own, self.groups, self._kept, directory, max_shard_bytes)
+            save_pretrained(self.plan, own, self.groups, self._kept, directory, max_shard_bytes, names)
 
     @shared_call("save")
     def save(
@@ -158,6 +165,8 @@ class EngineWeights:
         self.optimizer.buffers.weights.drop()
         self.optimizer.buffers.start_parameter_gather()
         self.step_index = manifest.step
+        self._kept.names.clear()
+        self._kept.names.update(names_in(manifest))
         self._fresh = []
         self._gradients_ready = False
         if self.groups.rank == 0 and (told := state.told_of_average(manifest)):

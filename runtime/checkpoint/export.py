@@ -12,32 +12,39 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.sharding.boxes import Box
+from runtime.checkpoint.assembled import Read
+from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
+from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensor, made_tensors
 from runtime.checkpoint.manifest import Manifest, TensorEntry
 from runtime.checkpoint.pieces import PieceReader
-from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES, Entry, files_of, write_directory
+from runtime.checkpoint.pretrained_save import write_directory
 from runtime.checkpoint.saves import check_average
 
 
-def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False) -> None:
+def export(
+    save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False, names: str = "hf"
+) -> None:
     """Weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would write them.
 
-    Names are the model's, a tied parameter has its first name; config.json is there if the model had one. Of a model
-    that peft has wrapped it is the base with the adapters merged. The directory is replaced atomically. ``averaged``:
-    the running mean of trained parameters, in the weights' dtype. Raises PlanError.
+    ``names``: likewise. config.json is there if the model had one. Of a model that peft has wrapped it is the base with
+    the adapters merged. The directory is replaced atomically. ``averaged``: the running mean of trained parameters, in
+    the weights' dtype. Raises PlanError.
     """
+    check_names(names)
     if averaged:
         check_average(save, manifest)
     texts: dict[str, Any] = {str(name): text for name, text in manifest.texts.items()}
     with PieceReader(save, manifest) as reader:
-        values_of = partial(_whole, manifest, reader, averaged)
-        if manifest.adapters is None:
-            files = files_of(_entries(manifest), MAX_SHARD_BYTES)
-            tensors = (values_of(entry.name) for held in files.values() for entry in held)
-        else:
-            from runtime.checkpoint.merged_export import merge_of, merged_tensors  # loads the model's code and peft
+        read = partial(_read, manifest, reader, averaged)
+        entries = _entries(manifest)
+        if manifest.adapters is not None:
+            from runtime.checkpoint.merged_export import merge_of, read_merged  # loads the model's code and peft
 
             merge = merge_of(save, manifest)
-            files, texts, tensors = merge.files, merge.texts(texts), merged_tensors(merge, manifest, values_of)
+            entries, texts = merge.entries, merge.texts(texts)
+            read = read_merged(merge, manifest, partial(_whole, manifest, read))
+        files = files_of(hub_entries(entries, manifest.names) if names == "hf" else entries, MAX_SHARD_BYTES)
+        tensors = made_tensors(files, read)
         try:
             write_directory(Path(directory), files, tensors, texts)
         except OSError as error:
@@ -49,19 +56,23 @@ def export(save: Path, manifest: Manifest, directory: str | PathLike[str], *, av
 
 
 def _entries(manifest: Manifest) -> list[Entry]:
-    return [
-        Entry(name, tensor.shape, _dtype(tensor))
-        for name, tensor in manifest.tensors.items()
-        if not tensor.is_statistic
-    ]
+    return [_entry(manifest, name) for name, tensor in manifest.tensors.items() if not tensor.is_statistic]
 
 
-def _whole(manifest: Manifest, reader: PieceReader, averaged: bool, name: str) -> Tensor:
+def _entry(manifest: Manifest, name: str) -> Entry:
     tensor = manifest.tensors[name]
-    kind = "ema" if averaged and "ema" in tensor.values else _kind(tensor)
-    values = torch.empty(tensor.shape, dtype=_dtype(tensor))
-    reader.read_into(values, name, kind, Box(tuple(0 for _ in tensor.shape), tensor.shape))
-    return values
+    return Entry(name, tensor.shape, _dtype(tensor))
+
+
+def _whole(manifest: Manifest, read: Read, name: str) -> Tensor:
+    value = made_tensor(_entry(manifest, name), read)
+    assert value is not None
+    return value
+
+
+def _read(manifest: Manifest, reader: PieceReader, averaged: bool, name: str, box: Box, target: Tensor) -> None:
+    tensor = manifest.tensors[name]
+    reader.read_into(target, name, "ema" if averaged and "ema" in tensor.values else _kind(tensor), box)
 
 
 def _kind(tensor: TensorEntry) -> str:

@@ -27,6 +27,7 @@ from planner.ranks import DEFAULT_ORDER
 from runtime.checkpoint.assembled import whole_box
 from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.filled import filled
+from runtime.checkpoint.hub_names import json_of_names, names_of_files
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
@@ -81,7 +82,8 @@ def import_weights(
         with owned(run):
             _refuse_saves(run)
             aliases = {row.name: row.aliases for row in rows}
-            return _write(files, tensors, aliases, run, texts, bucket_bytes), len(tensors)
+            names = names_of_files([*found.parameters.items(), *((n, (made,)) for n, made in found.buffers.items())])
+            return _write(files, tensors, aliases, run, texts, names, bucket_bytes), len(tensors)
 
 
 def described(model: nn.Module) -> list[Described]:
@@ -135,6 +137,7 @@ def _write(
     aliases: Mapping[str, tuple[str, ...]],
     run: Path,
     texts: Mapping[str, Any],
+    stored_names: Mapping[str, Assembly],
     bucket_bytes: int,
 ) -> Path:
     name = f"step-{STEP:08d}"
@@ -145,7 +148,7 @@ def _write(
                 for number, bucket in enumerate(filled(tensors, lambda each: each.num_bytes, bucket_bytes))
             ]
             names = [(each.name, aliases.get(each.name, ())) for each in tensors]
-            write_manifest(new / MANIFEST, _manifest(names, records, texts))
+            write_manifest(new / MANIFEST, _manifest(names, records, texts, stored_names))
         write_latest(run, name)
     except OSError as error:
         raise PlanError(
@@ -168,7 +171,10 @@ def _read(files: SafetensorsFiles, made: Assembly, dtype: torch.dtype) -> Tensor
 
 
 def _manifest(
-    names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record], texts: Mapping[str, Any]
+    names: Iterable[tuple[str, tuple[str, ...]]],
+    records: Sequence[Record],
+    texts: Mapping[str, Any],
+    stored_names: Mapping[str, Assembly],
 ) -> Manifest:
     files, tensors = tables_of(names, records)
     return Manifest(
@@ -184,5 +190,6 @@ def _manifest(
         files=files,
         tensors=tensors,
         texts=dict(texts),  # pyright: ignore[reportArgumentType]
+        stored_names=json_of_names(stored_names),
         extra={},
     )

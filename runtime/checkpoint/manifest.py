@@ -20,16 +20,18 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
 from passes.errors import PlanError
+from planner.capture.hub.assembly import Assembly, of_json, sources
 from planner.capture.model.compiled import plain_name
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.lines import NO_LINE, Line, Place
 from runtime.checkpoint.regular_files import read_small
 
-MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 3
-_READ = (1, 2, VERSION)  # 1: without lines; 2: without adapters
+MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
+WITH_NAMES = 4
+_READ = (1, 2, 3, VERSION)  # 1: without lines; 2: without adapters; 3: without names of files
 MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
-_LATER = {"line", "adapters"}  # fields that earlier versions lack
+_LATER = {"line", "adapters", "stored_names"}  # fields that earlier versions lack
 _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
@@ -114,11 +116,12 @@ class AdaptersEntry(_Strict):
 class Manifest(_Strict):
     """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
+    ``stored_names``: how files of the Hub are made of these tensors, unless they are the same (hub_names).
     ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT
-    version: Literal[1, 2, 3] = VERSION
+    version: Literal[1, 2, 3, 4] = VERSION
     step: Size
     line: Line = Line(id=NO_LINE)
     written: Annotated[str, Field(pattern=r"^[0-9T:+.-]{10,40}$")]
@@ -132,12 +135,17 @@ class Manifest(_Strict):
     tensors: Annotated[dict[str, TensorEntry], FailFast()]
     texts: dict[Literal["config.json", "generation_config.json"], JsonValue]
     adapters: AdaptersEntry | None = None
+    stored_names: dict[str, JsonValue] = Field(default_factory=dict)
     extra: dict[str, JsonValue]
 
     @property
     def has_weights_alone(self) -> bool:
         """Whether it was imported: any optimizer begins with its weights."""
         return self.optimizer.name == NO_OPTIMIZER
+
+    @property
+    def names(self) -> dict[str, Assembly]:
+        return {name: of_json(made) for name, made in self.stored_names.items()}
 
     @property
     def has_average(self) -> bool:
@@ -283,6 +291,13 @@ def _problem(manifest: Manifest) -> str:
             return f"more than {_MAX_CORNERS:,} corners of pieces"
         if not entry.values or not tiles(entry.shape, boxes):
             return f"the pieces of {name[:200]!r} do not contain each element exactly once"
+    try:
+        made = manifest.names
+    except ValueError as error:
+        return str(error)
+    shapes = None if manifest.adapters is not None else {name: entry.shape for name, entry in manifest.tensors.items()}
+    if shapes is not None and any(shapes.get(s.name) != s.shape for each in made.values() for s in sources(each)):
+        return "names of files are of other tensors"
     for file, size in zip(manifest.files, held, strict=True):
         if size > file.bytes:
             return f"{file.name} is smaller than its listed contents"

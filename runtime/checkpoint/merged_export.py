@@ -9,7 +9,7 @@ Only a base of transformers can be made from the save alone, and only adapters t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,9 +21,10 @@ from planner.capture.model.describe_adapters import describe_adapters
 from planner.capture.model.reference import load_model
 from planner.capture.model.with_adapters import CONFIG, named
 from runtime.checkpoint.adapters_save import DEFAULT
+from runtime.checkpoint.assembled import Read
+from runtime.checkpoint.hub_names import reading_whole
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.merged_save import Merge
-from runtime.checkpoint.pretrained_save import MAX_SHARD_BYTES
 from runtime.checkpoint.safetensors_files import listed
 
 FIX = "load the save into an engine of the model: engine.load(DIR), then engine.save_merged or engine.save_adapters"
@@ -33,22 +34,25 @@ def merge_of(save: Path, manifest: Manifest) -> Merge:
     """Raises PlanError, naming the save, if the model cannot be made from it, or its adapters cannot be merged."""
     found = _adapted_in(save, manifest)
     try:
-        merge = Merge.of(found, _only_dtype(manifest), MAX_SHARD_BYTES)
+        merge = Merge.of(found, _only_dtype(manifest))
     except PlanError as error:
         fix = "resume the run with --save-adapters DIR: peft loads them beside the base"
         raise PlanError(error.what, where=str(save), fix=fix) from None
     names = _saved_names(manifest)
-    if absent := [name for merging in merge.mergings for name in merge.needed(merging) if name not in names]:
+    if absent := [name for merging in merge.mergings.values() for name in merge.needed(merging) if name not in names]:
         raise _refused(save, f"these tensors of transformers' model are not in the save: {listed(absent)}")
     return merge
 
 
-def merged_tensors(merge: Merge, manifest: Manifest, values_of: Callable[[str], Tensor]) -> Iterator[Tensor]:
-    """In the order of the files. ``values_of``: a full tensor by its name in the save."""
+def read_merged(merge: Merge, manifest: Manifest, values_of: Callable[[str], Tensor]) -> Read:
+    """``values_of``: a full tensor by its name in the save."""
     names = _saved_names(manifest)
-    for merging in merge.mergings:
-        values = {name: values_of(names[name]) for name in dict.fromkeys(merge.needed(merging))}
-        yield merge.merged(merging, values)
+
+    def full(name: str) -> Tensor:
+        merging = merge.mergings[name]
+        return merge.merged(merging, {own: values_of(names[own]) for own in dict.fromkeys(merge.needed(merging))})
+
+    return reading_whole(full)
 
 
 def _saved_names(manifest: Manifest) -> dict[str, str]:

@@ -22,7 +22,10 @@ from passes.errors import PlanError, first_line
 from planner.capture.model.adapted import Adapted, held_by
 from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters_save import adapted_of, gathered
-from runtime.checkpoint.pretrained_save import Entry, files_of, texts_of, write_agreed
+from runtime.checkpoint.assembled import Read
+from runtime.checkpoint.entries import Entry, files_of
+from runtime.checkpoint.hub_names import made_tensors, reading_whole
+from runtime.checkpoint.pretrained_save import named, texts_of, write_agreed
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
 
@@ -47,16 +50,27 @@ def save_merged(
     kept: Kept,
     directory: str | PathLike[str],
     max_shard_bytes: int,
+    names: str = "hf",
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    merge = Merge.of(adapted_of(plan), plan.spec.get("precision", {}).get("parameters"), max_shard_bytes)
+    merge = merge_of_plan(plan)
+    files = files_of(named(merge.entries, names, plan, kept), max_shard_bytes)
+    tensors = made_tensors(files, reader_merged(merge, plan, own, groups, kept), leads=groups.rank == 0)
+    write_agreed(groups, Path(directory), files, tensors, merge.texts(texts_of(plan, kept)))
 
-    def tensors() -> Iterator[Tensor | None]:
-        for merging in merge.mergings:
-            values = gathered(plan, own, groups, kept, merge.needed(merging))
-            yield merge.merged(merging, values) if groups.rank == 0 else None
 
-    write_agreed(groups, Path(directory), merge.files, tensors(), merge.texts(texts_of(plan, kept)))
+def merge_of_plan(plan: Plan) -> Merge:
+    return Merge.of(adapted_of(plan), plan.spec.get("precision", {}).get("parameters"))
+
+
+def reader_merged(merge: Merge, plan: Plan, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Read:
+    """Copies parts of merged tensors to rank 0. Every rank calls it for the same parts, in one order."""
+
+    def full(name: str) -> Tensor | None:
+        values = gathered(plan, own, groups, kept, merge.needed(merge.mergings[name]))
+        return merge.merged(merge.mergings[name], values) if groups.rank == 0 else None
+
+    return reading_whole(full)
 
 
 def check_merge(plan: Plan) -> None:
@@ -66,21 +80,22 @@ def check_merge(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """``files`` of the merged base, and how each of their tensors is made, in their order."""
+    """The merged base: of each of its tensors, by name, how it is made."""
 
     adapted: Adapted
-    files: dict[str, list[Entry]]
-    mergings: tuple[Merging, ...]
+    mergings: dict[str, Merging]
     is_tied: bool
 
+    @property
+    def entries(self) -> list[Entry]:
+        return [merging.entry for merging in self.mergings.values()]
+
     @classmethod
-    def of(cls, adapted: Adapted, cast: str | None, max_shard_bytes: int) -> Merge:
+    def of(cls, adapted: Adapted, cast: str | None) -> Merge:
         """``cast``: dtype of all floating tensors. Raises PlanError if peft cannot merge the adapters."""
         base = merged_without_values(adapted)
         made = {merging.entry.name: merging for merging in mergings_of(adapted, base, cast)}
-        files = files_of([merging.entry for merging in made.values()], max_shard_bytes)
-        ordered = tuple(made[entry.name] for entries in files.values() for entry in entries)
-        return cls(adapted, files, ordered, _is_tied(base))
+        return cls(adapted, made, _is_tied(base))
 
     def needed(self, merging: Merging) -> list[str]:
         """Names in the model of the tensors that it reads."""

@@ -20,8 +20,9 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.capture.model.compiled import plain_name
 from planner.sharding.boxes import Box
+from runtime.checkpoint.entries import Entry
 from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
-from runtime.checkpoint.pretrained_save import Entry, header_of
+from runtime.checkpoint.pretrained_save import header_of
 from runtime.checkpoint.regular_files import check_whole, opened
 from runtime.checkpoint.safetensors_files import DTYPES
 

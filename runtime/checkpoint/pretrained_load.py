@@ -8,7 +8,7 @@ read                                          Part.ranges of each parameter, fro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -28,6 +28,7 @@ from planner.files.text import is_file
 from planner.frozen_plan import Plan
 from planner.sharding.parts import part_of
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
+from runtime.checkpoint.hub_names import names_of_files
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
@@ -107,6 +108,8 @@ def load_pretrained(
             _read(files, found, stages, groups, kept, opened)
             rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, hub_of(plan)))
             kept.texts.update(texts)
+            kept.names.clear()
+            kept.names.update(names_of_files(_by_base_name(found, hub_of(plan))))
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
@@ -289,6 +292,12 @@ def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str)
     value = torch.empty(made.shape, dtype=dtype_of(files, made))
     read_whole(files, made, value)
     return value
+
+
+def _by_base_name(found: Found, hub: HubFormat) -> Iterator[tuple[str, tuple[Assembly, ...]]]:
+    for name, made in (*found.parameters.items(), *((name, (made,)) for name, made in found.buffers.items())):
+        for base in _base_names(hub, (name,)):
+            yield base, made
 
 
 def read_whole(files: SafetensorsFiles, made: Assembly, target: Tensor) -> None:

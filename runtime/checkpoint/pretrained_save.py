@@ -9,11 +9,9 @@ tensor and never holds two whole ones.
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,34 +22,20 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.files.atomic import open_new, write_new
 from planner.frozen_plan import Plan
-from planner.sharding.parameters import ParameterPlan
+from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
-from runtime.checkpoint.filled import filled
+from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
+from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensors, stored_names
 from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed
 from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.groups import Groups
-from runtime.weights.gather import whole
+from runtime.weights.gather import fetch
 from runtime.weights.shards import Kept
 
-MAX_SHARD_BYTES = 5_000_000_000
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of the checkpoint. ``row``: the parameter that stages hold; None for a tensor that rank 0 holds."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    row: ParameterPlan | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_pretrained(
@@ -61,6 +45,7 @@ def save_pretrained(
     kept: Kept,
     directory: str | PathLike[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    names: str = "hf",
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
     if hub_of(plan).adapted is not None:
@@ -69,8 +54,9 @@ def save_pretrained(
             where="save_pretrained",
             fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
         )
-    files = files_of(entries_of(plan, groups, kept), max_shard_bytes)
-    tensors = (whole_entry(entry, own, groups, kept) for entries in files.values() for entry in entries)
+    entries = entries_of(plan, groups, kept)
+    files = files_of(named(entries, names, plan, kept), max_shard_bytes)
+    tensors = made_tensors(files, reader_of(entries, own, groups, kept), leads=groups.rank == 0)
     write_agreed(groups, Path(directory), files, tensors, texts_of(plan, kept))
 
 
@@ -108,26 +94,26 @@ def _buffer(name: str, shape: Sequence[int], dtype: str) -> Entry:
     return Entry(name, tuple(shape), getattr(torch, dtype))
 
 
-def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """File name → its tensors: filled in order up to ``max_bytes``, more only for a tensor that is larger alone."""
-    if max_bytes < 1:
-        raise PlanError(f"max_shard_bytes is {max_bytes}", fix="give a positive number of bytes")
-    parts = filled(entries, lambda entry: entry.num_bytes, max_bytes) or [[]]
-    # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
-    ordered = [sorted(part, key=lambda e: -e.dtype.itemsize) for part in parts]
-    names = (
-        [SINGLE]
-        if len(parts) == 1
-        else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    )
-    return dict(zip(names, ordered, strict=True))
+def reader_of(
+    entries: Iterable[Entry], own: Mapping[str, Tensor], groups: Groups, kept: Kept
+) -> Callable[[str, Box, Tensor], None]:
+    """Copies parts of full tensors to rank 0. Every rank calls it for the same parts, in one order."""
+    rows = {entry.name: entry.row for entry in entries}
+
+    def read(name: str, box: Box, target: Tensor) -> None:
+        row = rows[name]
+        if row is not None:
+            fetch(row, own, box, target, groups)
+        elif groups.rank == 0:
+            target.copy_((kept.parameters | kept.buffers)[name][tuple(map(slice, box.start, box.stop))])
+
+    return read
 
 
-def whole_entry(entry: Entry, own: Mapping[str, Tensor], groups: Groups, kept: Kept) -> Tensor | None:
-    """The full tensor on rank 0, None elsewhere. Every rank calls it for every entry, in one order."""
-    if entry.row is not None:
-        return whole(entry.row, own, entry.dtype, groups)
-    return (kept.parameters | kept.buffers)[entry.name] if groups.rank == 0 else None
+def named(entries: list[Entry], names: str, plan: Plan, kept: Kept) -> list[Entry]:
+    """``entries`` of the model, or of the tensors that files of the Hub have. Raises PlanError for other names."""
+    check_names(names)
+    return entries if names == "model" else hub_entries(entries, stored_names(hub_of(plan), kept.names))
 
 
 def _exhaust(tensors: Iterable[Tensor | None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from os import PathLike
@@ -25,6 +25,7 @@ from pydantic import JsonValue
 
 from passes.errors import PlanError
 from runtime.checkpoint.atomic_directory import replaced_directory
+from runtime.checkpoint.hub_names import json_of_names, stored_names
 from runtime.checkpoint.lines import NO_LINE, Line
 from runtime.checkpoint.manifest import (
     MANIFEST,
@@ -66,6 +67,7 @@ class Content:
     loss_scale: LossScaleEntry | None
     texts: dict[str, Any]
     extra: dict[str, JsonValue]
+    stored_names: dict[str, JsonValue] = field(default_factory=dict)
     adapters: dict[str, Any] | None = None
     arrived: Callable[[], None] = lambda: None  # returns when the pieces have their values
 
@@ -94,6 +96,7 @@ def content_of(
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,
+        stored_names=json_of_names(stored_names(hub_of(plan), state.kept.names)) if state.groups.rank == 0 else {},
         adapters=hub_of(plan).adapters,
         arrived=staging.wait if staging is not None else lambda: None,
     )
@@ -220,6 +223,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
         files=files,
         tensors=tensors,
         texts=content.texts,  # pyright: ignore[reportArgumentType]
+        stored_names=content.stored_names,
         adapters=None if content.adapters is None else AdaptersEntry(**content.adapters),
         extra=content.extra,
     )

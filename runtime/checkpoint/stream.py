@@ -1,4 +1,4 @@
-"""Weights as a stream: full tensors on rank 0, bucket after bucket, in the model's own names.
+"""Weights as a stream: full tensors on rank 0, bucket after bucket, under the names of files or of the model.
 
     for each bucket:   the ranks that hold shards → rank 0 → its reader        then its memory is free
 
@@ -15,16 +15,18 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
-from runtime.checkpoint.adapters_save import adapted_of, gathered
+from runtime.checkpoint.assembled import Read
+from runtime.checkpoint.entries import Entry
 from runtime.checkpoint.filled import filled
-from runtime.checkpoint.merged_save import Merge, Merging
+from runtime.checkpoint.hub_names import check_names, made_tensor
+from runtime.checkpoint.merged_save import merge_of_plan, reader_merged
 from runtime.checkpoint.pretrained_load import hub_of
-from runtime.checkpoint.pretrained_save import Entry, entries_of, texts_of, whole_entry
+from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
 
 BUCKET_BYTES = 256 << 20
-NAMES = ("hf", "all")
+NAMES = ("hf", "model", "all")
 Bucket = dict[str, Tensor]
 
 
@@ -34,24 +36,25 @@ class Item:
 
     entry: Entry
     names: tuple[str, ...]
-    merging: Merging | None = None
 
 
 @dataclass(frozen=True)
 class Stream:
-    """``make``: an item and this rank's shards by name → the full tensor on rank 0, None elsewhere; a call of all
-    ranks. ``texts``: config files by name, on rank 0.
+    """``reader``: of this rank's shards by name, copies parts of full tensors to rank 0, in calls of all ranks.
+    ``texts``: config files by name, on rank 0. ``leads``: whether this is rank 0.
     """
 
     buckets: tuple[tuple[Item, ...], ...]
-    make: Callable[[Item, Mapping[str, Tensor]], Tensor | None]
+    reader: Callable[[Mapping[str, Tensor]], Read]
     texts: dict[str, Any]
+    leads: bool
 
     def bucket(self, items: Iterable[Item], own: Mapping[str, Tensor]) -> Bucket:
         """The tensors of ``items`` by name on rank 0; ``{}`` elsewhere."""
         found: Bucket = {}
+        read = self.reader(own)
         for item in items:
-            tensor = self.make(item, own)
+            tensor = made_tensor(item.entry, read, leads=self.leads)
             if tensor is not None:
                 found |= dict.fromkeys(item.names, tensor)
         return found
@@ -59,42 +62,32 @@ class Stream:
 
 def stream_of(plan: Plan, groups: Groups, kept: Kept, names: str, bucket_bytes: int, *, merged: bool) -> Stream:
     """The same call on every rank. Raises PlanError for names that this model does not have."""
-    if names not in NAMES:
-        raise PlanError(f"unknown names {names!r}", where="names", fix=f"choose one of: {', '.join(NAMES)}")
+    check_names(names, NAMES)
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
-    if merged:
-        return _merged(plan, groups, kept, bucket_bytes)
-    if names == "hf" and hub_of(plan).adapted is not None:
+    if names == "hf" and not merged and hub_of(plan).adapted is not None:
         raise PlanError(
             "peft has wrapped the planned model, and a reader of its base does not know its names",
             where="stream_weights",
             fix="set merged=True for the base with the adapters merged, or names='all' for the model's own names",
         )
-    items = [Item(entry, _names_of(entry, names)) for entry in entries_of(plan, groups, kept)]
+    merge = merge_of_plan(plan) if merged else None
+    entries = entries_of(plan, groups, kept) if merge is None else merge.entries
+    items = [Item(e, _names_of(e, names)) for e in named(entries, "hf" if names == "hf" else "model", plan, kept)]
 
-    def make(item: Item, own: Mapping[str, Tensor]) -> Tensor | None:
-        return whole_entry(item.entry, own, groups, kept)
+    def reader(own: Mapping[str, Tensor]) -> Read:
+        if merge is not None:
+            return reader_merged(merge, plan, own, groups, kept)
+        return reader_of(entries, own, groups, kept)
 
-    return Stream(in_buckets(items, bucket_bytes), make, texts_of(plan, kept) if groups.rank == 0 else {})
+    texts = texts_of(plan, kept) if groups.rank == 0 else {}
+    texts = texts if merge is None else merge.texts(texts)
+    return Stream(in_buckets(items, bucket_bytes), reader, texts, groups.rank == 0)
 
 
 def _names_of(entry: Entry, names: str) -> tuple[str, ...]:
     aliases = entry.row.aliases if names == "all" and entry.row is not None else ()
     return (entry.name, *aliases)
-
-
-def _merged(plan: Plan, groups: Groups, kept: Kept, bucket_bytes: int) -> Stream:
-    merge = Merge.of(adapted_of(plan), plan.spec.get("precision", {}).get("parameters"), bucket_bytes)
-    items = [Item(merging.entry, (merging.entry.name,), merging) for merging in merge.mergings]
-
-    def make(item: Item, own: Mapping[str, Tensor]) -> Tensor | None:
-        assert item.merging is not None, item.entry
-        values = gathered(plan, own, groups, kept, merge.needed(item.merging))
-        return merge.merged(item.merging, values) if groups.rank == 0 else None
-
-    texts = merge.texts(texts_of(plan, kept)) if groups.rank == 0 else {}
-    return Stream(in_buckets(items, bucket_bytes), make, texts)
 
 
 def in_buckets(items: Iterable[Item], most: int) -> tuple[tuple[Item, ...], ...]:

@@ -18,7 +18,8 @@ from typing import Any, Protocol, cast
 from passes.errors import PlanError
 from planner.files.atomic import name_beside, write_whole
 from runtime.checkpoint.atomic_directory import sync
-from runtime.checkpoint.pretrained_save import Entry, index_of, is_weights, write_safetensors
+from runtime.checkpoint.entries import Entry
+from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE
 from runtime.checkpoint.stream import Bucket
 

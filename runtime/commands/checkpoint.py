@@ -10,7 +10,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
-from runtime.commands.export import export_save
+from runtime.commands.export import Names, export_save
 
 if TYPE_CHECKING:
     from runtime.checkpoint.manifest import Manifest
@@ -36,6 +36,7 @@ def checkpoint_command(
     ema: Annotated[
         bool, typer.Option("--ema", help="With --export: export the running mean of the weights (optimizer.ema).")
     ] = False,
+    names: Names = "hf",
 ) -> None:
     """List the saves in a directory, verify them, or export one. Runs in one process. Exit 1 if a save is damaged."""
     from runtime.checkpoint.manifest import MANIFEST
@@ -48,7 +49,7 @@ def checkpoint_command(
             fix="add --export HF_DIR, or remove --ema",
         )
     if export is not None:
-        export_save(directory, export, ema=ema)
+        export_save(directory, export, ema=ema, names=names)
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)

@@ -16,21 +16,28 @@ EXPORT_EPILOG = "Examples: meshwright export run weights · meshwright export ru
 IMPORT_EPILOG = (
     "Examples: meshwright import weights run · meshwright train hf:weights SPEC --data stdlib --resume run --save run2"
 )
+Names = Annotated[
+    str,
+    typer.Option(
+        "--names", metavar="hf|model", help="Tensors and names of the directory that was loaded, or of the model."
+    ),
+]
 
 
 def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of saves, or a single save.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for config.json and safetensors.")],
     ema: Annotated[bool, typer.Option("--ema", help="Export the running mean of the weights (optimizer.ema).")] = False,
+    names: Names = "hf",
 ) -> None:
     """Export the last save of RUN as a Hugging Face directory; an adapter is merged into its base.
 
     Runs in one process, with one tensor in memory at a time.
     """
-    export_save(run, directory, ema=ema)
+    export_save(run, directory, ema=ema, names=names)
 
 
-def export_save(run: Path, directory: Path, *, ema: bool) -> None:
+def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> None:
     """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
     from runtime.checkpoint.export import export
     from runtime.checkpoint.model_files import files_of_run, write_files
@@ -38,7 +45,7 @@ def export_save(run: Path, directory: Path, *, ema: bool) -> None:
 
     save = resolve(run)
     manifest = verify(save)
-    export(save, manifest, directory, averaged=ema)
+    export(save, manifest, directory, averaged=ema, names=names)
     write_files(files_of_run(save), directory)
     write_text(f"{save} → {directory}{_told_of_adapters(manifest)}")
 

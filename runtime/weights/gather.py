@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.mesh import Mesh
+from planner.sharding.boxes import Box
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of, pieces
 from runtime.distributed.groups import Groups
 from runtime.distributed.patience import call, wait_for_rank_0
+
+Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
 class OwnParameters(Mapping[str, Tensor]):
@@ -53,27 +56,39 @@ def collect(
 
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
     """The full tensor of one row on the CPU of rank 0, None elsewhere."""
+    target = torch.empty(row.shape, dtype=dtype, device="cpu" if groups.rank == 0 else "meta")
+    fetch(row, own, Box((0,) * len(row.shape), tuple(row.shape)), target, groups)
+    return target if groups.rank == 0 else None
+
+
+def fetch(row: ParameterPlan, own: Mapping[str, Tensor], box: Box, target: Tensor, groups: Groups) -> None:
+    """Copy ``box`` of one row to ``target`` on rank 0. Every rank calls it for the same boxes, in one order."""
     own.get(row.name)  # on every rank that has a part of it: it may be shared by several, which have to bring it here
-    senders = senders_of(row, groups.mesh)
+    runs = {rank: runs_in(part, row.shape, box) for rank, part in senders_of(row, groups.mesh).items()}
     if groups.rank == 0:
-        return assemble(list(senders.values()), _shards([*senders], row, own, dtype, groups), row.shape)
-    if groups.rank in senders:
+        _receive({rank: of_rank for rank, of_rank in runs.items() if of_rank}, row, own, target, groups)
+    elif runs.get(groups.rank):
+        held = own[row.name].detach()
         wait_for_rank_0(groups)
-        dist.send(own[row.name].detach().cpu().contiguous(), 0, group=groups.host)
-    return None
+        sent = [held[local].reshape(-1).cpu() for local, _ in runs[groups.rank]]
+        dist.send(torch.cat(sent) if len(sent) > 1 else sent[0].contiguous(), 0, group=groups.host)
 
 
-def _shards(
-    senders: Sequence[int], row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups
-) -> list[Tensor]:
-    """On rank 0, in the order of ``senders``: all receives are posted, then awaited."""
-    others = [rank for rank in senders if rank != 0]
-    parts = {rank: torch.empty(row.local_shape, dtype=dtype) for rank in others}
+def _receive(
+    runs: Mapping[int, Runs], row: ParameterPlan, own: Mapping[str, Tensor], target: Tensor, groups: Groups
+) -> None:
+    """On rank 0: all receives are posted, then awaited."""
+    others = [rank for rank in runs if rank != 0]
+    sizes = {rank: [target[place].numel() for _, place in of_rank] for rank, of_rank in runs.items()}
+    parts = {rank: torch.empty(sum(sizes[rank]), dtype=target.dtype) for rank in others}
     works: list[Any] = [dist.irecv(parts[rank], rank, group=groups.host) for rank in others]
     call(groups, others)
     for work in works:
         work.wait()
-    return [own[row.name].detach().cpu() if rank == 0 else parts[rank] for rank in senders]
+    for rank, of_rank in runs.items():
+        received = parts[rank].split(sizes[rank]) if rank else [own[row.name].detach()[local] for local, _ in of_rank]
+        for (_, place), values in zip(of_rank, received, strict=True):
+            target[place].copy_(values.view_as(target[place]) if rank else values)
 
 
 def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
@@ -88,20 +103,18 @@ def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
     return {rank: part_of(row, mesh, mesh.place(rank)) for rank in ranks}
 
 
-def assemble(parts: Sequence[Part], shards: Sequence[Tensor], global_shape: Sequence[int]) -> Tensor:
-    """The full tensor of all its parts, without padding."""
-    placement = parts[0].placement
-    full = shards[0].new_empty([n + placement.padding * (d == placement.dim) for d, n in enumerate(global_shape)])
-    for part, held in zip(parts, shards, strict=True):
-        for whole, local in pieces(part.ranges):
-            _narrowed(full, whole).copy_(_narrowed(held, local))
-    return full.narrow(placement.dim, 0, global_shape[placement.dim]).contiguous() if placement.padding else full
-
-
-def _narrowed(tensor: Tensor, place: Mapping[int, tuple[int, int]]) -> Tensor:
-    for dim, (start, stop) in place.items():
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
+def runs_in(part: Part, shape: Sequence[int], box: Box) -> Runs:
+    """The elements of ``box`` that a part of a tensor of ``shape`` has: slices of the part, and of the box."""
+    found: Runs = []
+    for whole, local in pieces(part.ranges):
+        start, stop, shift = list(box.start), list(box.stop), [0] * len(shape)
+        for dim, (first, last) in whole.items():
+            start[dim], stop[dim] = max(start[dim], first), min(stop[dim], last, shape[dim])
+            shift[dim] = local[dim][0] - first
+        if all(a < b for a, b in zip(start, stop, strict=True)):
+            held = tuple(slice(a + n, b + n) for a, b, n in zip(start, stop, shift, strict=True))
+            found.append((held, Box(tuple(start), tuple(stop)).slices_in(box)))
+    return found
 
 
 def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
 from passes.stage_module import StageModule
+from planner.capture.hub.assembly import Assembly
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.sharding.parameters import ParameterPlan
@@ -140,13 +141,14 @@ def _values(source: WeightSource, parameter: LocalParameter, part: Part, device:
 class Kept:
     """The tensors that rank 0 keeps in full for checkpoints, since no stage computes with them or nothing updates them.
 
-    ``parameters``: those that do not reach the loss. ``buffers``: the persistent ones. ``texts``: config files by name,
-    of the directory that was loaded.
+    ``parameters``: those that do not reach the loss. ``buffers``: the persistent ones. Of the directory that was
+    loaded, ``texts``: config files by name; ``names``, on every rank: stored name → how the model's tensors make it.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     texts: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Assembly] = field(default_factory=dict)
 
 
 def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: int) -> Kept:

@@ -21,10 +21,11 @@ from planner import Plan
 from planner.lower import lower
 from planner.mesh import Mesh
 from runtime.optimizer.norm import whole_elements
-from runtime.weights.gather import assemble, senders_of
+from runtime.weights.gather import senders_of
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again
+from tests.tools.shards import assemble
 from tests.tools.simulated_ranks import on_threads
 
 Batch = dict[str, Tensor]

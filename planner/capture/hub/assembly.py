@@ -166,15 +166,22 @@ def to_json(made: Any) -> Any:
     return made
 
 
-def of_json(given: Any) -> Any:
-    """Raises ValueError for anything that ``to_json`` does not give."""
+def of_json(given: Any) -> Assembly:
+    """Raises ValueError for anything that ``to_json`` does not give of an assembly."""
+    found = _of_json(given)
+    if not isinstance(found, Assembly):
+        raise ValueError("no assembly of a tensor")
+    return found
+
+
+def _of_json(given: Any) -> Any:
     if isinstance(given, list):
-        return tuple(of_json(each) for each in given)
+        return tuple(map(_of_json, given))
     if not isinstance(given, dict):
         return given
     try:
         ((kind, content),) = given.items()
-        made = _KINDS[kind](*map(of_json, content))
+        made = _KINDS[kind](*map(_of_json, content))
         fault = _fault(made)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"no assembly of a tensor: {error}") from None

@@ -20,11 +20,15 @@ from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
 from planner.spec.spec import Spec
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
+from runtime.checkpoint.export import export
+from runtime.checkpoint.hub_names import names_in, stored_names
 from runtime.checkpoint.import_weights import described, import_weights
-from runtime.checkpoint.manifest import read_manifest
+from runtime.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.pretrained_load import find, find_in
 from runtime.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
+from runtime.checkpoint.saves import resolve
+from runtime.engine import Engine
 from runtime.weights.gather import senders_of
 from runtime.weights.shards import shard
 
@@ -32,6 +36,7 @@ pytest.importorskip("transformers")
 
 from tests.models.hub_families import FAMILIES
 from tests.models.hugging_face import LENGTH, VOCABULARY, made
+from tests.tools.checkpoints import Own, assert_same, own_checkpoint, own_engine, write
 
 
 def saved(family: str, directory: Path) -> nn.Module:
@@ -200,6 +205,7 @@ def test_an_import_makes_the_models_tensors(tmp_path):
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {}},
     "tp 2": {"mesh": {"tp": 2}},
     "ep 2": {"mesh": {"dp": 2, "ep": 2}},
     "ep 2, tp 2": {"mesh": {"tp": 2, "dp": 2, "ep": 2}},
@@ -237,3 +243,76 @@ def test_a_plan_on_disk_converts_without_the_model(tmp_path):
     saved("mixtral", tmp_path)
     planned(tmp_path, "ep 2, tp 2").save(tmp_path / "plan.pt")
     assert_ranks_read_their_parts(Plan.load(tmp_path / "plan.pt"), tmp_path)
+
+
+# ---- and out again
+
+
+def assert_files(directory: Path, wanted: dict[str, Tensor]) -> None:
+    assert_same(stored(directory), wanted)
+
+
+def test_one_engine_writes_the_files_it_read(tmp_path):
+    saved("mixtral", tmp_path / "in")
+    files, own = stored(tmp_path / "in"), load_model(f"hf:{tmp_path / 'in'}", materialize=True).state_dict()
+    with Engine(planned(tmp_path / "in", "one")) as engine:
+        engine.save_pretrained(tmp_path / "fresh")
+        engine.load_pretrained(tmp_path / "in")
+        engine.save_pretrained(tmp_path / "hub")
+        engine.save_pretrained(tmp_path / "model", names="model")
+        engine.save(tmp_path / "run")
+        buckets = [bucket for names in ("hf", "model") for bucket in engine.stream_weights(names=names)]
+        with pytest.raises(PlanError, match="unknown names 'hub'"):
+            engine.save_pretrained(tmp_path / "other", names="hub")
+    assert stored(tmp_path / "fresh").keys() == files.keys()
+    assert_files(tmp_path / "hub", files)
+    assert_files(tmp_path / "model", own)
+    assert_same(buckets[0], files)
+    assert_same(buckets[1], own)
+    save = resolve(tmp_path / "run")
+    export(save, read_manifest(save)[0], tmp_path / "hub again")
+    export(save, read_manifest(save)[0], tmp_path / "model again", names="model")
+    assert_files(tmp_path / "hub again", files)
+    assert_files(tmp_path / "model again", own)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_import_is_exported_as_the_files_it_was(family, tmp_path):
+    saved(family, tmp_path / "in")
+    save, _ = import_weights(tmp_path / "in", tmp_path / "run")
+    export(save, read_manifest(save)[0], tmp_path / "out")
+    assert_files(tmp_path / "out", stored(tmp_path / "in"))
+
+
+def test_a_directory_in_the_models_format_is_exported_in_it(tmp_path):
+    made(FAMILIES["qwen3_moe"]).save_pretrained(tmp_path / "in", save_original_format=False)
+    save, _ = import_weights(tmp_path / "in", tmp_path / "run")
+    manifest, _ = read_manifest(save)
+    export(save, manifest, tmp_path / "out")
+    assert_files(tmp_path / "out", stored(tmp_path / "in"))
+    model = load_model(f"hf:{tmp_path / 'in'}")
+    assert stored_names(hub_format(model), names_in(manifest)).keys() == stored(tmp_path / "in").keys()
+
+
+def test_both_copies_of_a_tied_tensor_are_written_again(tmp_path):
+    given = {**own_checkpoint(), "head.weight": own_checkpoint()["embed.weight"].clone()}
+    engine = own_engine(Own())
+    engine.load_pretrained(write(tmp_path / "in", given))
+    engine.save_pretrained(tmp_path / "out")
+    assert_files(tmp_path / "out", given)
+
+
+@pytest.mark.parametrize("damage", [{"Source": ["up.weight", [4, 5]]}, {"Source": ["else", [4, 4]]}, {"Run": []}, [1]])
+def test_a_save_with_names_of_other_tensors_is_damaged(damage, tmp_path):
+    save, _ = import_weights(write(tmp_path / "in", own_checkpoint()), tmp_path / "run", f"{own_file(tmp_path)}:Own")
+    manifest, _ = read_manifest(save)
+    (save / MANIFEST).unlink()
+    with pytest.raises(PlanError, match="damaged"):
+        write_manifest(save / MANIFEST, manifest.model_copy(update={"stored_names": {"up": damage}}))
+
+
+def own_file(directory: Path) -> Path:
+    path = directory / "own.py"
+    path.write_text("from tests.tools.checkpoints import Own\n")
+    return path

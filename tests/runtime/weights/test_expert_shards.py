@@ -22,10 +22,11 @@ from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import Part, part_of
 from runtime.checkpoint.assembled import read_ranges
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
-from runtime.weights.gather import assemble, senders_of
+from runtime.weights.gather import senders_of
 from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights
 from tests.tools.examples import examples
+from tests.tools.shards import assemble
 
 SIZES = [1, 2, 4]
 

@@ -13,9 +13,9 @@ from passes.parameters import LocalParameter
 from passes.program.roles import parameter_roles
 from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.parts import Part
-from runtime.weights.gather import assemble
 from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights, ModelWeights
+from tests.tools.shards import assemble
 
 
 @st.composite
