@@ -16,7 +16,8 @@ _BEGINS = 0.2  # the chance that a document begins at a token
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = False) -> dict[str, Tensor]:
-    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored.
+    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored, unless the
+    model reads them elsewhere too, as one_hot does.
 
     Of several lengths each has its turn, the greatest first. With ``packing: documents`` inputs that name documents are
     of random ones. ``is_uneven``: rows are of different ranges of ids, sizes of numbers and shares of ignored labels.
@@ -30,8 +31,11 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
         batch = {n: _uneven(rows, highs[n], generator) for n, rows in batch.items()}
     if spec.data.packing == "documents":
         _pack(batch, spec, generator)
-    for name, ignored in decided.to_run()[0].ignored_labels.items():
-        if name in batch and not batch[name].is_floating_point():
+    decisions = decided.to_run()[0]
+    for name, ignored in decisions.ignored_labels.items():
+        reads = decisions.id_ranges.get(name, ())
+        is_read = all(ids.skipped == ignored or ids.low <= ignored < ids.high for ids in reads)
+        if is_read and name in batch and not batch[name].is_floating_point():
             batch[name] = batch[name].clone()
             chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
             drawn = torch.rand(batch[name].shape, generator=generator)

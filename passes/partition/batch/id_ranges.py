@@ -3,6 +3,7 @@
     embedding(W[n, h], ids)                        0 ≤ id < n
     cross_entropy(logits[.., c], labels, skipped)  0 ≤ label < c, or skipped
     index_select, gather of n along a dim          0 ≤ i < n            x[ids]    -n ≤ i < n
+    one_hot(ids, n)                                0 ≤ id < n
 
 Followed from each integer input through ops that only move its values. Values that a slice drops may be anything, so
 the part of a sequence that is looked up is known exactly; if it is not, and after any arithmetic, there is no range: a
@@ -85,6 +86,8 @@ def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange
         shape = shape_of(given["self"])
         ask = _range(shape[given["dim"]] if shape else 1, f"the input of {op.__name__}", unit="places")
         yield given["index"], ask
+    elif op is aten.one_hot and (size := given.get("num_classes", -1)) > 0:
+        yield given["self"], _range(size, "one_hot", unit="classes")
     elif op is aten.index:
         for dim, index in enumerate(given["indices"]):
             if isinstance(index, fx.Node) and all(_is_integer(i) for i in given["indices"] if i is not None):

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
+from planner.spec.spec import Spec
 from runtime.audit.tolerance import Tolerance, lowest_precision
 from runtime.verify.batches import random_batch
 from runtime.verify.comparison import compare_gradients, compare_parameters, compare_value
 from runtime.verify.run import VerifyReport, _last_error, verify
+from tests.passes.partition.batch import test_id_ranges as ids
 from tests.tools.paths import ROOT
 
 MODEL = """
@@ -189,9 +191,7 @@ def test_bfloat16_without_one_collective_is_red(files, number):
 
 
 def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
-    from planner import plan
     from planner.capture.model.reference import load_model
-    from planner.spec.spec import Spec
 
     reference, spec = files("tp: 1")
     decided = plan(load_model(reference), spec)
@@ -200,6 +200,18 @@ def test_a_quarter_of_the_labels_is_ignored_where_the_loss_skips_some(files):
     assert 0.1 < (batch["targets"] == -100).double().mean() < 0.4
     assert batch["input_ids"].min() >= 0
     assert batch["input_ids"].max() < 37
+
+
+def test_no_label_is_ignored_where_the_model_reads_it_elsewhere_too():
+    def with_margin(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = logits - 0.2 * F.one_hot(labels, ids.CLASSES)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    numbers = {"shape": [ids.LENGTH], "dtype": "int64", "high": ids.CLASSES}
+    spec = Spec.load({"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": {"ids": numbers, "labels": numbers}})
+    decided = plan(ids.Model(ids.table, with_margin), spec)
+    assert decided.to_run()[0].ignored_labels == {"labels": -100}
+    assert random_batch(spec, decided, 0)["labels"].min() >= 0
 
 
 def test_the_lowest_precision_inside_a_model_rules_its_tolerance():

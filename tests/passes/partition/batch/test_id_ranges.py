@@ -77,6 +77,10 @@ def all_logits(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.logsumexp(-1).mean() + labels.sum() * 0.0
 
 
+def margin(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits - 0.2 * F.one_hot(labels, CLASSES), labels)
+
+
 def table(m: Model, ids: Tensor) -> Tensor:
     return m.table(ids)
 
@@ -84,6 +88,11 @@ def table(m: Model, ids: Tensor) -> Tensor:
 ALL, LATER = ((0, LENGTH),), ((1, LENGTH),)
 CASES: dict[str, tuple[Any, Any, dict[str, list[tuple]]]] = {
     "plain": (table, plain, {"ids": [(0, ROWS, None, ALL)], "labels": [(0, CLASSES, 3, ALL)]}),
+    "one-hot too": (
+        table,
+        margin,
+        {"ids": [(0, ROWS, None, ALL)], "labels": [(0, CLASSES, None, ALL), (0, CLASSES, 3, ALL)]},
+    ),
     "padded shift": (table, padded_shift, {"ids": [(0, ROWS, None, ALL)], "labels": [(0, CLASSES, -100, LATER)]}),
     "sliced shift": (table, sliced_shift, {"ids": [(0, ROWS, None, ALL)], "labels": [(0, CLASSES, -100, LATER)]}),
     "copied shift": (table, copied_shift, {"ids": [(0, ROWS, None, ALL)], "labels": [(0, CLASSES, -100, LATER)]}),
