@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from math import ceil
 
 from planner.cost.cut.kernels import Size
@@ -20,7 +21,7 @@ from planner.cost.layout import Layout
 from planner.cost.memory import SLACK, MemoryRow
 from planner.cost.seconds.buffers import RankHolds
 from planner.mesh import Mesh
-from planner.pipeline.actions import Action, Order
+from planner.pipeline.actions import Order
 from planner.pipeline.links import received_by, sent_by
 from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
@@ -97,30 +98,31 @@ def _peak(
     waits = KINDS[layout.schedule].waits
     order = _order(layout.schedule, pp, rank, count, mesh.vpp, group)
     held = logits = 0.0
-    best, where, most, under_way = (0.0, 0.0, 0.0), "", -1.0, 0.0
+    best, where, most, under_way = (0.0, 0.0, 0.0), None, -1.0, 0.0
     sent = {"F": 0.0, "B": 0.0}
-    for position, action in enumerate(order):
-        index = own[action.chunk]
-        stage = stages[index]
-        following = order[position + 1 : position + 2]
-        waiting = sum(_awaited(a, stages, own[a.chunk], mesh) for a in following)
+    works = [(kind, chunk) for kind in "FBW" for chunk in range(len(own))]
+    awaited = {(kind, chunk): _awaited(kind, stages, own[chunk], mesh) for kind, chunk in works}
+    sends = {(kind, chunk): _sent(kind, stages, own[chunk], mesh) for kind, chunk in works}
+    for action, following in zip_longest(order, order[1:]):
+        stage = stages[own[action.chunk]]
+        waiting = awaited[following.kind, following.chunk] if following else 0.0
         if action.kind == "F":
             now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
         elif action.kind == "B":  # counts all deferred bytes, since most are there at the end
             now = held, logits, stage.backward - stage.kept + (stage.aside if waits else 0.0)
         else:
             now = held, logits, 0.0
-        messages = waiting + sum(sent.values())
+        messages = waiting + sent["F"] + sent["B"]
         if now[0] + now[2] + messages > most:
-            best, where, most, under_way = now, str(action), now[0] + now[2] + messages, messages
+            best, where, most, under_way = now, action, now[0] + now[2] + messages, messages
         if action.kind == "W":
             held -= stage.aside
             continue
         sign = 1 if action.kind == "F" else -1
         held, logits = held + sign * stage.kept, logits + sign * stage.logits
         held += stage.aside if waits and action.kind == "B" else 0.0
-        sent[action.kind] = _sent(action, stages, index, mesh)
-    return best, where, under_way
+        sent[action.kind] = sends[action.kind, action.chunk]
+    return best, str(where or ""), under_way
 
 
 def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
@@ -135,15 +137,15 @@ def _orders_of_equal_stages(kind: str, pp: int, count: int, vpp: int) -> tuple[O
     return build_schedule(kind, pp, count, vpp).orders
 
 
-def _awaited(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
-    if action.kind == "W" or not received_by(action.kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
+def _awaited(kind: str, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
+    if kind == "W" or not received_by(kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
         return 0.0
-    return stages[index].received if action.kind == "F" else stages[index].returned
+    return stages[index].received if kind == "F" else stages[index].returned
 
 
-def _sent(action: Action, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
-    if not sent_by(action.kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
+def _sent(kind: str, stages: Sequence[StageBytes], index: int, mesh: Mesh) -> float:
+    if kind == "W" or not sent_by(kind, index, 0).crosses(len(stages), mesh.pp, mesh.fold):
         return 0.0
-    if action.kind == "F":  # sent values are mostly not saved on this stage
+    if kind == "F":  # sent values are mostly not saved on this stage
         return stages[index + 1].received
     return stages[index - 1].returned
