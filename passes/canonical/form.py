@@ -136,7 +136,9 @@ class _Writer:
             raise PlanError(
                 f"the model uses {name}, which cannot be planned",
                 where=where_of(node),
-                fix="write this part with ordinary tensor operations",
+                fix="compute both results and choose by `torch.where(condition, a, b)`"
+                if name == "cond"
+                else "write this part with ordinary tensor operations",
             )
         assert isinstance(body, fx.Node)
         inner = env[body]

@@ -82,4 +82,4 @@ class Constants:
         if node in self._values:
             return self._values[node]
         val = node.meta["val"]
-        return torch.empty(1, dtype=val.dtype).expand(val.shape)  # read for its shape alone
+        return torch.empty((), dtype=val.dtype).expand(val.shape)  # read for its shape alone

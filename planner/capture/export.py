@@ -44,7 +44,13 @@ from planner.capture.memory_order import views_for_memory
 from planner.capture.model.caches import caches_off
 from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
 from planner.capture.model.exchange import Exchange, fake, refuse_complex_parameters, refuse_shared_memory
-from planner.capture.model.held_tensors import Held, held_tensors, put_in_place, refuse_unknown_values
+from planner.capture.model.held_tensors import (
+    Held,
+    held_tensors,
+    put_in_place,
+    read_kept_values,
+    refuse_unknown_values,
+)
 from planner.capture.model.scripted import refuse_loaded
 from planner.capture.outputs import find_loss, select_outputs
 from planner.capture.own_loss.with_loss import model_of
@@ -130,6 +136,9 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
     with exchange.made(), caches_off(model):
         made = traced(Forward(model, kwargs, exchange, mode), earlier, is_known=asked.is_known)
         exported = made.exported
+        if made.gradient is not None:
+            for one in (exported, *(other for _, other in made.others)):
+                read_kept_values(one)
         lifted = {
             s.target: exported.constants.get(s.target)
             for s in exported.graph_signature.input_specs
@@ -261,8 +270,13 @@ def _program(
     }
     fixed = {*program.buffers, *program.constants}
     program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
+    holders = exported.graph_module.graph.find_nodes(op="placeholder")
+    unread = {n.name for n in holders if isinstance(program.constants.get(n.name), FakeTensor) and not n.users}
+    program.constants = {name: value for name, value in program.constants.items() if name not in unread}
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
-    program.graph = canonicalize(exported.graph_module, outputs, program.constants, in_place, has_rule=asked.has_rule)
+    program.graph = canonicalize(
+        exported.graph_module, outputs, program.constants, {*in_place, *unread}, has_rule=asked.has_rule
+    )
     # an input that is named like a function of Python (`input`, `next`) has another name in a graph
     holders = program.graph.graph.find_nodes(op="placeholder")
     program.inputs = {node.name: str(node.target) for node in holders if node.target in program.inputs}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import where_of
@@ -83,6 +84,37 @@ def held_tensors(
             fqn = names[id(owner)]
             found[name] = Held(fqn, _views(value, owner, exchange.values(owner), fqn, lambda n=name: where(n)))
     return found
+
+
+def read_kept_values(exported: ExportedProgram) -> None:
+    """A value that autograd kept for a gradient inside the forward is that of the node that shares its memory.
+
+    Export sees the copy that autograd hands out, without memory of its own, and takes it for a constant.
+    """
+    nodes = list(exported.graph.nodes)
+    holders = {node.name: node for node in nodes if node.op == "placeholder"}
+    kept = {
+        spec.arg.name: value
+        for spec in exported.graph_signature.input_specs
+        if spec.target and isinstance(value := exported.constants.get(spec.target), FakeTensor)
+    }
+    made: dict[int, fx.Node] = {}
+    for node in nodes:
+        if node.name not in kept and isinstance(value := node.meta.get("val"), FakeTensor):
+            made.setdefault(value.untyped_storage()._cdata, node)
+    for name, value in kept.items():
+        maker = made.get(value.untyped_storage()._cdata)
+        views = None if maker is None else _seen_as(value, maker.meta["val"])
+        if maker is not None and views is not None:
+            last = list(holders.values())[-1] if maker.op == "placeholder" else maker
+            _read_instead(holders[name], maker, views, last)
+
+
+def _seen_as(value: Tensor, whole: Tensor) -> tuple[Any, ...] | None:
+    same = (value.shape, value.stride(), value.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    if same and value.storage_offset() == whole.storage_offset():
+        return ()
+    return _geometry(value, whole) if value.dtype == whole.dtype else None
 
 
 def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradient: Where | None) -> None:
@@ -163,13 +195,20 @@ def put_in_place(module: fx.GraphModule, held: Mapping[str, Held], placeholders:
     by_name = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
     last = list(by_name.values())[-1]
     for name, what in held.items():
-        constant, value = by_name[name], by_name[placeholders[what.fqn]]
-        for target, args in what.views:
-            reader = next(iter(constant.users), None)
-            with module.graph.inserting_after(last):
-                made = module.graph.call_function(target, (value, *args))
-            origin = reader.meta if reader else {}
-            made.meta = {k: origin[k] for k in ("nn_module_stack", "stack_trace") if k in origin}
-            made.meta["val"] = target(value.meta["val"], *args)
-            value = last = made
-        constant.replace_all_uses_with(value)
+        last = _read_instead(by_name[name], by_name[placeholders[what.fqn]], what.views, last)
+
+
+def _read_instead(
+    constant: fx.Node, value: fx.Node, views: tuple[tuple[Any, tuple[Any, ...]], ...], last: fx.Node
+) -> fx.Node:
+    """Readers of ``constant`` read ``views`` of ``value``, which stand behind ``last``; returns the last of them."""
+    for target, args in views:
+        reader = next(iter(constant.users), None)
+        with constant.graph.inserting_after(last):
+            made = constant.graph.call_function(target, (value, *args))
+        origin = reader.meta if reader else {}
+        made.meta = {k: origin[k] for k in ("nn_module_stack", "stack_trace") if k in origin}
+        made.meta["val"] = target(value.meta["val"], *args)
+        value = last = made
+    constant.replace_all_uses_with(value)
+    return last

@@ -140,15 +140,36 @@ def test_a_checkpoint_that_is_given_no_gradient_is_told() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_gradient_that_export_cannot_follow_is_refused_as_that(keeps: bool) -> None:
+def test_forces_that_read_weights_and_results_which_autograd_kept_are_captured(keeps: bool) -> None:
     def forces(model: OneBody, x: Tensor) -> Tensor:
         place = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(model.up(place).tanh().sum(), place, create_graph=keeps)  # here
+        energy = model.up(place).tanh().softmax(-1).pow(2).mean()
+        (force,) = torch.autograd.grad(energy, place, create_graph=keeps)
+        return model.up(x) + force
+
+    assert_capture_equals(OneBody(forces))
+    assert not capture(OneBody(forces), batch()).constants
+
+
+def test_a_gradient_that_export_cannot_follow_is_refused_as_that() -> None:
+    def forces(model: OneBody, x: Tensor) -> Tensor:  # the mean and the deviation are no results of the graph
+        place = x.detach().requires_grad_()
+        energy = nn.functional.layer_norm(model.up(place), x.shape[-1:]).pow(3).sum()
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)  # here
         return x + force
 
     with pytest.raises(PlanError, match="a gradient inside the forward") as caught:
         capture(OneBody(forces), batch())
     assert "# here" in str(caught.value)
+
+
+def test_a_branch_by_values_is_refused_with_where_as_the_fix() -> None:
+    def branches(model: OneBody, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: model.up(y) + 1, lambda y: y * 2, (x,))
+
+    with pytest.raises(PlanError, match="the model uses cond, which cannot be planned") as caught:
+        capture(OneBody(branches), batch())
+    assert "torch.where(condition, a, b)" in caught.value.fix
 
 
 def hook_of_the_node(model: OneBody, x: Tensor) -> Tensor:
