@@ -25,17 +25,17 @@ class LearningRate:
     """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
-        if spec.schedule.steps == "auto":
-            what = "steps: auto is the last step of `meshwright train`, and here no run has one"
-            raise PlanError(what, where="optimizer.schedule.steps", fix="write a number of steps")
-        self._lr, self._spec = spec.lr, spec.schedule.of_run(0)
+        self._lr, self._spec = spec.lr, spec.schedule
         self._own = RateFunction(spec.schedule.kind) if is_named(spec.schedule.kind) else None
 
     def at(self, step: int) -> float:
         """The rate of update number ``step``, from 0."""
         if self._own is not None:
             return self._lr * self._own(step)
-        return learning_rate(step, self._lr, **dict(self._spec))
+        if self._spec.steps == "auto":
+            what = "steps: auto is the last step of `meshwright train`, and here no run has one"
+            raise PlanError(what, where="optimizer.schedule.steps", fix="write a number of steps")
+        return learning_rate(step, self._lr, **dict(self._spec.of_run(0)))
 
 
 def learning_rate(

@@ -48,7 +48,7 @@ def test_steps_without_epochs_are_as_given(tmp_path: Path) -> None:
 def test_a_schedule_without_a_run_or_a_share_of_nothing_is_refused(tmp_path: Path) -> None:
     job(tmp_path)
     with pytest.raises(PlanError, match="is the last step of"):
-        LearningRate(Spec.load(str(tmp_path / "spec.yaml")).optimizer)
+        LearningRate(Spec.load(str(tmp_path / "spec.yaml")).optimizer).at(0)
     with pytest.raises(PlanError, match="is a share of steps, which are missing"):
         Spec.load({"mesh": {}, "batch": {"global": 2, "micro": 2}, "optimizer": {"schedule": {"warmup": 0.1}}})
     rate = LearningRate(Spec.load({"mesh": {}, "batch": {"global": 2, "micro": 2}, "optimizer": {
