@@ -8,7 +8,7 @@ One bucket is in memory at a time; values keep the dtype of the files, and a run
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
 from runtime.checkpoint.pretrained_load import Found, check_equal, dtype_of, find_in, read_whole
-from runtime.checkpoint.safetensors_files import SafetensorsFiles
+from runtime.checkpoint.safetensors_files import FP8, SafetensorsFiles
 from runtime.checkpoint.saves import owned, saves_in, write_latest
+from runtime.checkpoint.weight_files import WeightFiles
 
 BUCKET_BYTES = 512 << 20
 STEP = 0
@@ -71,13 +72,15 @@ def import_weights(
     """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the
     model of the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
     """
-    with SafetensorsFiles(directory) as files:
+    with WeightFiles(directory) as files:
         built = _model_of(directory, model)
         rows, hub = described(built), hub_format(built)
         found = find_in(files, hub, rows)
         _check_tied(files, found)
         tensors = _stored(files, rows, hub, found)
         texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
+        if isinstance(config := texts.get(_TEXTS[0]), dict):
+            config.pop("quantization_config", None)
         _refuse_saves(run)
         with owned(run):
             _refuse_saves(run)
@@ -112,9 +115,11 @@ def _model_of(directory: Path, model: str | None) -> nn.Module:
 
 def _stored(files: SafetensorsFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
     """In the model's order, buffers last."""
+    dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
     made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
-    return [Stored(*each, dtype_of(files, each[-1])) for each in made]
+    of_files = [Stored(*each, dtype_of(files, each[-1])) for each in made]
+    return [replace(each, dtype=dtypes[each.name]) if each.dtype in FP8 else each for each in of_files]
 
 
 def _check_tied(files: SafetensorsFiles, found: Found) -> None:

@@ -30,6 +30,7 @@ from planner.sharding.parts import part_of
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
 from runtime.checkpoint.hub_names import names_of_files
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
+from runtime.checkpoint.weight_files import WeightFiles
 from runtime.distributed.agreement import agree, agreed
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
@@ -73,7 +74,7 @@ def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
 
     Reads headers only.
     """
-    with SafetensorsFiles(Path(directory)) as files:
+    with WeightFiles(Path(directory)) as files:
         find(files, plan)
 
 
@@ -97,7 +98,7 @@ def load_pretrained(
     Raises PlanError on every rank, naming file and tensor.
     """
     with agreed(groups):
-        files = SafetensorsFiles(Path(directory))
+        files = WeightFiles(Path(directory))
     with files:
         with agreed(groups):
             found = find(files, plan)

@@ -38,7 +38,11 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOST_HEADER = 32 << 20  # bytes: of some 250,000 tensors
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth", "*.bin")
 

@@ -82,6 +82,7 @@ def hub_format(model: nn.Module) -> HubFormat:
     config = _json_of(getattr(own, "config", None))
     if config is not None:
         config["architectures"] = [type(own).__name__]
+        config.pop("quantization_config", None)  # weights are trained, and written, in the model's dtype
     return HubFormat(
         config,
         _json_of(getattr(own, "generation_config", None)),
