@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.loss.counts import input_only
 from passes.program.ops.aten import aten, is_pointwise, packet_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
 from passes.program.ops.own_backward import OwnBackward
@@ -39,14 +38,14 @@ def has_gradient(node: fx.Node) -> bool:
 
 
 def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collection[fx.Node]) -> list[fx.Node]:
-    """Values computed from the batch outside of ``loss`` that affect gradients: those with a gradient, and their inputs
-    made of batch tensors alone, such as a maximum over the ids that scales an embedding.
+    """Values computed from the batch outside of ``loss`` that affect gradients: those with a gradient, and others that
+    they read, such as a maximum over the ids that scales an embedding, or the places that tokens take in turn.
     """
-    given, inner = input_only(program), [n for n in program.graph.graph.nodes if n in on_batch and n not in loss]
+    inner = [n for n in program.graph.graph.nodes if n in on_batch and n not in loss]
     with_gradient = {n for n in inner if has_gradient(n)}
-    read = {n for reader in with_gradient for n in reader.all_input_nodes if given.get(n.name)}
-    of_inputs = set(walk(read, operands, into=lambda n: bool(given.get(n.name))))
-    return [n for n in inner if n in with_gradient or (n in of_inputs and n.op == "call_function")]
+    within = set(inner)
+    read = set(walk(with_gradient, operands, into=within.__contains__))
+    return [n for n in inner if n in with_gradient or (n in read and n.op == "call_function")]
 
 
 def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:

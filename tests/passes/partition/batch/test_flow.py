@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from passes.partition.batch.flow import batch_flow
 from planner import capture as capture_once
 from planner import plan
+from tests.models import slots
 from tests.tools.captured import capture
 
 SPEC = {
@@ -207,3 +208,21 @@ def test_dropout_has_a_layout_invariant_name_behind(inner: Callable[[], nn.Modul
     made = plan(Model(Dropped(inner())).train(), SPEC | {"dropout": "layout_invariant"})
     draws = [n.meta["draw"] for n in made.to_run()[0].program.graph.graph.nodes if "draw" in n.meta]
     assert [(draw.shape, draw.batch, draw.by_sample) for draw in draws] == [((2, 6, 16), (0, 1, 2), True)]
+
+
+class Routed(nn.Module):
+    """Experts with slots; ``way`` is how tokens come into them."""
+
+    def __init__(self, way: slots.Way) -> None:
+        super().__init__()
+        self.layer = slots.Slots(way, hidden=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+@pytest.mark.parametrize("way", [slots.one_hot, slots.scattered, slots.written, slots.by_sequence])
+def test_tokens_of_all_sequences_that_compete_for_slots_are_warned_of(way: slots.Way) -> None:
+    """Their places are numbers without a gradient, made of the router's choices."""
+    warnings = [row.what for row in plan(Model(Routed(way)), SPEC).diagnostics if "mixes the sequences" in row.what]
+    assert any("cumsum" in what for what in warnings) == (way is not slots.by_sequence)
