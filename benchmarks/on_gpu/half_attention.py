@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,53 +18,14 @@ from benchmarks.on_gpu.table import Table
 from passes.ops import gathered_attention
 from passes.ops.axis import AxisHandle
 from passes.ops.documents import attention_by_documents
-from passes.ops.flash import Result, flash, flash_backward
 from passes.ops.varlen import has_kernel
 from passes.partition.sequence import zigzag
+from tests.tools.cudnn_stand_in import stand_in
 
-aten = torch.ops.aten
 CP = 2
 # heads of q and of k, widths of q and of v
 SHAPES = {"MLA": (16, 16, 192, 128), "GQA": (32, 8, 128, 128), "heads of 64": (16, 16, 64, 64)}
 DOCUMENTS = 4
-
-
-class Cudnn:
-    """cuDNN's kernel with the interface of passes.ops.flash; without a GPU flash attention stands in."""
-
-    num_dims = 4
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-    ) -> Result:
-        if not q.is_cuda:
-            return flash(q, k, v, mask, is_causal, scale)
-        found: Any = aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, None, True, 0.0, is_causal, False, scale=scale
-        )
-        self.num_dims = found[1].dim()
-        return Result(found[0], found[1].reshape(q.shape[:3]))
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Any:
-        if not q.is_cuda:
-            return flash_backward(grad, q, out, lse, k, v, mask, is_causal, scale)
-        rows = lse.contiguous().reshape(q.shape[:3] + (1,) * (self.num_dims - 3))
-        no_draws = torch.zeros((), dtype=torch.int64, device=q.device)
-        given = (grad.contiguous(), q, k, v, out.contiguous(), rows, no_draws, no_draws, None, None, None)
-        sizes = (q.shape[2], k.shape[2])
-        backward = aten._scaled_dot_product_cudnn_attention_backward.default
-        return backward(*given, *sizes, 0.0, is_causal, scale=scale)
 
 
 def operands(
@@ -86,10 +47,11 @@ def with_gradients(
 
 
 def over_cp(device: torch.device, length: int) -> Table:
-    """Causal attention of each cp rank's rows to keys of all, in parts that are merged; and its backward."""
+    """Causal attention of each cp rank's rows to keys of all, in parts that are merged; and its backward. Without a GPU
+    cuDNN's two ops are stood in for.
+    """
     table = Table("half: attention over cp 2", ("kernel", "cp rank", "error", "own error"))
     made, grad = operands(length, 4, 4, 64, 64)
-    cudnn = Cudnn()
     for rank in range(CP):
         rows = torch.cat([torch.arange(a, b) for a, b in zigzag.rows(length, CP, rank)])
         own_rows, own_grad = [made[0][:, :, rows], *made[1:]], grad[:, :, rows]
@@ -100,15 +62,13 @@ def over_cp(device: torch.device, length: int) -> Table:
 
         truth = with_gradients(masked, own_rows, own_grad, "cpu", torch.float64)
         own = of_tensors(with_gradients(masked, own_rows, own_grad, device, torch.bfloat16), truth)
-        for name, pair in {"flash": (flash, flash_backward), "cuDNN": (cudnn.forward, cudnn.backward)}.items():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gathered_attention, "flash", pair[0])
-                patch.setattr(gathered_attention, "flash_backward", pair[1])
-                axis = AxisHandle("cp", CP, rank)
+        for name in gathered_attention.KERNELS:
+            axis = AxisHandle("cp", CP, rank)
 
-                def parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle = axis) -> Tensor:
-                    return gathered_attention.attend_in_parts(q, k, v, axis, None)
+            def parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle = axis, name: str = name) -> Tensor:
+                return gathered_attention.attend_in_parts(q, k, v, axis, None, name)
 
+            with nullcontext() if device.type == "cuda" else stand_in():
                 found = of_tensors(with_gradients(parts, own_rows, own_grad, device, torch.bfloat16), truth)
             table.add(name, rank, found, own)
             hold(table, f"{name}, cp rank {rank}", found, own)
