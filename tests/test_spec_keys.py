@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 BELOW = ["dropout", "fuse_norms", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
 # what they change is tested beside what reads them: tests/runtime/data/
 OF_BATCHES = [
-    "data.buckets",
+    "data.mixture",
     "data.objective",
     "data.packing",
     "data.overlong",

@@ -29,7 +29,7 @@ class Reading:
         typer.Option(
             metavar="PATH|stdlib",
             help="Token file, text file or directory, or stdlib (Python's own source). Repeat as PATH=SHARE for a "
-            "mixture. Default: data.buckets of the spec.",
+            "mixture. Default: data.mixture of the spec.",
         ),
     ] = None
     tokenizer: Annotated[

@@ -51,8 +51,8 @@ def _place_of(source: str, spec: Spec, path: str) -> str:
         return source
     if not beside.exists():
         raise PlanError(
-            f"data.buckets: no file or directory {source}",
-            where=spec.location("data.buckets"),
+            f"data.mixture: no file or directory {source}",
+            where=spec.location("data.mixture"),
             fix="name a token file, a text file or a directory, relative to the working directory or to the spec's",
         )
     return str(beside)

@@ -31,7 +31,7 @@ EXCLUDED = {
     "data.overlong": "it prepares batches",
     "data.mean_document": "it is for the predicted memory and time",
     "data.validation": "it prepares batches",
-    "data.buckets": "it prepares batches",
+    "data.mixture": "it prepares batches",
     "data.inputs": "it prepares batches",
     "data.mask.share": "it prepares batches",
     "data.mask.ngram": "it prepares batches",
