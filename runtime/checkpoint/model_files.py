@@ -63,11 +63,14 @@ def told_of(files: Mapping[str, bytes], directory: str) -> str:
 
 
 def _in(directory: Path) -> dict[str, bytes]:
-    """Texts and data alone: no code, no pickles, no weights, and no link that leads out of the directory."""
+    """Texts and data alone: no code, no pickles, no weights, and no link that leads out of the directory. A snapshot in
+    the Hub's cache links all of its files to ``blobs`` of the same repository.
+    """
     root, found = directory.resolve(), {}
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
         is_asked = path.suffix in _SUFFIXES and (path.name in _KEPT or not path.name.endswith(_OF_WEIGHTS))
-        if is_asked and path.is_file() and path.resolve().is_relative_to(root):
+        if is_asked and path.is_file() and any(path.resolve().is_relative_to(each) for each in roots):
             name = str(path.relative_to(directory))
             found[name] = read_bytes(path, name, most_bytes=_MOST_BYTES)
     return found

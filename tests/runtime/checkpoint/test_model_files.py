@@ -36,3 +36,13 @@ def test_files_of_the_directory_and_of_the_samples_are_copied_by_content(tmp_pat
     assert files_of_run(tmp_path / "none" / "step-00000001") == model_files("m.py:build", ["stdlib"]) == {}
     with tokenizer_in(str(tokens)) as place:
         assert Path(place, "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+def test_files_of_a_snapshot_in_the_cache_of_the_hub_are_links_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1f", tmp_path / "models--a--b" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for place, name in ((blobs / "0a", "tokenizer.json"), (tmp_path / "secret.json", "added_tokens.json")):
+        place.write_text("{}")
+        (snapshot / name).symlink_to(place)
+    assert model_files(f"hf:{snapshot}", []).keys() == {"tokenizer.json"}
