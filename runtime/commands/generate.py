@@ -65,6 +65,7 @@ def generate_command(
     from runtime.generation.run import Generation, generate
     from runtime.next_tokens.choice import Choice
 
+    tokenizer = tokenizer if prompt else tokenizer or _tokenizer_of_run(load)
     prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer)
     choice = Choice(temperature, top_k, top_p, seed)
     weights = Weights(named(model, peft), load, ema)
@@ -82,7 +83,8 @@ def generate_command(
 def _prompts(
     model: str, prompt: list[str], chat: str | None, messages: Path | None, tokenizer: str | None
 ) -> tuple[tuple[str, ...], str | None]:
-    """The texts to continue, and their tokenizer: with --chat or --messages, by default that of a ``hf:`` directory.
+    """The texts to continue, and their tokenizer: with --chat or --messages, by default that of the run, else of a
+    ``hf:`` directory.
 
     Raises PlanError.
     """
@@ -107,3 +109,12 @@ def _prompts(
             return (ChatTokenizer(place).render(talk, None, generates=True),), tokenizer
     except PlanError as error:
         raise error if error.where else PlanError(error.what, where="--messages", fix=error.fix) from None
+
+
+def _tokenizer_of_run(load: str | None) -> str | None:
+    """The directory that the run of a save keeps its tokenizer in, if it has one. Raises PlanError for no save."""
+    from runtime.checkpoint.model_files import FOLDER
+    from runtime.checkpoint.saves import resolve
+
+    directory = None if load is None else resolve(Path(load)).parent / FOLDER
+    return str(directory) if directory is not None and (directory / "tokenizer.json").is_file() else None
