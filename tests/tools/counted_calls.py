@@ -36,6 +36,9 @@ class Calls:
         self.axis_of = {id(group): axis for axis, group in axes.items() if group is not None}
         assert len(self.axis_of) == sum(group is not None for group in axes.values()), "a group of two axes"
         self.axis_of |= {id(group): "embedding" for group in groups.embedding.values() if group is not None}
+        shared = [bucket.shared_by for buffer in engine.optimizer.buffers.buffers for bucket in buffer.buckets]
+        for by in shared:  # gathers of weights have a group of their own over the same ranks
+            self.axis_of.setdefault(id(by.of_weights), self.axis_of.get(id(by.group), "?"))
         self.seen: Counter[tuple[str, str, int]] = Counter()
         self._own_rows = 1
         self._is_inside = False  # what a counted call calls in turn is the same exchange
