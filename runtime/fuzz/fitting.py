@@ -15,12 +15,13 @@ _NO_PIPELINE = {"mesh.vpp": 1, "pipeline.schedule": "1f1b", "pipeline.group_size
 @dataclass(frozen=True, slots=True)
 class Facts:
     """The facts of a model that its spec must respect. ``global_size``: sequences of a step; None if the spec's fields
-    say.
+    say. ``is_steady``: its routers choose the same experts however scores are rounded.
     """
 
     num_blocks: int
     has_experts: bool
     global_size: int | None = None
+    is_steady: bool = False
 
 
 def world_size(chosen: Choices) -> int:
@@ -36,8 +37,10 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
     _fit_ranks(found, most_ranks, facts, pinned)
     _fit_pipeline(found, facts)
     _fit_experts(found, facts)
-    if facts.has_experts and found["precision.parameters"] == "bfloat16":
+    if facts.has_experts and not facts.is_steady and found["precision.parameters"] == "bfloat16":
         found["precision.parameters"] = "float32"  # rounded scores choose other experts
+    if found["precision.parameters"] != "bfloat16":
+        found["half precision"] = "bfloat16"
     if found["precision.parameters"] == "float64":
         found["precision.gradients"] = None  # else gradients are rounded more coarsely than they are compared
     if found["mesh.dp"] == 1:

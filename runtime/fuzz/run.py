@@ -32,6 +32,7 @@ from runtime.fuzz import memory
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import ForkError, StoreHost, values_of
 from runtime.fuzz.rank import OfRank, go_on, on_rank
+from runtime.fuzz.spec_text import NOT_KEYS
 from runtime.fuzz.specs import OF_CAPTURES
 from runtime.verify.comparison import Row
 from runtime.verify.run import in_mode
@@ -191,7 +192,7 @@ class Captures:
 
     def of(self, case: Case, spec: Spec) -> Captured:
         """Raises PlanError if the model cannot be captured."""
-        key = attrgetter(*OF_CAPTURES)(spec)
+        key = attrgetter(*(name for name in OF_CAPTURES if name not in NOT_KEYS))(spec)
         if key not in self._found:
             self._found[key] = _captured(case, spec)
         if isinstance(found := self._found[key], PlanError):

@@ -8,8 +8,8 @@ from typing import Any
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.fitting import Facts
 
-CONTINUED, ROWS, LENGTHS, BLOCKS = "continued on", "rows given", "lengths", "blocks recomputed"
-NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS, BLOCKS})
+CONTINUED, ROWS, LENGTHS, BLOCKS, HALF = "continued on", "rows given", "lengths", "blocks recomputed", "half precision"
+NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS, BLOCKS, HALF})
 _OVERRIDES = {
     "none": {},
     "mlp": {"*.mlp.*": "replicate"},
@@ -26,6 +26,8 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
     values["batch.global"] = _global_size(chosen, facts)
     values["pipeline.split"] = split_of(chosen, facts)
+    if values["precision.parameters"] == "bfloat16":
+        values["precision.parameters"] = chosen[HALF]
     kind = values["recompute"]
     values["recompute"] = (
         {_NUMBERED[chosen[BLOCKS]]: kind} if chosen[BLOCKS] in _NUMBERED else _RECOMPUTE.get(str(kind), kind)

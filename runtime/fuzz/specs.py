@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "optimizer.schedule.steps": (10, 4),
     "optimizer.schedule.min_lr": (0.0, 1e-5),
     "precision.parameters": ("float64", "float32", "bfloat16"),
+    "half precision": ("bfloat16", "float16"),
     "precision.gradients": (None, "float32"),
     "precision.loss_scale": ("none", 1024.0, "dynamic"),
     "precision.nonfinite": (None, "skip"),
@@ -73,4 +74,4 @@ RARE = {
 }  # the chance to become the simplest again: it takes long, or hides differences
 
 # A capture depends on these, and so do the weights of the user's own model: all cases of one model share them.
-OF_CAPTURES = ("batch.micro", "precision.parameters", "dropout", "seed")
+OF_CAPTURES = ("batch.micro", "precision.parameters", "half precision", "dropout", "seed")

@@ -36,7 +36,8 @@ class DrawnModel:
     def facts(self) -> Facts:
         layers = self.chosen["layers"]
         num_blocks = layers * 2 if self.chosen["kind"] == "encoder_decoder" else layers
-        return Facts(num_blocks, self.chosen["experts"] != "none")
+        is_steady = self.chosen["routing"] == "steady"
+        return Facts(num_blocks, self.chosen["experts"] != "none", is_steady=is_steady)
 
     @property
     def base(self) -> dict[str, Any]:

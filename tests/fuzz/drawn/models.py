@@ -29,6 +29,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "mlp": ("plain", "gated", "gated_fused"),
     "activation": ("gelu", "relu", "silu", "tanh"),
     "experts": ("none", "rows", "dense", "stacked"),
+    "routing": ("scores", "steady"),
     "capacity": (None, 3),
     "skips_empty": (False, True),
     "inner_norm": (False, True),

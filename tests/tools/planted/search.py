@@ -25,7 +25,7 @@ from tests.tools.planted.table import FAULTS
 
 MOST_RANKS, MOST_SEEDS = 4, 500
 # Options that came after the seeds of the table: without them, the seeds draw the cases that they were chosen for.
-LATER_OF_MODEL, LATER_OF_SPEC = ("early_losses",), ("blocks recomputed",)
+LATER_OF_MODEL, LATER_OF_SPEC = ("early_losses", "routing"), ("blocks recomputed", "half precision")
 
 
 def case_of(seed: int) -> Case:
