@@ -119,6 +119,8 @@ def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
         return False
     if user.target is aten.add.Tensor and user.args[1] == 0:
         return False  # sum() begins with 0
+    if user.target in JOINS and is_weight(user) and not all(n in known for n in user.all_input_nodes):
+        return False  # the weights of all numbers in one
     is_own = all(n in known or is_weight(n) for n in user.all_input_nodes)
     return (is_own and rule_of(user) is not None) or stays_zero(user, known)
 

@@ -227,7 +227,7 @@ REFUSED: dict[Way, str] = {
     competing: "one slot of one expert depends on others",
     shared: "has no dim of experts",
     dropped_out: "dropout inside experts draws for slots",
-    apart: "no experts with a router",
+    apart: "apparent expert layer is not recognized",
 }
 WAYS: tuple[Way, ...] = (
     one_hot,
