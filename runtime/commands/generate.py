@@ -65,8 +65,7 @@ def generate_command(
     from runtime.generation.run import Generation, generate
     from runtime.next_tokens.choice import Choice
 
-    tokenizer = tokenizer if prompt else tokenizer or _tokenizer_of_run(load)
-    prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer)
+    prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer, load)
     choice = Choice(temperature, top_k, top_p, seed)
     weights = Weights(named(model, peft), load, ema)
     cache = False if no_kv_cache else None
@@ -81,7 +80,7 @@ def generate_command(
 
 
 def _prompts(
-    model: str, prompt: list[str], chat: str | None, messages: Path | None, tokenizer: str | None
+    model: str, prompt: list[str], chat: str | None, messages: Path | None, tokenizer: str | None, load: str | None
 ) -> tuple[tuple[str, ...], str | None]:
     """The texts to continue, and their tokenizer: with --chat or --messages, by default that of the run, else of a
     ``hf:`` directory.
@@ -98,7 +97,7 @@ def _prompts(
     from runtime.data.instruction.conversation import conversation_of
     from runtime.next_tokens.texts import tokenizer_in
 
-    tokenizer = tokenizer or model.removeprefix("hf:")
+    tokenizer = tokenizer or _tokenizer_of_run(load) or model.removeprefix("hf:")
     asked = [{"role": "user", "content": chat}]
     if messages is not None:
         asked = read_json(messages, "conversation", fix="write a list of objects with role and content")

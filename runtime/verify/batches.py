@@ -34,8 +34,8 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
     decisions = decided.to_run()[0]
     for name, ignored in decisions.ignored_labels.items():
         reads = decisions.id_ranges.get(name, ())
-        is_read = all(ids.skipped == ignored or ids.low <= ignored < ids.high for ids in reads)
-        if is_read and name in batch and not batch[name].is_floating_point():
+        may_stand = all(ids.skipped == ignored or ids.low <= ignored < ids.high for ids in reads)
+        if may_stand and name in batch and not batch[name].is_floating_point():
             batch[name] = batch[name].clone()
             chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
             drawn = torch.rand(batch[name].shape, generator=generator)

@@ -71,9 +71,12 @@ def pair(prompt: str, answer: str) -> Conversation:
 def text_of(row: Mapping[str, Any], field: str) -> str:
     """Raises RowError if the row has no such text."""
     if not isinstance(text := row.get(field), str):
-        named = shorten(", ".join(map(str, list(row)[:8])), 200)
-        raise RowError(f"the row has no text {field!r} (there is: {named})", fix="name a field that holds text")
+        raise RowError(f"the row has no text {field!r} (there is: {_fields(row)})", fix="name a field that holds text")
     return text
+
+
+def _fields(row: Mapping[str, Any]) -> str:
+    return shorten(", ".join(map(str, list(row)[:8])), 200)
 
 
 def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
@@ -87,8 +90,7 @@ def _list(row: Mapping[str, Any], field: str | None) -> list[Any]:
     messages = row.get(field or "")
     messages = _json(messages, str(field)) if isinstance(messages, str) else messages
     if not isinstance(messages, list) or not messages:
-        named = shorten(", ".join(map(str, list(row)[:8])), 200)
-        what = f"the row has no list of messages {field!r} (there is: {named})"
+        what = f"the row has no list of messages {field!r} (there is: {_fields(row)})"
         raise RowError(what, fix="name the field of the messages with --chat")
     return messages
 
