@@ -5,7 +5,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 BIN := .venv/bin
 PLANS := .venv/plans
 READY := .venv/ready
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -60,7 +61,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/planning.py
 
-$(PLANS): pyproject.toml constraints.txt
+$(PLANS): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -e '.[hf]'

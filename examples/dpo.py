@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from examples.gpt import GPT
-from planner import plan
-from runtime import Engine
+from meshwright import Engine, plan
 
 LENGTH, VOCABULARY, PAIRS, BETA = 16, 97, 8, 0.5
 

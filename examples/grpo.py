@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.gpt import GPT
-from planner import plan
-from runtime import Engine
+from meshwright import Engine, plan
 
 LENGTH, VOCABULARY, PROMPT = 12, 32, 4
 NUM_PROMPTS, GROUP = 4, 8

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from examples.gpt import GPT
-from planner import plan
-from runtime import Engine
+from meshwright import Engine, plan
 
 LENGTH, GLOBAL = 16, 8
 

@@ -20,8 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from examples.gpt import GPT
-from planner import plan
-from runtime import Engine
+from meshwright import Engine, plan
 
 LENGTH, VOCABULARY = 16, 97
 INDEX = "model.safetensors.index.json"

@@ -13,12 +13,12 @@ import json
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright import __version__
 from passes.errors import PlanError
 from planner.command_group import App, Commands
 from planner.files.atomic import write_for_user
@@ -44,7 +44,7 @@ app = App(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        write_text(f"meshwright {version('meshwright')}")
+        write_text(f"meshwright {__version__}")
         raise typer.Exit
 
 

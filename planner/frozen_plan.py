@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import __version__
 from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
 from passes.regions import Region
@@ -17,6 +18,7 @@ from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
+from planner.mesh import SIZES
 from planner.named_code import is_named
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
@@ -28,11 +30,12 @@ from planner.tables.tables import VERSION, Tables
 if TYPE_CHECKING:
     from planner.cost.evaluation import EvaluationMemory
 
+_BY = "meshwright"  # in a saved plan: the version that wrote it
 _AGAIN = "save the plan again with this version"
 _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on 16,384 GPUs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan(Tables):
     """The work of every rank. Frozen; equal plans compare equal, fresh or loaded.
 
@@ -107,6 +110,12 @@ class Plan(Tables):
 
         return evaluation_memory(Lowered(*self.to_run(), self.regions), self.schedule, self.recomputed)
 
+    def __repr__(self) -> str:
+        """One line: axes of more than one rank, stages, schedule, parameters."""
+        sizes = {axis: getattr(self.mesh, axis) for axis in SIZES if axis != "etp"}
+        axes = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        return f"Plan({axes}; {self.schedule.kind}, {len(self.parameters)} parameters)"
+
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
         return describe(self, full=full)
@@ -124,7 +133,7 @@ class Plan(Tables):
             write([plan._stored() for plan in self.of_all_lengths], Path(path))
             return
         try:
-            write_for_user(Path(path), to_text(self.to_dict()))
+            write_for_user(Path(path), to_text({_BY: __version__, **self.to_dict()}))
         except OSError as error:
             raise PlanError(
                 f"cannot write the plan: {error.strerror}",
@@ -175,7 +184,9 @@ class Plan(Tables):
                 f"the plan has version {shorten(values['version'], 40)}, this program reads version {VERSION}",
                 fix=_AGAIN,
             )
-        return Plan.of(decode(Tables, {name: value for name, value in values.items() if name != "version"}, "plan"))
+        return Plan.of(
+            decode(Tables, {name: value for name, value in values.items() if name not in ("version", _BY)}, "plan")
+        )
 
 
 def check_length(length: int, known: Sequence[int]) -> None:

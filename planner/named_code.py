@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwright.shadow import OUR_PACKAGES
 from passes.errors import PlanError, Where, first_line
 from planner.files.text import is_file, shorten
-from planner.shadow import OUR_PACKAGES
 
 FUNCTION_FORMS = "path/file.py:function or package.module:function"
 

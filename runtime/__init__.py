@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from planner.shadow import refuse_shadows
+from meshwright.shadow import refuse_shadows
 
 refuse_shadows()
 

@@ -24,7 +24,7 @@ DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
 INTERNALS = (ROOT / "docs" / "internals.md").read_text()
 NAMES = [mark.partition(":")[0].partition("(")[0] for mark in MARKS]
 HOUSES = ("planner", "passes", "runtime")
-TOPS = (*HOUSES, "specs", "examples", "benchmarks", "tests")
+TOPS = ("meshwright", *HOUSES, "specs", "examples", "benchmarks", "tests")
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join((*TOPS, 'docs'))})/[\w./-]*)(?:::(\w+))?")
 MODULE = re.compile(rf"`((?:{'|'.join(HOUSES)})(?:\.\w+)+)`")
 

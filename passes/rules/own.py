@@ -1,6 +1,6 @@
 """Rules that users give for ops of their own, registered with torch.library (a custom kernel, say).
 
-    planner.rule("mylib::scaled_linear", "b s h+, o h+ -> b s o")
+    meshwright.rule("mylib::scaled_linear", "b s h+, o h+ -> b s o")
 
 Each is tried on small random inputs when it is given, by values and by gradients: the op on the parts of a factor
 against the op on the full operands.

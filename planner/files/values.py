@@ -118,7 +118,7 @@ class Writer:
         target: Any = node.target
         if isinstance(target, OpOverload):
             if not allowed.is_allowed(target):
-                raise Unstorable(f"{node.name} calls {target}, for which there is no rule (planner.rule)")
+                raise Unstorable(f"{node.name} calls {target}, for which there is no rule (meshwright.rule)")
             return ["op", str(target)]
         if target is operator.getitem:
             return ["getitem", ""]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright import __version__
 from passes.errors import PlanError, first_line
 from passes.pieces import CompiledPiece, Piece
 from passes.program.program import Program
@@ -68,6 +69,7 @@ class Stored(NamedTuple):
 def written_by() -> dict[str, str]:
     """The versions that a file depends on: the same code reads it."""
     return {
+        "meshwright": __version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "torch": torch.__version__,
         "meshwright's sources (by hash)": our_sources(),

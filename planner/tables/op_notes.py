@@ -98,7 +98,7 @@ def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
             "info",
             f'{op} has no rule; by trials on random values it has "{pattern}"',
             str(where_of(node)),
-            f'to say it yourself: planner.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
+            f'to say it yourself: meshwright.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
             "tensor_parallel.infer_rules: false",
         )
 
@@ -144,7 +144,7 @@ def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
 
 
 def rule_of_own(op: str) -> str:
-    return f'if it is an op of your own, give it a rule: planner.rule("{own_name(op)}", "… -> …")'
+    return f'if it is an op of your own, give it a rule: meshwright.rule("{own_name(op)}", "… -> …")'
 
 
 def own_name(op: str) -> str:

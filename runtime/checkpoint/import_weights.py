@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright import __version__
 from passes.errors import PlanError
 from planner.capture.hub.assembly import Assembly
 from planner.capture.model.hub_format import HubFormat, hub_format
@@ -183,6 +184,7 @@ def _manifest(
 ) -> Manifest:
     files, tensors = tables_of(names, records)
     return Manifest(
+        meshwright=__version__,
         step=STEP,
         line=Line.new(),
         written=datetime.now(UTC).isoformat(timespec="seconds"),

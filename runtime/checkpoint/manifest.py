@@ -31,7 +31,7 @@ MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
 WITH_NAMES = 4
 _READ = (1, 2, 3, VERSION)  # 1: without lines; 2: without adapters; 3: without names of files
 MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
-_LATER = {"line", "adapters", "stored_names"}  # fields that earlier versions lack
+_LATER = {"meshwright", "line", "adapters", "stored_names"}  # fields that earlier versions lack
 _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
@@ -116,12 +116,14 @@ class AdaptersEntry(_Strict):
 class Manifest(_Strict):
     """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
 
+    ``meshwright``: the version that wrote it, "" before 0.2.0.
     ``stored_names``: how files of the Hub are made of these tensors, unless they are the same (hub_names).
     ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT
     version: Literal[1, 2, 3, 4] = VERSION
+    meshwright: str = ""
     step: Size
     line: Line = Line(id=NO_LINE)
     written: Annotated[str, Field(pattern=r"^[0-9T:+.-]{10,40}$")]

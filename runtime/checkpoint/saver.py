@@ -23,6 +23,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from pydantic import JsonValue
 
+from meshwright import __version__
 from passes.errors import PlanError
 from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.hub_names import json_of_names, stored_names
@@ -211,6 +212,7 @@ def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
     updates = max(record.updates for record in records)
     rested = {name: count for record in records for name, count in record.rested.items()}
     return Manifest(
+        meshwright=__version__,
         step=content.step,
         line=content.line,
         written=datetime.now(UTC).isoformat(timespec="seconds"),

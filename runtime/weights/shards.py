@@ -214,5 +214,5 @@ def _place_constants(module: nn.Module, device: torch.device, later: Collection[
         if value.is_meta and name not in later:
             raise PlanError(
                 f"the constant {name} of the model has no values: the model was built on the meta device",
-                fix="build the model inside `with planner.meta_parameters():`, which keeps other tensors real",
+                fix="build the model inside `with meshwright.meta_parameters():`, which keeps other tensors real",
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
+import meshwright
 from passes.errors import PlanError
 from passes.types.collectives import CollectivePlan
 from passes.types.types import I, Placement, Segment
@@ -58,6 +59,11 @@ def test_save_and_load_give_an_equal_plan_without_its_source(small_plan: Plan, t
     assert loaded.hash() == small_plan.hash()
     assert loaded.describe() == small_plan.describe()
     assert Plan.from_dict(json.loads(json.dumps(small_plan.to_dict(), indent=2))) == small_plan
+    assert json.loads(path.read_text())["meshwright"] == meshwright.__version__
+
+
+def test_repr_is_one_line(small_plan: Plan):
+    assert repr(small_plan) == f"Plan(tp 2 · pp 2; 1f1b, {len(small_plan.parameters)} parameters)"
 
 
 def test_a_plan_without_cost_round_trips(small_plan: Plan):

@@ -89,7 +89,7 @@ def buffer_value(model: nn.Module, fqn: str) -> Tensor:
     raise PlanError(
         f"buffer {fqn} has no values: the model was built on the meta device",
         where=Where(module=path or type(model).__name__),
-        fix="build the model inside `with planner.meta_parameters():`, which keeps buffers real",
+        fix="build the model inside `with meshwright.meta_parameters():`, which keeps buffers real",
     )
 
 

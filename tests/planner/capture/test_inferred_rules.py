@@ -256,7 +256,7 @@ def test_an_op_that_cannot_be_tried_is_replicated_and_said_to_be_unknown() -> No
     ]
     fixes = {row.fix for row in made.diagnostics if "has no rule" in row.what}
     assert fixes == {
-        'if it is an op of your own, give it a rule: planner.rule("meshwright_trials::never", "… -> …")',
+        'if it is an op of your own, give it a rule: meshwright.rule("meshwright_trials::never", "… -> …")',
     }
 
 

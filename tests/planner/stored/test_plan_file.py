@@ -131,7 +131,8 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "value"), [("torch", "2.10.0"), ("Python", "3.10"), ("meshwright's sources (by hash)", "00")]
+    ("what", "value"),
+    [("meshwright", "0.1.0"), ("torch", "2.10"), ("Python", "3.10"), ("meshwright's sources (by hash)", "00")],
 )
 def test_a_plan_of_another_version_is_refused(saved: Path, what: str, value: str) -> None:
     edited(saved, lambda content: content["written by"].update({what: value}))

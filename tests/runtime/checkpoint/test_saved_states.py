@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright import __version__
 from planner import PlanError
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
@@ -49,6 +50,7 @@ def test_a_save_before_the_first_step_holds_no_moments_and_loads_over_some(tmp_p
     first, second = engine_of(0), engine_of(1)
     first.save(tmp_path)
     assert verify(resolve(tmp_path)).optimizer.updates == 0
+    assert verify(resolve(tmp_path)).meshwright == __version__
     assert set(verify(resolve(tmp_path)).tensors["up.weight"].values) == {"parameter"}
     for seed in range(3):
         second.train_step(ids(seed))

@@ -81,7 +81,7 @@ def test_a_buffer_that_nothing_makes_whole_is_named_with_the_way_out(kind):
     name = next(name for name, _ in model.named_buffers())
     with pytest.raises(PlanError, match=f"buffer {name} has no values") as caught:
         buffer_value(model, name)
-    assert "planner.meta_parameters()" in caught.value.fix
+    assert "meshwright.meta_parameters()" in caught.value.fix
 
 
 CONFIGS = {

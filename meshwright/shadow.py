@@ -1,7 +1,8 @@
 """Report clearly when a user's own directory shadows one of our packages.
 
 Our packages have plain names. A directory of the same name next to a user's script is found first by Python, and the
-import fails with an error that names nothing useful. ``refuse_shadows`` runs when a package of ours is imported.
+import fails with an error that names nothing useful. ``refuse_shadows`` runs when a package of ours is imported; it
+stands in the one package whose name is unlikely to be anyone else's.
 """
 
 from __future__ import annotations
