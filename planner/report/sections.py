@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 from passes.program.stages import BoundaryPlan
-from passes.types.collectives import CollectivePlan
+from planner.cost.memory import MemoryRow
 from planner.cost.step_time import PARTS
 from planner.fold import V
+from planner.recompute.rows import RecomputeRow
 from planner.regions.regions import GraphRegion
-from planner.report.compiled import compiled_section
 from planner.report.diagnostics import remarks_section, warnings_section
 from planner.report.experts import experts_section
-from planner.report.fold import Fold, fold, ranges, unfolded
-from planner.report.lengths import lengths_section
-from planner.report.recompute import recompute_section
-from planner.report.section import TIMES, Section
+from planner.report.fold import fold, ranges
+from planner.report.section import Column, Section, folded, table
 from planner.sharding.buffers import BufferPlan
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.sizes import format_bytes, format_seconds
@@ -38,10 +35,10 @@ def sections(plan: Tables, *, full: bool = False, each_remark: bool = False) -> 
         experts_section(plan, full=full),
         _regions(plan, full),
         _graphs(plan, full),
-        recompute_section(plan, full=full),
-        compiled_section(plan, full=full),
+        _recompute(plan, full),
+        _compiled(plan, full),
     ]
-    rest = [_optimizer(plan), _memory(plan), lengths_section(plan), _cost(plan)]
+    rest = [_optimizer(plan), _memory(plan), _lengths(plan), _cost(plan)]
     rest.append(remarks_section(plan, full, each_remark))
     return [*head, *(section for section in (*graphs, *rest) if section.rows), Section("Summary", note=_summary(plan))]
 
@@ -50,9 +47,9 @@ def _header(plan: Tables) -> Section:
     mesh, batch, schedule = plan.mesh, plan.spec.get("batch", {}), plan.schedule
     axes = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "pp", "dp", "vpp", "cp", "ep", "etp", "edp"))
     bubble = f", bubble {schedule.bubble_fraction:.1%}" if schedule.bubble_fraction else ""
-    folded = "; stages run down the pp ranks and back" if mesh.fold == V else ""
+    both_ways = "; stages run down the pp ranks and back" if mesh.fold == V else ""
     lines = [
-        f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}{folded}",
+        f"mesh      {axes}; world size {mesh.world_size}, order {mesh.order}{both_ways}",
         f"batch     {batch.get('global', '?')} sequences per step, {batch.get('micro', '?')} per microbatch",
         f"schedule  {schedule.kind}, {schedule.num_microbatches} microbatches{bubble}",
     ]
@@ -60,38 +57,18 @@ def _header(plan: Tables) -> Section:
 
 
 def _parameters(plan: Tables, full: bool) -> Section:
-    def name(p: ParameterPlan) -> str:
-        return p.name
-
-    def same(p: ParameterPlan) -> Any:
-        cut = p.dim, p.segments, p.whole_segments, p.padding, p.expert, p.group
-        return p.shape, p.dtype, p.style, *cut, p.reason, p.origin, p.aliases
-
-    folds = unfolded(plan.parameters, name) if full else fold(plan.parameters, name, same)
-    columns = ("name", TIMES, "shape", "local shape", "dtype", "style", "cut", "stages", "reason")
-    title, rows = f"Parameters ({len(plan.parameters)})", map(_parameter_cells, folds)
-    if any(p.group for p in plan.parameters):
-        columns = (*columns[:-1], "group", columns[-1])
-        rows = ((*row[:-1], item.rows[0].group or "-", row[-1]) for row, item in zip(rows, folds, strict=True))
-    return Section(title, columns, tuple(rows), right=frozenset({TIMES}))
-
-
-def _parameter_cells(item: Fold) -> tuple[str, ...]:
-    p: ParameterPlan = item.rows[0]
-    stages = ranges(stage for row in item.rows for stage in row.stages)
-    origin = "" if p.origin == "default" else f" [{p.origin}]"
-    name = " = ".join((item.name, *p.aliases))
-    return (
-        name,
-        str(len(item.rows)),
-        format_shape(p.shape),
-        format_shape(p.local_shape),
-        p.dtype,
-        p.style,
-        cut_of(p),
-        stages,
-        p.reason + origin,
-    )
+    columns = [
+        Column("shape", lambda p: format_shape(p.shape)),
+        Column("local shape", lambda p: format_shape(p.local_shape)),
+        Column("dtype", attrgetter("dtype")),
+        Column("style", attrgetter("style")),
+        Column("cut", cut_of),
+        Column("stages", lambda rows: ranges(stage for p in rows for stage in p.stages), joins=True),
+        Column("group", lambda p: p.group or "-", is_shown=any(p.group for p in plan.parameters)),
+        Column("reason", lambda p: p.reason + ("" if p.origin == "default" else f" [{p.origin}]")),
+    ]
+    title, name = f"Parameters ({len(plan.parameters)})", ("name", attrgetter("name"))
+    return folded(title, plan.parameters, name, columns, full=full, label=lambda n, p: " = ".join((n, *p.aliases)))
 
 
 def cut_of(p: ParameterPlan) -> str:
@@ -105,38 +82,35 @@ def cut_of(p: ParameterPlan) -> str:
     return f"{experts}, {own}" if experts else own
 
 
-def collective_key(c: CollectivePlan) -> Hashable:
-    """Equal for collectives that share a line."""
-    return c.kind, c.axis, c.phase, c.again, c.bytes, c.count, c.per
-
-
 def _collectives(plan: Tables, full: bool) -> Section:
-    name = attrgetter("where")
-    folds = unfolded(plan.collectives, name) if full else fold(plan.collectives, name, collective_key)
-    rows = tuple(_collective_cells(item) for item in folds)
-    columns = ("where", TIMES, "kind", "axis", "phase", "bytes", "count", "per", "stages")
-    note = "" if rows else "none: ranks do not communicate"
-    return Section(f"Collectives ({len(plan.collectives)})", columns, rows, note, frozenset({TIMES, "bytes", "count"}))
-
-
-def _collective_cells(item: Fold) -> tuple[str, ...]:
-    c: CollectivePlan = item.rows[0]
-    stages = ranges(row.stage for row in item.rows if row.stage is not None) or "-"
-    phase = f"{c.phase}, again" if c.again else c.phase
-    return item.name, str(len(item.rows)), c.kind, c.axis, phase, f"{c.bytes:,}", str(c.count), c.per, stages
+    columns = [
+        Column("kind", attrgetter("kind")),
+        Column("axis", attrgetter("axis")),
+        Column("phase", lambda c: f"{c.phase}, again" if c.again else c.phase),
+        Column("bytes", lambda c: f"{c.bytes:,}", is_number=True),
+        Column("count", lambda c: str(c.count), is_number=True),
+        Column("per", attrgetter("per")),
+        Column("stages", lambda rows: ranges(c.stage for c in rows if c.stage is not None) or "-", joins=True),
+    ]
+    title, note = f"Collectives ({len(plan.collectives)})", "" if plan.collectives else "none: ranks do not communicate"
+    return folded(title, plan.collectives, ("where", attrgetter("where")), columns, note, full=full)
 
 
 def _stages(plan: Tables) -> Section:
     def boundaries(values: Sequence[BoundaryPlan]) -> str:
         return "; ".join(f"{v.name} {format_shape(v.shape)} {v.dtype}, {v.bytes:,} bytes" for v in values) or "-"
 
-    rows = []
-    for s in plan.stages:
-        blocks = ", ".join(item.name for item in fold(s.blocks, str, lambda _: None)) or "-"
-        cells = (str(s.index), str(s.pp_rank), str(s.chunk), str(len(s.blocks)), f"{s.num_parameters:,}")
-        rows.append((*cells, blocks, boundaries(s.receives), boundaries(s.sends)))
-    columns = ("stage", "pp rank", "chunk", "blocks", "parameters", "names", "receives", "sends")
-    return Section(f"Stages ({len(rows)})", columns, tuple(rows), right=frozenset(columns[:5]))
+    columns = [
+        Column("stage", lambda s: str(s.index), is_number=True),
+        Column("pp rank", lambda s: str(s.pp_rank), is_number=True),
+        Column("chunk", lambda s: str(s.chunk), is_number=True),
+        Column("blocks", lambda s: str(len(s.blocks)), is_number=True),
+        Column("parameters", lambda s: f"{s.num_parameters:,}", is_number=True),
+        Column("names", lambda s: ", ".join(item.name for item in fold(s.blocks, str, lambda _: None)) or "-"),
+        Column("receives", lambda s: boundaries(s.receives)),
+        Column("sends", lambda s: boundaries(s.sends)),
+    ]
+    return table(f"Stages ({len(plan.stages)})", plan.stages, columns)
 
 
 def _schedule(plan: Tables) -> Section:
@@ -194,47 +168,42 @@ def _counts_up(before: tuple[str, int, int], after: tuple[str, int, int]) -> boo
 
 
 def _regions(plan: Tables, full: bool) -> Section:
-    def name(r: GraphRegion) -> str:
-        return r.block
+    def crossing(key: str) -> tuple[Column, Column]:
+        """Each block has names of its own for the same values, as many in all blocks of a line."""
 
-    def same(r: GraphRegion) -> Any:
-        return r.scope, r.captured, r.reason, len(r.inputs), len(r.outputs), r.bytes
+        def names(rows: Sequence[GraphRegion]) -> str:
+            return ", ".join(getattr(rows[0], key)) + (", …" if len(rows) > 1 else "")
 
-    folds = unfolded(plan.graph_regions, name) if full else fold(plan.graph_regions, name, same)
-    rows = tuple(_region_cells(item) for item in folds)
-    columns = ("block", TIMES, "scope", "captured", "inputs", "outputs", "slot bytes", "reason")
-    return Section("Graph regions", columns, rows, right=frozenset({TIMES, "slot bytes"}))
+        count = Column("", lambda r: str(len(getattr(r, key))), is_shown=False)
+        return count, Column(key, names, joins=True)
 
-
-def _region_cells(item: Fold) -> tuple[str, ...]:
-    r: GraphRegion = item.rows[0]
-    more = ", …" if len(item.rows) > 1 else ""  # each block has names of its own for the same values
-    captured, crossing = "yes" if r.captured else "no", (", ".join(names) + more for names in (r.inputs, r.outputs))
-    return item.name, str(len(item.rows)), r.scope, captured, *crossing, f"{r.bytes:,}", r.reason
+    columns = [
+        Column("scope", attrgetter("scope")),
+        Column("captured", lambda r: "yes" if r.captured else "no"),
+        *crossing("inputs"),
+        *crossing("outputs"),
+        Column("slot bytes", lambda r: f"{r.bytes:,}", is_number=True),
+        Column("reason", attrgetter("reason")),
+    ]
+    return folded("Graph regions", plan.graph_regions, ("block", attrgetter("block")), columns, full=full)
 
 
 def _graphs(plan: Tables, full: bool) -> Section:
-    rows = []
-    for s in plan.graph_slots:
-        counts = (s.num_regions, s.num_slots, s.num_graphs, s.num_replays)
-        sizes = (s.input_bytes, s.output_bytes, s.gradient_bytes, s.message_bytes)
-        chunk = "all" if s.chunk is None else str(s.chunk)
-        cells = (str(s.pp_rank), chunk, *(f"{n:,}" for n in (*counts, *sizes)))
-        rows.append((*cells, " ".join(map(str, s.slots)) if full else format_slots(s.slots)))
-    columns = (
-        "pp rank",
-        "chunk",
-        "regions",
-        "slots",
-        "graphs",
-        "replays",
-        "inputs",
-        "outputs",
-        "gradients",
-        "messages",
-    )
+    counts = ("num_regions", "num_slots", "num_graphs", "num_replays")
+    sizes = ("input_bytes", "output_bytes", "gradient_bytes", "message_bytes")
+    titles = ("regions", "slots", "graphs", "replays", "inputs", "outputs", "gradients", "messages")
+    columns = [
+        Column("pp rank", lambda s: str(s.pp_rank), is_number=True),
+        Column("chunk", lambda s: "all" if s.chunk is None else str(s.chunk), is_number=True),
+        *(_number(title, key) for title, key in zip(titles, (*counts, *sizes), strict=True)),
+        Column("slots of microbatches", lambda s: " ".join(map(str, s.slots)) if full else format_slots(s.slots)),
+    ]
     note = "replays per step; bytes of all slots; slots of microbatches 0, 1, …: (0 1).. repeats in turn"
-    return Section("Graphs", (*columns, "slots of microbatches"), tuple(rows), note, frozenset(columns))
+    return table("Graphs", plan.graph_slots, columns, note)
+
+
+def _number(title: str, key: str) -> Column:
+    return Column(title, lambda row: f"{getattr(row, key):,}", is_number=True)
 
 
 def format_slots(slots: Sequence[int]) -> str:
@@ -245,19 +214,74 @@ def format_slots(slots: Sequence[int]) -> str:
     return " ".join(map(str, slots[:_LONG_ORDER])) + (" …" if len(slots) > _LONG_ORDER else "")
 
 
+def _recompute(plan: Tables, full: bool) -> Section:
+    """The recomputed ops, line by line; equal blocks share a row."""
+
+    def name(row: RecomputeRow) -> str:
+        return row.where if row.where.startswith(row.block) else f"{row.block} {row.where}"
+
+    columns = [
+        Column("kind", attrgetter("kind")),
+        Column("ops", attrgetter("ops")),
+        _number("freed", "bytes"),
+        _number("FLOPs", "flops"),
+        _number("bytes moved", "moved"),
+    ]
+    lines = ["per microbatch on one rank"]
+    for stage in sorted({row.stage for row in plan.recompute}):
+        mine = [row for row in plan.recompute if row.stage == stage]
+        freed, flops, moved = (sum(getattr(row, key) for row in mine) for key in ("bytes", "flops", "moved"))
+        done = f"{flops:,} FLOPs and {moved:,} bytes moved to recompute them"
+        lines.append(f"stage {stage}: {freed:,} bytes freed, {done}")
+    return folded("Recompute", plan.recompute, ("where", name), columns, "\n".join(lines), full=full)
+
+
+def _compiled(plan: Tables, full: bool) -> Section:
+    """Pieces by their shared functions, and ops that run eagerly, with the reason."""
+    columns = [
+        Column("ops", attrgetter("ops")),
+        Column("function", lambda row: "-" if row.reason else str(row.function), is_number=True),
+        Column("why not compiled", attrgetter("reason")),
+    ]
+    pieces = [row for row in plan.compiled if not row.reason]
+    note = (
+        f"{len(pieces)} pieces share {len({row.function for row in pieces})} compiled functions; products with "
+        "weights, attention and collectives between them are not compiled. Activation memory is planned for eager "
+        "ops, an upper bound for compiled pieces"
+    )
+    return folded("Compiled", plan.compiled, ("where", attrgetter("where")), columns, note, full=full)
+
+
+def _lengths(plan: Tables) -> Section:
+    columns = [
+        Column("length", lambda row: str(row.length), is_number=True),
+        Column("sequences", lambda row: str(row.sequences), is_number=True),
+        Column("microbatches", lambda row: str(row.microbatches), is_number=True),
+        Column("fullest rank", lambda row: format_bytes(row.memory), is_number=True),
+        Column("exchanged", lambda row: format_bytes(row.exchanged), is_number=True),
+        Column("a step", lambda row: "-" if row.seconds is None else format_seconds(row.seconds), is_number=True),
+    ]
+    note = "parameters, stages and optimizer are the same at all lengths; the other tables are of the longest"
+    return table("Lengths", plan.lengths, columns, note)
+
+
 def _optimizer(plan: Tables) -> Section:
-    rows = []
-    for b in plan.optimizer.buffers:
-        dtypes = f"{b.dtype} / {b.gradient_dtype}"
-        shared = f"{b.shard_elements:,}{'' if b.reduced_over == 'dp' else f' ({b.reduced_over})'}"
-        rows.append((str(b.pp_rank), dtypes, f"{b.num_elements:,}", shared, str(len(b.buckets))))
-    columns = ["pp rank", "parameters / gradients", "elements", "per dp rank", "buckets"]
-    if any(b.rule != plan.optimizer.name for b in plan.optimizer.buffers):
-        columns.append("update rule")
-        rows = [(*row, _rule(b)) for row, b in zip(rows, plan.optimizer.buffers, strict=True)]
-    note = f"{plan.optimizer.name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
-    right = frozenset({"pp rank", "elements", "per dp rank", "buckets"})
-    return Section("Optimizer buffers", tuple(columns), tuple(rows), note, right)
+    name, buffers = plan.optimizer.name, plan.optimizer.buffers
+    columns = [
+        Column("pp rank", lambda b: str(b.pp_rank), is_number=True),
+        Column("parameters / gradients", lambda b: f"{b.dtype} / {b.gradient_dtype}"),
+        _number("elements", "num_elements"),
+        Column("per dp rank", _shard, is_number=True),
+        Column("buckets", lambda b: str(len(b.buckets)), is_number=True),
+        Column("update rule", _rule, is_shown=any(b.rule != name for b in buffers)),
+    ]
+    note = f"{name}, zero {plan.optimizer.zero}, alignment {plan.optimizer.alignment}"
+    return table("Optimizer buffers", buffers, columns, note)
+
+
+def _shard(buffer: BufferPlan) -> str:
+    over = "" if buffer.reduced_over == "dp" else f" ({buffer.reduced_over})"
+    return f"{buffer.shard_elements:,}{over}"
 
 
 def _rule(buffer: BufferPlan) -> str:
@@ -267,36 +291,32 @@ def _rule(buffer: BufferPlan) -> str:
     return f"{buffer.rule}, {len(homes)} matrices{over}" if homes else buffer.rule
 
 
+_ALWAYS = ("parameters", "gradients", "optimizer", "activations", "total")
+_MEMORY = (*_ALWAYS[:4], "logits", "working", "communication", "whole", "graph_buffers", "slack", "device", "total")
+
+
 def _memory(plan: Tables) -> Section:
-    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "working", "communication")
-    parts += ("whole", "graph_buffers", "slack", "device", "total")
-    shown = [part for part in parts if part in _ALWAYS or any(getattr(row, part) for row in plan.memory)]
-    cells = [[str(row.pp_rank), *(format_bytes(getattr(row, part)) for part in shown)] for row in plan.memory]
-    columns = ["pp rank", *(part.replace("_", " ") for part in shown)]
-    if any(row.of_microbatch for row in plan.memory):
-        columns.append("per microbatch")
-        for row, line in zip(plan.memory, cells, strict=True):
-            line.append(" + ".join(map(format_bytes, row.of_microbatch)))
-    right = frozenset(columns)
-    if any(row.peak for row in plan.memory):
-        columns.append("peak")
-        for row, line in zip(plan.memory, cells, strict=True):
-            line.append(f"at {row.peak}" if row.peak else "")
-    return Section("Memory of one rank", tuple(columns), tuple(map(tuple, cells)), right=right)
+    def size(part: str) -> Column:
+        is_shown = part in _ALWAYS or any(getattr(row, part) for row in plan.memory)
+        return Column(_words(part), lambda row: format_bytes(getattr(row, part)), is_number=True, is_shown=is_shown)
 
+    def each(row: MemoryRow) -> str:
+        return " + ".join(map(format_bytes, row.of_microbatch))
 
-_ALWAYS = {"parameters", "gradients", "optimizer", "activations", "total"}
+    columns = [
+        Column("pp rank", lambda row: str(row.pp_rank), is_number=True),
+        *map(size, _MEMORY),
+        Column("per microbatch", each, is_number=True, is_shown=any(row.of_microbatch for row in plan.memory)),
+        Column("peak", lambda row: f"at {row.peak}" if row.peak else "", is_shown=any(row.peak for row in plan.memory)),
+    ]
+    return table("Memory of one rank", plan.memory, columns)
 
 
 def _cost(plan: Tables) -> Section:
     if plan.cost is None:
         return Section("Estimated time of one step")
     step = plan.cost.step_seconds
-    shown = [part for part in PARTS if getattr(plan.cost, part)]
-    rows = [
-        (part.replace("_", " "), format_seconds(getattr(plan.cost, part)), getattr(plan.cost, part)) for part in shown
-    ]
-    cells = tuple((name, text, f"{part / step:.1%}" if step else "-") for name, text, part in rows)
+    seconds = {_words(part): getattr(plan.cost, part) for part in PARTS if getattr(plan.cost, part)}
     note = f"{format_seconds(step)} per step on {plan.spec.get('cluster') or 'its cluster'}"
     if plan.cost.uncertain:
         note += " ({} to {})".format(*map(format_seconds, plan.cost.range))
@@ -304,8 +324,16 @@ def _cost(plan: Tables) -> Section:
         reached = plan.cost.flops / step
         peak = f", {reached / plan.cost.peak:.1%} of peak" if plan.cost.peak else ""
         note += f"; {reached / 1e12:.3g} TFLOP/s per device{peak}, recomputation not counted"
-    columns = ("part", "seconds", "share")
-    return Section("Estimated time of one step", columns, cells, note, frozenset(columns[1:]))
+    columns = [
+        Column("part", lambda item: item[0]),
+        Column("seconds", lambda item: format_seconds(item[1]), is_number=True),
+        Column("share", lambda item: f"{item[1] / step:.1%}" if step else "-", is_number=True),
+    ]
+    return table("Estimated time of one step", seconds.items(), columns, note)
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")
 
 
 def _summary(plan: Tables) -> str:

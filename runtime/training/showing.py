@@ -13,13 +13,11 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from runtime.report.curve import draw_curve
 from runtime.report.log import Log, rows_until
-from runtime.report.make_row import make_row
 from runtime.report.pace import Pace, Planned
 from runtime.report.progress import Progress, Sink
 from runtime.report.step_report import StepReport
-from runtime.report.step_row import StepRow
-from runtime.report.tensorboard import TensorBoard
-from runtime.report.wandb import WandB
+from runtime.report.step_row import StepRow, make_row
+from runtime.report.trackers import TensorBoard, WandB
 from runtime.training.callback import Callback
 from runtime.training.job import Job
 

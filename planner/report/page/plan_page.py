@@ -6,15 +6,18 @@ Memory of each pipeline rank, the seconds of a step and the bytes of each axis, 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
+from passes.errors import PlanError
 from planner.cluster.cluster import Cluster
+from planner.cluster.links import EXPERT_AXES, group, level_between
+from planner.cluster.read import read_cluster
 from planner.cost.planned import usable_bytes
 from planner.cost.step_time import PARTS
 from planner.report.fold import fold
 from planner.report.page.bars import Bars, bars_of
 from planner.report.page.engine import render
-from planner.report.page.machines import cluster_of, link_of
 from planner.report.page.tables import tables_of
 from planner.report.page.timeline import timeline
 from planner.report.sections import sections
@@ -145,3 +148,31 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
 
 def _words(part: str) -> str:
     return part.replace("_", " ")
+
+
+def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
+    """The cluster, and why there is none."""
+    name = plan.spec.get("cluster")
+    if not name:
+        return None, "the spec names no cluster"
+    try:
+        return read_cluster(str(name)), ""
+    except PlanError as error:
+        return None, f"the cluster {name} cannot be read: {error.what}"
+
+
+def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
+    """The slowest link that an exchange over ``axis`` uses; "" if that is not known."""
+    mesh = plan.mesh
+    if cluster is None:
+        return ""
+    if axis in ("pp", "embedding"):
+        firsts = [mesh.rank_of(pp=stage.pp_rank) for stage in plan.stages]
+        pairs = pairwise(firsts) if axis == "pp" else [(firsts[0], firsts[-1])]
+        level = max((level_between(a, b, cluster) for a, b in pairs), default=0)
+    elif set(axis.split("-")) <= {*EXPERT_AXES, "world", "tp", "cp", "dp"}:
+        sizes = group(mesh, axis, cluster).sizes
+        level = max((level for level, n in enumerate(sizes) if n > 1), default=0)
+    else:
+        return ""
+    return cluster.links[level].name

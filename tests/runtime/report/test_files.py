@@ -68,7 +68,7 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from runtime.report.tensorboard import TensorBoard
+    from runtime.report.trackers import TensorBoard
 
     writer = TensorBoard(str(tmp_path))
     for row in ROWS:

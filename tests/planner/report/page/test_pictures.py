@@ -16,8 +16,7 @@ from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
 from planner.report.page import timeline as charts
 from planner.report.page.bars import LENGTH, bars_of
-from planner.report.page.machines import link_of
-from planner.report.page.plan_page import MEMORY_PARTS, memory_bars, plan_page, traffic_bars
+from planner.report.page.plan_page import MEMORY_PARTS, link_of, memory_bars, plan_page, traffic_bars
 from planner.report.page.timeline import timeline
 from planner.tables.rows import StagePlan
 
@@ -38,7 +37,7 @@ def test_bars_are_to_one_scale_and_keep_their_order():
 
 @pytest.mark.thorough
 def test_memory_has_every_category_of_every_pp_rank_and_the_limit_where_it_matters(moe_plan: Plan, small_plan: Plan):
-    from planner.report.page.machines import cluster_of
+    from planner.report.page.plan_page import cluster_of
 
     cluster, _ = cluster_of(moe_plan)
     assert cluster is not None

@@ -1,8 +1,9 @@
-"""The figures of a run for TensorBoard, under the names of the log. Needs the extra ``tensorboard``."""
+"""The figures of a run for TensorBoard and Weights & Biases, under the names of the log: optional packages."""
 
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 
 from runtime.report.step_row import StepRow
 
@@ -22,3 +23,17 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WandB:
+    """Owns a run of the project."""
+
+    def __init__(self, project: str) -> None:
+        self._run = import_module("wandb").init(project=project)
+
+    def write(self, row: StepRow) -> None:
+        figures = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
+        self._run.log({name: value for name, value in figures.items() if name != "step"}, step=row.step)
+
+    def close(self) -> None:
+        self._run.finish()
