@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from passes.program.known_values import known_answer
 
-ASKS = ("__bool__", "item", "tolist", "__int__", "__float__", "__index__")
+ASKS = ("__bool__", "item", "tolist", "numpy", "__int__", "__float__", "__index__")
 COMPARES = ("lt", "le", "gt", "ge")
 
 

@@ -1,28 +1,35 @@
-"""Values that a forward computes from constants alone: a branch may depend on them, since every batch gives the same
-answer.
+"""Values that a forward computes from constants alone: Python may ask for them, as every batch gives the same answer.
 
     mask = torch.full((t, t), -inf).triu(1)
     if (mask == other_mask).all(): …           known: no batch tensor, parameter or random number is in it
+    for length in lengths.tolist(): …          lengths = torch.tensor([4, 8])
+    x[mask], x.split(lengths)                  shapes that depend on known values alone
 
 Export knows shapes and no values. But its record so far is a graph: if a tensor is made of factory calls and constants,
 the calls are run again on real tensors, with all writes into them since (``mask[0] = 1``), and the answer is that of
-every forward.
+every forward. A tensor of known shape that results is a constant of the graph. Nothing else in the graph changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import getitem
 from typing import Any
 
+import torch
 from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
 
 from passes.program.constants import computed, follows
-from passes.program.ops.aten import is_mutable, shares_memory
+from passes.program.ops.aten import arguments, aten, is_mutable, shares_memory
 from passes.program.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24
+_ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+_UNKNOWN = object()
 
 
 def node_of(tensor: Tensor, tracer: Any) -> Any:
@@ -36,12 +43,114 @@ def known_answer(tensor: Tensor, question: str) -> Any:
     None if it depends on anything but constants.
     """
     mode = proxy_tensor.get_proxy_mode()
-    node = node_of(tensor, mode.tracer) if mode is not None and isinstance(tensor, FakeTensor) else None
-    if mode is None or node is None:
+    if mode is None or not isinstance(tensor, FakeTensor):
         return None
     with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily():
-        value = value_of(node, mode.tracer.root, {})
+        value = _known(tensor, mode.tracer)
         return None if value is None else getattr(value, question)()
+
+
+def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
+    node = node_of(tensor, tracer)
+    if node is None and not isinstance(tensor, FakeTensor):
+        holders = tracer.graph.find_nodes(op="get_attr", sort=False)
+        node = next((n for n in holders if getattr(tracer.root, str(n.target), None) is tensor), None)
+        if node is None:
+            return None if tensor.requires_grad or tensor.is_meta else tensor
+    return None if node is None else value_of(node, tracer.root, {})
+
+
+# ---- ops with a number, or a shape, that depends on values
+
+
+@contextmanager
+def known_results() -> Iterator[None]:
+    """While it is entered, export records known shapes in place of those that depend on data."""
+    before: Any = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = known_result(mode, func, args, kwargs or {})
+        return before(mode, func, types, args, kwargs) if found is None else found
+
+    proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # pyright: ignore
+    try:
+        yield
+    finally:
+        proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__ = before
+
+
+def known_result(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a call under the tracing ``mode``, if it would depend on data but is known; None for all others."""
+    if func not in _RESULTS and not any(tag in func.tags for tag in _ASKS):
+        return None
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+    def known(value: Any) -> Any:
+        with unset_fake_temporarily():
+            found = pytree.tree_map_only(Tensor, lambda t: _or_unknown(t, mode.tracer), value)
+        return _UNKNOWN if any(leaf is _UNKNOWN for leaf in pytree.tree_leaves(found)) else found
+
+    with mode:
+        return _RESULTS.get(func, _computed)(func, given, known)
+
+
+def _or_unknown(tensor: Tensor, tracer: Any) -> Any:
+    value = _known(tensor, tracer)
+    return _UNKNOWN if value is None else value
+
+
+def _computed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
+    """Of known values alone."""
+    values: Any = _UNKNOWN if given.get("num_classes", -1) >= 0 else known(given)
+    if values is _UNKNOWN:
+        return None
+    with proxy_tensor.disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.no_grad():
+        result = func(**values)
+    return pytree.tree_map_only(Tensor, aten.lift_fresh.default, result)
+
+
+def _indexed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
+    """x[mask] as x[places]."""
+    masks = [isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in given["indices"]]
+    asked = [i for i, is_mask in zip(given["indices"], masks, strict=True) if is_mask]
+    if not asked or known(asked) is _UNKNOWN:
+        return None
+    places = [torch.where(i) if is_mask else (i,) for i, is_mask in zip(given["indices"], masks, strict=True)]
+    return func(given["self"], [place for of_one in places for place in of_one])
+
+
+def _selected(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
+    x, mask = given["self"], given["mask"]
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return None if known(mask) is _UNKNOWN else x.expand(shape)[mask.expand(shape)]
+
+
+def _repeated(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
+    if known(given["repeats"]) is _UNKNOWN:
+        return None
+    dim = given.get("dim")
+    x = given["self"].flatten() if dim is None else given["self"]
+    places = torch.repeat_interleave(given["repeats"].expand(x.shape[dim or 0]))
+    return x.index_select(dim or 0, places)
+
+
+def _cut(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
+    ends = known(given["tensor_indices_or_sections"])
+    return None if ends is _UNKNOWN else torch.tensor_split(given["self"], ends.tolist(), given.get("dim", 0))
+
+
+_RESULTS = {
+    aten.where.default: _computed,
+    aten.nonzero_numpy.default: _computed,
+    aten.is_nonzero.default: _computed,
+    aten.index.Tensor: _indexed,
+    aten.masked_select.default: _selected,
+    aten.repeat_interleave.self_Tensor: _repeated,
+    aten.tensor_split.tensor_indices_or_sections: _cut,
+}
+
+
+# ---- the value of a node
 
 
 def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
@@ -49,9 +158,11 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
 
     Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """
-    needed = set(walk([node], _with_writes, stop=lambda n: n in given))
-    if not all(n in given or _is_constant(n) for n in needed):
-        return None
+    needed = set[fx.Node]()
+    for above in walk([node], _with_writes, stop=lambda n: n in given):
+        if above not in given and not _is_constant(above):
+            return None
+        needed.add(above)
     order = in_order([node], given)
     if len(needed) > len(order):
         order = [n for n in node.graph.nodes if n in needed and n not in given]
@@ -61,27 +172,41 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
 def _with_writes(node: fx.Node) -> Iterator[fx.Node]:
     """The inputs of a value, the views of its memory, and the writes into that."""
     yield from operands(node)
-    yield from (user for user in node.users if is_mutable(user.target) or shares_memory(user))
+    if node.op == "get_attr":
+        yield from node.graph.find_nodes(op="get_attr", target=node.target, sort=False)
+    yield from (user for user in node.users if _writes_into(user, node) or _may_be_view(user, node))
+
+
+def _may_be_view(node: fx.Node, of: fx.Node) -> bool:
+    return shares_memory(node) and next(iter(node.args or node.kwargs.values()), None) is of
+
+
+def _writes_into(node: fx.Node, value: fx.Node) -> bool:
+    if not is_mutable(node.target):
+        return False
+    given = arguments(node)
+    written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # pyright: ignore
+    return any(value in pytree.tree_leaves(given.get(name)) for name in written)
 
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether a call adds nothing to constants."""
     if node.op == "get_attr":
         return True
-    value = node.meta.get("val")
-    size = value.numel() if isinstance(value, Tensor) else 0
-    is_large = isinstance(size, SymInt) or size > MOST_ELEMENTS
-    return follows(node) and hasattr(node.target, "_schema") and not is_large
+    sizes = [value.numel() for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    is_large = any(isinstance(size, SymInt) or size > MOST_ELEMENTS for size in sizes)
+    return follows(node) and (hasattr(node.target, "_schema") or node.target is getitem) and not is_large
 
 
 def _run(order: list[fx.Node], last: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
     values: dict[fx.Node, Any] = dict(given)
+    held: dict[str, Tensor] = {}
     for node in order:
         if node.op == "get_attr":
             value = getattr(root, str(node.target))
             if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
                 return None
-            values[node] = value.clone()  # it may be written to
+            values[node] = held.setdefault(str(node.target), value.clone())  # it may be written to
             continue
         values[node] = computed(node, values.__getitem__)
     return values[last] if order else None

@@ -28,6 +28,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from passes.program.known_values import known_result
 from planner.capture.again.operands import Operand, Recorded, Recording, batch_tensor, constant, is_constant, parameter
 from planner.capture.gradients.autocast import autocast_now
 
@@ -94,6 +95,8 @@ class _Mode(proxy_tensor.ProxyTorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        if (found := known_result(self, func, args, kwargs)) is not None:
+            return found
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.lift_fresh_copy.default
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_now()

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from passes.errors import PlanError, Where
 from passes.program.assumptions import Condition
 from passes.program.constants import follows
+from passes.program.known_values import known_results
 from passes.program.ops.aten import aten, is_mutable, packet_of
 from passes.program.walks import in_order
 from planner.capture.gradients.call_sites import CallSites
@@ -68,7 +69,7 @@ class Questions:
 
         ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            with SpelledOut(self._refuse):
+            with SpelledOut(self._refuse), known_results():
                 yield
         finally:
             ShapeEnv.evaluate_sym_node = before
