@@ -16,12 +16,7 @@ from runtime.data.token_file import files_in, is_token_file
 
 FOLDER = "files"
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_OF_WEIGHTS = (
-    ".index.json",
-    "adapter_config.json",
-    "config.json",
-    "trainer_state.json",
-)  # of what is trained, or stale
+_OF_WEIGHTS = (".index.json", "adapter_config.json", "config.json", "trainer_state.json")  # of what is trained
 _KEPT = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json")
 _MOST_BYTES = 256 * MIB
 
@@ -34,12 +29,6 @@ def model_files(reference: str, sources: Iterable[str]) -> dict[str, bytes]:
         if is_token_file(Path(source)):
             found |= {name: text for name, text in files_in(Path(source)).items() if name != "config.json"}
     return {name: _plain(name, content) for name, content in found.items()}
-
-
-def keep_files(run: Path, files: Mapping[str, bytes]) -> None:
-    """Beside the saves of a run."""
-    if files:
-        write_files(files, run / FOLDER)
 
 
 def files_of_run(save: Path) -> dict[str, bytes]:

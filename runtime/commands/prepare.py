@@ -12,8 +12,8 @@ import typer
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
 from planner.files.text import shorten
-from runtime.commands.instruction_options import Instruction
 from runtime.commands.options import takes
+from runtime.data.instruction.options import Instruction
 from runtime.data.text.documents import Split
 
 if TYPE_CHECKING:
@@ -63,34 +63,31 @@ def prepare_command(
 ) -> None:
     """Tokenize texts once, into a file that training memory-maps; or conversations, with the answers as labels."""
     from runtime.data.buckets import rows_of
-    from runtime.data.instruction.rows import size_of
+    from runtime.data.instruction.prepare import prepare_samples
+    from runtime.data.objectives.overlong import counts_of
     from runtime.data.prepare import prepare, texts_of
     from runtime.data.reading import read_tokens
     from runtime.data.text.byte_tokens import ByteEncoder
+    from runtime.data.text.rows import size_of
     from runtime.data.text.tokenizer_file import TokenizerFile
 
-    _check_options(tokenizer, split_documents, field, end_token)
-    lengths, asked = _lengths(bucket), instruction.asked(tokenizer)
-    if asked is not None and (split_documents is not Split.file or end_token is not None):
-        what = "conversations are rows, and end as their template says: --split-documents and --end-token are for texts"
-        raise PlanError(what, where="--chat", fix="remove these options")
+    lengths, is_of_samples, told = _lengths(bucket), instruction.makes_samples(tokenizer), []
+    is_of_rows = is_of_samples or instruction.text is not None
+    _check_options(tokenizer, split_documents, field, end_token, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
     files = texts_of(texts, output)
-    told = []
     with _shown(sum(map(size_of, files))) as advance:
-        if asked is not None:
-            header, told = instruction.prepare(files, output, asked, advance)
+        if is_of_samples and tokenizer is not None:
+            header, told = prepare_samples(files, output, tokenizer, instruction, advance)
         else:
-            encoder = (
-                ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token, begins=instruction.begins)
-            )
-            rows = instruction.documents(files, advance)
-            header = prepare(files, output, encoder, split_documents, field or "text", advance, rows)
-    if instruction.json:
-        return write_text("\n".join(told))
-    write_text("\n".join([summary(header, output), *told]))
-    if instruction.length is not None:
-        write_text(instruction.overlong(read_tokens(str(output))))
-    if lengths:
+            begins = instruction.begin_token == "auto"
+            encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token, begins=begins)
+            split = Split.json if is_of_rows else split_documents
+            name = instruction.text or field or "text"
+            header = prepare(files, output, encoder, split, name, advance, instruction.split)
+    write_text("\n".join(told if instruction.json else [summary(header, output), *told]))
+    if instruction.length is not None and not instruction.json:
+        write_text(counts_of(read_tokens(str(output)), instruction.length))
+    if lengths and not instruction.json:
         show_table(TABLE, COLUMNS, rows_of(read_tokens(str(output)), lengths))
 
 
@@ -117,16 +114,25 @@ def _lengths(text: str | None) -> list[int]:
     return found
 
 
-def _check_options(tokenizer: str | None, split: Split, field: str | None, end_token: str | None) -> None:
+def _check_options(
+    tokenizer: str | None,
+    split: Split,
+    field: str | None,
+    end_token: str | None,
+    *,
+    is_of_rows: bool,
+    is_of_samples: bool,
+) -> None:
     """An option that would have no effect is an error."""
+    if (is_of_rows and split is not Split.file) or (is_of_samples and end_token is not None):
+        what = "rows end by themselves, answers as templates say: --split-documents and --end-token are for texts"
+        raise PlanError(what, where="--split-documents", fix="remove these options")
     if field is not None and split is not Split.json:
         fix = "add --split-documents json, or remove --field"
         raise PlanError("--field applies only to JSON", where="--field", fix=fix)
     if end_token is not None and tokenizer is None:
-        fix = "remove --end-token, or add --tokenizer"
-        raise PlanError(
-            "--end-token needs a tokenizer: without one, the byte 0 ends a document", where="--end-token", fix=fix
-        )
+        what, fix = "--end-token needs a tokenizer: without one, the byte 0 ends a document", "add --tokenizer"
+        raise PlanError(what, where="--end-token", fix=f"{fix}, or remove --end-token")
 
 
 def summary(header: Header, output: Path) -> str:

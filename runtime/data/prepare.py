@@ -8,9 +8,9 @@ from pathlib import Path
 
 from passes.errors import PlanError
 from planner.files.text import shorten
-from runtime.data.instruction.rows import sources_of
 from runtime.data.text.documents import Split, parts
-from runtime.data.text.pieces import Encoder, Part
+from runtime.data.text.pieces import Encoder
+from runtime.data.text.rows import sources_of
 from runtime.data.token_file import Header, is_token_file
 from runtime.data.token_writer import TokenWriter, check_writable
 
@@ -35,10 +35,10 @@ def prepare(
     split: Split = Split.file,
     field: str = "text",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    rows: Iterable[Part] | None = None,
+    of_datasets: str | None = None,
 ) -> Header:
     """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
-    ``rows``: the documents, if they are not to be split here.
+    ``field``, ``of_datasets``: of ``Split.json``.
 
     Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
     """
@@ -50,5 +50,5 @@ def prepare(
         on_bytes(count)
 
     with TokenWriter(output, encoder.tokenization) as writer:
-        writer.add(encoder.pieces(parts(files, split, field, read) if rows is None else rows))
+        writer.add(encoder.pieces(parts(files, split, field, read, of_datasets)))
         return writer.finish(num_bytes)

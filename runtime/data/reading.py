@@ -32,7 +32,7 @@ def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
         return found
     files = files_of(source)
     encoder: Encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
-    return gathered(source, encoder.tokenization, encoder.pieces(parts(files, Split.file, "")))
+    return gathered(source, encoder.tokenization, encoder.pieces(parts(files, Split.file)))
 
 
 def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -> Tokens:

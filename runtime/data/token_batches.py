@@ -15,19 +15,50 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.spec.data import DataSpec
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
-from runtime.data.objectives.protocol import ALL, Objective, Within
-from runtime.data.objectives.table import make_objective
+from runtime.data.batches import BatchLayout
+from runtime.data.objectives.masked import masked
+from runtime.data.objectives.next_token import next_token
+from runtime.data.objectives.protocol import ALL, NO_ROLES, Make, Objective, Roles, Within
 from runtime.data.permutation import Permutation
 from runtime.data.roles import length_of, roles_of
 from runtime.data.tokens import Tokens
 
+OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
+
 
 class Batches(Protocol):
-    """Global batches by step: a pure function, the same on every rank."""
+    """Batches by step: a pure function, the same on every rank."""
 
     def batch(self, step: int) -> dict[str, Tensor]: ...
+
+
+class BatchesByRows(Protocol):
+    """Global batches by step, or some rows of them: a pure function, the same on every rank."""
+
+    def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]: ...
+    def size_of(self, step: int) -> int: ...
+
+
+class OwnRows:
+    """Of each global batch the rows of one dp rank alone; ``is_local``: whether these are less than all. The others are
+    neither read nor made here.
+
+    dp rank d     rows [d·G/dp, (d+1)·G/dp), which ``train_step(batch, local=True)`` takes
+    """
+
+    def __init__(self, batches: BatchesByRows, layout: BatchLayout) -> None:
+        self.batches, self.is_local = batches, layout.dp > 1
+        self._ranks, self._rank = layout.dp, layout.dp_rank
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """This rank's rows of a step."""
+        if not self.is_local:
+            return self.batches.batch(step)
+        size = self.batches.size_of(step) // self._ranks
+        return self.batches.batch(step, slice(self._rank * size, (self._rank + 1) * size))
 
 
 class TokenBatches:
@@ -95,6 +126,19 @@ class TokenBatches:
                     where=f"inputs.{name}",
                     fix=f"remove the input, or choose another data.objective; this one provides {', '.join(given)}",
                 )
+
+
+def make_objective(
+    tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles = NO_ROLES, within: Within = ALL
+) -> Objective:
+    """The objective that the section asks for. Raises PlanError if the tokens do not serve it.
+
+    ``roles``: those that the model reads. ``within``: sizes of the documents to take.
+    """
+    if tokens.is_supervised and data.objective != "next_token":
+        what = f"{tokens.source} has samples with labels, and objective: {data.objective} chooses its own"
+        raise PlanError(what, where="data.objective", fix="set objective: next_token")
+    return OBJECTIVES[data.objective](tokens, length, data, seed, roles, within)
 
 
 def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatches:

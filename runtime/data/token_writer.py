@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import numpy as np
 import xxhash
@@ -41,7 +41,7 @@ class TokenWriter:
 
     def __enter__(self) -> Self:
         check_writable(self.path)
-        with self._told():
+        with _told(self.path):
             folder = self.path.parent
             self._new = Replacement(self.path)
             self._stack.callback(self._new.discard)
@@ -78,7 +78,7 @@ class TokenWriter:
         for content in (self._more or {}).values():
             self._write("files", np.frombuffer(content, np.uint8), np.dtype(np.uint8))
         header = self._header(num_bytes, made)
-        with self._told():
+        with _told(self.path):
             whole = self._files["ids"]
             for name, _, _, begin in header.sections():
                 if name != "ids":
@@ -119,25 +119,19 @@ class TokenWriter:
     def _write(self, name: str, values: np.ndarray, dtype: np.dtype) -> None:
         content = values.astype(dtype.newbyteorder("<"), copy=False).tobytes()
         self._digests[name].update(content)
-        with self._told():
+        with _told(self.path):
             self._files[name].write(content)
 
-    def _told(self) -> _CannotWrite:
-        return _CannotWrite(self.path)
 
-
-class _CannotWrite:
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
     """Turns the system's errors of a failed write into one PlanError."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (OSError, ValueError)) and not isinstance(error, PlanError):
-            fix = "give a writable file, and free space there"
-            raise PlanError(f"cannot write {shorten(self.path)}: {reason(error)}", where="-o", fix=fix) from None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        fix = "give a writable file, and free space there"
+        told = PlanError(f"cannot write {shorten(path)}: {reason(error)}", where="-o", fix=fix)
+        raise error if isinstance(error, PlanError) else told from None
 
 
 def check_writable(path: Path) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.model_files import write_files
 from runtime.data.roles import length_of, roles_of
 from runtime.data.text.byte_tokens import ByteEncoder
 from runtime.data.text.tokenizer_file import TokenizerFile
@@ -37,10 +38,7 @@ def tokenizer_in(source: str) -> Iterator[str]:
         yield source
         return
     with TemporaryDirectory() as directory:
-        for name, content in files.items():
-            path = Path(directory, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+        write_files(files, Path(directory))
         yield directory
 
 

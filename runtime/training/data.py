@@ -14,10 +14,10 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.buckets import BucketBatches, OfLength, batches_of, token_batches_in
-from runtime.data.own_rows import OwnRows
 from runtime.data.reading import read_tokens
 from runtime.data.roles import length_of, roles_of
 from runtime.data.text.sources import STDLIB, files_of
+from runtime.data.token_batches import OwnRows
 from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split

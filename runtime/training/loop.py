@@ -15,10 +15,9 @@ from planner.capture.model.with_adapters import OPTION, adapter_directory
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
-from runtime.checkpoint.model_files import keep_files, model_files, told_of, write_files
-from runtime.data.own_rows import OwnRows
+from runtime.checkpoint.model_files import FOLDER, model_files, told_of, write_files
 from runtime.data.prefetch import Prefetched
-from runtime.data.token_batches import Batches
+from runtime.data.token_batches import Batches, OwnRows
 from runtime.distributed.devices import launched
 from runtime.distributed.same_options import require_same_data
 from runtime.distributed.stopping import Stopping, stop_requested
@@ -121,7 +120,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
         made.forget_file()
         require_same_data(str(data.identity["data"]), engine.groups)
         if leads and job.save is not None:
-            keep_files(Path(job.save), model_files(job.model.partition(OPTION)[0], job.sources))
+            write_files(model_files(job.model.partition(OPTION)[0], job.sources), Path(job.save, FOLDER))
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)
         if save is None and weights is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
-from runtime.data.instruction.conversation import Message, RowError
+from runtime.data.instruction.conversation import Message
+from runtime.data.text.rows import RowError
 from runtime.data.text.tokenizer_file import end_ids
 
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
@@ -22,31 +23,21 @@ _MOST_SECONDS = 10.0  # of one rendering: a template may loop
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
-@dataclass(frozen=True, slots=True)
-class Templating:
-    """``template``: a file, or the name of one of the tokenizer's; None: its default. ``date``: None for today."""
-
-    template: str | None = None
-    arguments: Mapping[str, Any] | None = None
-    date: str | None = None
-
-    @property
-    def today(self) -> date:
-        """Raises PlanError."""
-        try:
-            return date.today() if self.date is None else date.fromisoformat(self.date)
-        except ValueError:
-            raise PlanError(f"--date {shorten(self.date)} is no day", where="--date", fix="write 2025-12-31") from None
-
-
 class ChatTokenizer:
     """The tokenizer of a directory. ``ends``: the ids that end an answer, of generation config and tokenizer.
+    ``template``: a file, or the name of one of the tokenizer's; None: its default. ``date``: None for today.
 
     Raises PlanError for a directory without a tokenizer of the library `tokenizers`.
     """
 
-    def __init__(self, path: str, templating: Templating | None = None) -> None:
-        self.path, self._asked = Path(path), templating or Templating()
+    def __init__(
+        self,
+        path: str,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        date: str | None = None,
+    ) -> None:
+        self.path, self.day = Path(path), _day(date)
         self.tokenizer = _loaded(self.path)
         self._fast = self.tokenizer.backend_tokenizer
         self._fast.no_truncation()
@@ -57,10 +48,12 @@ class ChatTokenizer:
         self.special |= dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
         self.eos: int | None = self.tokenizer.eos_token_id
+        of_eos = [] if self.eos is None else [self.eos]
         self.config_ends = tuple(end_ids(self.path))
-        self.ends = tuple(dict.fromkeys([*self.config_ends, *([] if self.eos is None else [self.eos])]))
-        self.template = self._template()
-        self._today = datetime.combine(self._asked.today, datetime.min.time())
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys([*self.config_ends, *of_eos]))
+        self.template = None if template is None else self._named(template)
+        self._arguments = {} if date is None else {"date_string": self.day.strftime("%d %b %Y")}
+        self._arguments |= arguments or {}
 
     @property
     def vocabulary_size(self) -> int:
@@ -74,15 +67,14 @@ class ChatTokenizer:
         try:
             with _at_most(_MOST_SECONDS):
                 chosen = self.tokenizer.get_chat_template(self.template, tools)
-                _compiled(chosen).globals["strftime_now"] = self._today.strftime
-                more = {} if self._asked.date is None else {"date_string": self._today.strftime("%d %b %Y")}
+                _compiled(chosen).globals["strftime_now"] = self.day.strftime
                 return self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
                     chat_template=chosen,
                     add_generation_prompt=generates,
                     tokenize=False,
-                    **more | dict(self._asked.arguments or {}),
+                    **self._arguments,
                 )
         except (MemoryError, KeyboardInterrupt):
             raise
@@ -98,11 +90,6 @@ class ChatTokenizer:
     def begun_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
         return self._fast.encode(text, add_special_tokens=True).ids
-
-    def starts(self, text: str) -> tuple[list[int], list[int]]:
-        """``ids``, and the character at which each begins."""
-        found = self._fast.encode(text, add_special_tokens=False)
-        return found.ids, [start for start, _ in found.offsets]
 
     def answer_ids(self, text: str) -> list[int]:
         """By itself: as it continues another text, without a space in front."""
@@ -122,18 +109,24 @@ class ChatTokenizer:
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _template(self) -> str | None:
-        """The text or the name of the template that was asked for. Raises PlanError for one that is not there."""
-        asked, own = self._asked.template, self.tokenizer.chat_template
-        if asked is None:
-            return None  # which of several depends on whether there are tools
-        if is_file(Path(asked)):
-            return read_text(asked, "chat template", most_bytes=MIB, fix=_DIRECTORY)
-        if isinstance(own, dict) and asked in own:
-            return asked
+    def _named(self, template: str) -> str:
+        """The text or the name of a template. Raises PlanError for one that is not there."""
+        own = self.tokenizer.chat_template
+        if is_file(Path(template)):
+            return read_text(template, "chat template", most_bytes=MIB, fix=_DIRECTORY)
+        if isinstance(own, dict) and template in own:
+            return template
         named = f"; the tokenizer has {', '.join(own)}" if isinstance(own, dict) else ""
         fix = "give a file, or the name of a template of the tokenizer"
-        raise PlanError(f"no chat template {shorten(asked)}{named}", where="--chat-template", fix=fix)
+        raise PlanError(f"no chat template {shorten(template)}{named}", where="--chat-template", fix=fix)
+
+
+def _day(text: str | None) -> datetime:
+    try:
+        day = date.today() if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise PlanError(f"--date {shorten(text)} is no day", where="--date", fix="write 2025-12-31") from None
+    return datetime.combine(day, datetime.min.time())
 
 
 def _loaded(path: Path) -> Any:
@@ -191,11 +184,10 @@ def _at_most(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
-    try:
-        handler = signal.signal(signal.SIGALRM, stop)
-    except (ValueError, AttributeError):  # another thread, or a system without this signal
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handler = signal.signal(signal.SIGALRM, stop)
     left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

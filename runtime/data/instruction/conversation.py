@@ -8,22 +8,18 @@ alpaca     {"instruction": …, "input": …, "output": …, "system": …}
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from passes.errors import PlanError
 from planner.files.text import shorten
+from runtime.data.text.rows import RowError, names_in, text_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-FORMATS = ("openai", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 _OF_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 Message = dict[str, Any]
-
-
-class RowError(PlanError):
-    """A row that gives no samples without a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,66 +34,48 @@ class Conversation:
     format: str = "openai"
 
 
-def conversation_of(row: Mapping[str, Any], field: str | None, format: str | None, train_on: str) -> Conversation:
+def conversation_of(row: dict[str, Any], field: str | None, format: str | None, train_on: str) -> Conversation:
     """The conversation of a row. Raises RowError."""
-    found = format or format_of(row, field)
+    found = format or _format_of(row, field)
     messages = _of_alpaca(row) if found == "alpaca" else [_message(m, n) for n, m in enumerate(_list(row, field))]
-    last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    turns = [n for n in range(last + 1) if messages[n]["role"] == "assistant"]
-    if train_on == "last":
-        turns = turns[-1:]
-    trained = [n for n in turns if messages[n].get("train", True) and messages[n].get("weight", 1)]
-    tools = row.get("tools")
-    tools = _json(tools, "tools") if isinstance(tools, str) else tools
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    kept = messages[: turns[-1] + 1] if turns else []
+    trained = [n for n in turns[-1 if train_on == "last" else 0 :] if kept[n].get("train", True)]
+    trained = [n for n in trained if kept[n].get("weight", 1)]
+    tools = _json(row.get("tools"), "tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError("tools is no list of objects", fix="give a list of JSON schemas")
-    kept = [{name: value for name, value in m.items() if name not in ("train", "weight")} for m in messages[: last + 1]]
-    return Conversation(kept, trained, tools or None, len(messages) - len(kept) if turns else 0, found)
+    bare = [{name: value for name, value in m.items() if name not in ("train", "weight")} for m in kept]
+    return Conversation(bare, trained, tools or None, len(messages) - len(kept) if turns else 0, found)
 
 
-def format_of(row: Mapping[str, Any], field: str | None) -> str:
-    """The format that the row has by its fields."""
+def _format_of(row: dict[str, Any], field: str | None) -> str:
     messages = row.get(field or "")
     if isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]:
         return "sharegpt"
     return "alpaca" if messages is None and {"instruction", "output"} <= row.keys() else "openai"
 
 
-def pair(prompt: str, answer: str) -> Conversation:
-    """One message of the user, one of the assistant."""
-    return Conversation([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], [1])
+def _of_alpaca(row: dict[str, Any]) -> list[Message]:
+    given = text_of({**row, "input": row.get("input") or ""}, "input")
+    asked = "\n\n".join(filter(None, [text_of(row, "instruction"), given]))
+    system = [{"role": "system", "content": text_of(row, "system")}] if row.get("system") else []
+    answer = {"role": "assistant", "content": text_of(row, "output")}
+    return [*system, {"role": "user", "content": asked}, answer]
 
 
-def text_of(row: Mapping[str, Any], field: str) -> str:
-    """Raises RowError if the row has no such text."""
-    if not isinstance(text := row.get(field), str):
-        raise RowError(f"the row has no text {field!r} (there is: {_fields(row)})", fix="name a field that holds text")
-    return text
-
-
-def _fields(row: Mapping[str, Any]) -> str:
-    return shorten(", ".join(map(str, list(row)[:8])), 200)
-
-
-def _of_alpaca(row: Mapping[str, Any]) -> list[Message]:
-    parts = [text_of(row, "instruction"), row.get("input") or ""]
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    asked = {"role": "user", "content": "\n\n".join(filter(None, parts))}
-    return [*system, asked, {"role": "assistant", "content": text_of(row, "output")}]
-
-
-def _list(row: Mapping[str, Any], field: str | None) -> list[Any]:
-    messages = row.get(field or "")
-    messages = _json(messages, str(field)) if isinstance(messages, str) else messages
+def _list(row: dict[str, Any], field: str | None) -> list[Any]:
+    messages = _json(row.get(field or ""), str(field))
     if not isinstance(messages, list) or not messages:
-        what = f"the row has no list of messages {field!r} (there is: {_fields(row)})"
+        what = f"the row has no list of messages {field!r} (there is: {names_in(row)})"
         raise RowError(what, fix="name the field of the messages with --chat")
     return messages
 
 
-def _json(text: str, field: str) -> Any:
+def _json(value: Any, field: str) -> Any:
+    """The value that a text of JSON stands for; no change of anything else."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise RowError(f"{field} is a text that is not JSON: {error}", fix="give a list of objects") from None
 
@@ -109,19 +87,19 @@ def _message(given: Any, number: int) -> Message:
     message = dict(given)
     if "from" in message:
         role = message.pop("from")
-        message |= {"role": _OF_SHAREGPT.get(role, role), "content": message.pop("value", None)}
-    role, content = message.get("role"), message.get("content")
+        message["role"] = _OF_SHAREGPT.get(role, role) if isinstance(role, str) else role
+        message["content"] = message.pop("value", None)
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
     if role not in ROLES:
         fix = f"name the roles {', '.join(ROLES)}"
         raise RowError(f"message {number} has the unknown role {shorten(repr(role), 60)}", fix=fix)
-    calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(_called(call).get("name"), str) for call in calls):
         raise RowError(f"message {number}: a tool call has no name", fix="write {function: {name, arguments}}")
     if isinstance(content, list):
         _check_parts(content, number)
     elif not isinstance(content, str) and not (content is None and (calls or _has_reasoning(message))):
-        fix = "give a text, which may be empty"
-        raise RowError(f"message {number} ({role}) has no text as content", fix=fix)
+        what = f"message {number} ({role}) has no text as content"
+        raise RowError(what, fix="give a text, which may be empty")
     return message
 
 
@@ -144,12 +122,7 @@ def _called(call: Any) -> dict[str, Any]:
 
 def is_plain(message: Message) -> bool:
     """Whether it is a text and no more."""
-    return not message.get("tool_calls") and not _has_reasoning(message) and bool(_joined(message).strip())
-
-
-def _joined(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return not message.get("tool_calls") and not _has_reasoning(message) and bool(texts_of([message]))
 
 
 def mapped(message: Message, change: Callable[[str, str], str]) -> Message:
@@ -167,21 +140,19 @@ def mapped(message: Message, change: Callable[[str, str], str]) -> Message:
     elif content is not None:
         found["content"] = [part | {"text": change("content", part["text"])} for part in content]
     if message.get("tool_calls"):
-        found["tool_calls"] = [_mapped_call(call, change) for call in message["tool_calls"]]
+        found["tool_calls"] = [_mapped_call(call, partial(change, "tool_calls")) for call in message["tool_calls"]]
     return found
 
 
-def _mapped_call(call: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
+def _mapped_call(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     inner = _called(call)
-    made = inner | {"name": change("tool_calls", inner["name"])}
-    if "arguments" in inner:
-        made["arguments"] = _mapped_tree(inner["arguments"], change)
+    made = inner | {name: _mapped_tree(inner[name], change) for name in ("name", "arguments") if name in inner}
     return call | {"function": made} if "function" in call else made
 
 
-def _mapped_tree(value: Any, change: Callable[[str, str], str]) -> Any:
+def _mapped_tree(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return change("tool_calls", value)
+        return change(value)
     if isinstance(value, dict):
         return {name: _mapped_tree(each, change) for name, each in value.items()}
     return [_mapped_tree(each, change) for each in value] if isinstance(value, list) else value
@@ -192,27 +163,23 @@ def texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
 
     def note(field: str, text: str) -> str:
-        if text.strip():
-            found.append((field, text.strip()))
+        found.append((field, text.strip()))
         return text
 
     for message in messages:
         mapped(message, note)
-    return found
+    return [each for each in found if each[1]]
 
 
-def atoms_of(message: Message) -> list[str]:
+def atoms_of(messages: Sequence[Message]) -> list[str]:
     """The names and numbers in the arguments of tool calls: no template writes them otherwise than JSON does."""
     found: list[str] = []
 
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            found.extend(value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(json.dumps(value))
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            walk(each)
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        found.extend(name for name, _ in pairs)
 
-    for call in message.get("tool_calls") or []:
-        walk(_called(call).get("arguments"))
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            text = json.dumps(_called(call).get("arguments"), default=str)
+            json.loads(text, object_pairs_hook=note, parse_int=found.append, parse_float=found.append)
     return found

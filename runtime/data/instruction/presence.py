@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from planner.files.text import shorten
-from runtime.data.instruction.conversation import Message, RowError, atoms_of, mapped, texts_of
+from runtime.data.instruction.conversation import Message, atoms_of, mapped, texts_of
+from runtime.data.text.rows import RowError
 
 FIRST_MARK = 0xF0000
 _MARKS = re.compile("[\U000f0000-\U0010fffd]")
@@ -32,47 +32,30 @@ class Presence:
     def __init__(self, ignored: Collection[str], told: Counter[str]) -> None:
         self._ignored, self._told = ignored, told
 
-    def check(self, messages: Sequence[Message], rendered: str, render: Render, where: str) -> None:
-        """Raise RowError if a text of ``messages`` does not stand in ``rendered``, which ``render`` made of them."""
-        texts = texts_of(messages)
-        if not _in_order(texts, rendered):
-            ends = _marked_ends(texts, rendered, render(_marked(messages)))
-            for (field, text), places in zip(texts, ends, strict=True):
-                if not places:
-                    self._lacks(field, text, where)
-        self._check_atoms(messages, rendered, where)
-
-    def end_of(self, message: Message, whole: str, begin: int, render: Render, where: str) -> int:
-        """Where the last character of the message's texts ends in ``whole``, of which they stand behind ``begin``.
+    def end_of(self, messages: Sequence[Message], rendered: str, render: Render, where: str, begin: int = 0) -> int:
+        """Where the last character of the messages' texts ends in ``rendered``, which ``render`` made of them, and in
+        which all of them stand behind ``begin``.
 
         Raises RowError if one does not.
         """
-        texts, answer, found = texts_of([message]), whole[begin:], begin
-        if all(len(text) >= _LONG and answer.count(text) == 1 for _, text in texts):
-            found = max([begin, *(begin + answer.index(text) + len(text) for _, text in texts)])
-        else:
-            ends = _marked_ends(texts, whole, render(_marked([message])))
-            for (field, text), places in zip(texts, ends, strict=True):
+        texts = texts_of(messages)
+        end = _end_in_order(texts, rendered, begin)
+        if end is None:
+            end = begin
+            marked = _marked_ends(texts, rendered, render(_marked(messages)))
+            for (field, text), places in zip(texts, marked, strict=True):
                 here = [place for place in places if place - len(text) >= begin]
-                found = max([found, *here])
+                end = max([end, *here])
                 if not here:
                     self._lacks(field, text, where)
-        self._check_atoms([message], answer, where)
-        return found
+        self.require("tool_calls", atoms_of(messages), rendered[begin:], where)
+        return end
 
-    def check_tools(self, tools: list[Any], context: str, where: str) -> None:
-        """Raise RowError if the template drops a tool. Names and descriptions stand raw or as JSON."""
-        for tool in tools:
-            function = tool.get("function", tool)
-            for text in (function.get("name"), function.get("description")) if isinstance(function, dict) else ():
-                if isinstance(text, str) and not any(form in context for form in _forms(text.strip())):
-                    self._lacks("tools", text, where)
-
-    def _check_atoms(self, messages: Sequence[Message], rendered: str, where: str) -> None:
-        for message in messages:
-            for atom in atoms_of(message):
-                if not any(form in rendered for form in _forms(atom)):
-                    self._lacks("tool_calls", atom, where)
+    def require(self, field: str, texts: Iterable[str], rendered: str, where: str) -> None:
+        """Raise RowError for a text that does not stand there, raw or as JSON."""
+        for text in texts:
+            if not any(form in rendered for form in _forms(text)):
+                self._lacks(field, text, where)
 
     def _lacks(self, field: str, text: str, where: str) -> None:
         if field not in self._ignored:
@@ -86,15 +69,15 @@ def _forms(text: str) -> tuple[str, str]:
     return text, json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _in_order(texts: Sequence[tuple[str, str]], rendered: str) -> bool:
-    """Whether long texts stand one behind the other."""
-    place = 0
+def _end_in_order(texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
+    """Where the last text ends, if all are long, stand one behind the other, and none stands behind the last again."""
+    at = end = begin
     for _, text in texts:
-        at = rendered.find(text, place) if len(text) >= _LONG else -1
+        at = rendered.find(text, end) if len(text) >= _LONG else -1
         if at < 0:
-            return False
-        place = at + len(text)
-    return True
+            return None
+        end = at + len(text)
+    return None if any(rendered.find(text, at + 1) >= 0 for _, text in texts) else end
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from planner.files.text import shorten
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
-from runtime.data.instruction.conversation import REASONING, Conversation, Message, RowError, is_plain, texts_of
+from runtime.data.instruction.conversation import REASONING, Conversation, Message, is_plain, texts_of
 from runtime.data.instruction.presence import FIRST_MARK, Presence
+from runtime.data.text.rows import RowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +30,16 @@ class Sample:
     turn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rule:
-    """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped."""
+    """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped.
+
+    Owns ``counts`` of rows by what is to be reported, and of answers by their end token.
+    """
 
     chat: ChatTokenizer
     common: bool = False
     ignored: Collection[str] = ()
-
-
-@dataclass(slots=True)
-class Told:
-    """Counts of rows by what is to be reported; ``ends``: the end tokens of answers."""
-
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[int] = field(default_factory=Counter)
 
@@ -53,13 +51,13 @@ MERGED, OTHER, BEHIND = (
 )
 
 
-def samples_of(talk: Conversation, rule: Rule, told: Told) -> list[Sample]:
+def samples_of(talk: Conversation, rule: Rule) -> list[Sample]:
     """One sample for all trained turns, or one each. Raises RowError."""
     found = _Turns(talk, rule)
     turns = [found.turn(number) for number in talk.trained]
-    told.counts.update(found.told)
-    told.counts[BEHIND] += talk.num_behind
-    told.ends.update(turn.ids[-1] for turn in turns)
+    rule.counts.update(found.told)
+    rule.counts[BEHIND] += talk.num_behind
+    rule.ends.update(turn.ids[-1] for turn in turns)
     return joined(turns)
 
 
@@ -71,13 +69,13 @@ def joined(turns: Sequence[Sample]) -> list[Sample]:
     return [replace(turn, turn=number) for number, turn in enumerate(turns)]
 
 
-def pair_of(prompt: str, answer: str, end: int, rule: Rule, told: Told) -> Sample:
+def pair_of(prompt: str, answer: str, end: int, rule: Rule) -> Sample:
     """A prompt without a template, its answer, and the end token. Raises RowError."""
     _check_own(answer, "the answer", rule.chat)
     before = rule.chat.begun_ids(prompt)
     ids = [*before, *rule.chat.answer_ids(answer), end]
-    told.counts[MERGED] += rule.chat.crosses(prompt, answer)
-    told.ends[end] += 1
+    rule.counts[MERGED] += rule.chat.crosses(prompt, answer)
+    rule.ends[end] += 1
     return Sample(ids, [(len(before), len(ids))])
 
 
@@ -98,7 +96,7 @@ class _Turns:
         self._check_context(before, context, number)
         is_behind = whole.startswith(context)
         begin = len(context) if is_behind else self._common(context, whole, where)
-        last = self._presence.end_of(message, whole, begin, lambda marked: self._render([*before, *marked]), where)
+        last = self._presence.end_of([message], whole, lambda marked: self._render([*before, *marked]), where, begin)
         stop, end = self._end(before, message, whole, last)
         return (
             self._by_itself(context, whole[begin:stop], end) if is_behind else self._other(context, whole[:stop], end)
@@ -129,8 +127,10 @@ class _Turns:
             return self._render([m | new for m, new in zip(before, marked, strict=True)], generates=True)
 
         where = f"the context of message {number}"
-        self._presence.check(messages, context, render, where)
-        self._presence.check_tools(self.talk.tools or [], context, where)
+        self._presence.end_of(messages, context, render, where)
+        functions = [tool.get("function", tool) for tool in self.talk.tools or ()]
+        told = [f.get(name) for f in functions if isinstance(f, dict) for name in ("name", "description")]
+        self._presence.require("tools", (text.strip() for text in told if isinstance(text, str)), context, where)
 
     def _common(self, context: str, whole: str, where: str) -> int:
         """The characters that both have. Raises RowError unless they were asked for."""

@@ -7,7 +7,11 @@
     labels       . b c d   . y   . q r   . . .         shifted in the model: a document's first belongs to no token
 
 A document longer than a sequence is cut into pieces, each a document of its own, left out or refused
-(``data.overlong``). Of samples with labels, labels are those tokens alone.
+(``data.overlong``). Of samples with labels, labels are those tokens alone. Within a block of pieces the longest goes
+first, each into the sequence with the least room that takes it (best fit, decreasing): the order depends on nothing but
+the sizes.
+
+    pieces    5 3 8 2 6 …   →   [5 3] [8] [6 2] …      sequences of 8
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ import numpy as np
 
 from passes.errors import PlanError
 from planner.spec.data import DataSpec
-from runtime.data.objectives.fill import fill
 from runtime.data.objectives.overlong import pieces_of
 from runtime.data.objectives.protocol import ALL, NO_ROLES, NOTHING, Roles, Within
 from runtime.data.tokens import Tokens
+
+BLOCK = 4096  # pieces that are sorted together: neighbours in the text stay near each other
 
 
 class PackedDocuments:
@@ -36,7 +41,6 @@ class PackedDocuments:
         self, tokens: Tokens, length: int, data: DataSpec, within: Within = ALL, roles: Roles = NO_ROLES
     ) -> None:
         self.tokens, self.length, self._roles = tokens, length, roles
-        self.longest, self.least = int(within.of(tokens)[1].max(initial=0)), 2
         pieces = pieces_of(tokens, length, data.overlong, within)
         most = roles["cu_seqlens"][0] - 2 if "cu_seqlens" in roles else length  # the start, and the padding's end
         order, self._bounds = fill(pieces.sizes, length, most)
@@ -99,3 +103,40 @@ def packed_documents(
             fix="remove the input attention_mask",
         )
     return PackedDocuments(tokens, length, data, within, roles)
+
+
+def fill(sizes: np.ndarray, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """``sizes`` [pieces], each at most ``length``; ``most``: pieces of a sequence.
+
+    Returns the pieces in the order of the sequences [pieces], and the end of each sequence in it [sequences]; within a
+    sequence they are in the order of the text.
+    """
+    order: list[int] = []
+    ends: list[int] = []
+    for start in range(0, len(sizes), BLOCK):
+        for members in _block(sizes[start : start + BLOCK], length, most):
+            order += [start + piece for piece in sorted(members)]
+            ends.append(len(order))
+    return np.array(order, np.int64), np.array(ends, np.int64)
+
+
+def _block(sizes: np.ndarray, length: int, most: int) -> list[list[int]]:
+    sequences: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # by room, the sequences that have it
+    rooms = 0  # bit r: some sequence has room r
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            sequence = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, sequence = length, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(piece)
+        if len(sequences[sequence]) < most:
+            with_room[room - size].append(sequence)
+            rooms |= 1 << (room - size)
+    return sorted(sequences, key=min)

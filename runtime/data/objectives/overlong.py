@@ -61,6 +61,13 @@ def pieces_of(tokens: Tokens, length: int, overlong: str, within: Within = ALL) 
     return replace(_whole(tokens, *_parts(starts, sizes, length)), told=f"{_long(tokens, sizes, length)}: cut apart")
 
 
+def windows_of(tokens: Tokens, length: int, within: Within = ALL) -> Pieces:
+    """Windows that lie end to end in each document, each with the token behind it: at most ``length`` + 1 tokens."""
+    starts, sizes = within.of(tokens)
+    begins, sizes = _parts(starts, np.maximum(sizes - 1, 0), length)
+    return _whole(tokens, begins, sizes + 1)
+
+
 def counts_of(tokens: Tokens, length: int) -> str:
     """What ``overlong: cut`` would do at this length."""
     return pieces_of(tokens, length, "cut").told or f"none of {len(tokens.ends):,} is longer than {length:,} tokens"

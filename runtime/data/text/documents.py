@@ -5,7 +5,6 @@ A document longer than a part comes in several: nothing here holds a whole file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
@@ -15,9 +14,9 @@ from typing import BinaryIO
 from passes.errors import PlanError
 from planner.files.text import MIB, cannot_read, open_regular, shorten
 from runtime.data.text.pieces import Part
+from runtime.data.text.rows import MOST_LINE_BYTES, documents_of, rows_of
 
 PART_BYTES = MIB
-MOST_LINE_BYTES = 64 * MIB
 _MARK = b"\xef\xbb\xbf"  # of byte order; no text
 
 
@@ -31,16 +30,24 @@ class Split(StrEnum):
 
 
 def parts(
-    files: Iterable[Path], split: Split, field: str, on_bytes: Callable[[int], None] = lambda num_bytes: None
+    files: Iterable[Path],
+    split: Split,
+    field: str = "text",
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    of_datasets: str | None = None,
 ) -> Iterator[Part]:
-    """All documents of ``files`` in their order; those of white space alone are left out.
+    """All documents of ``files`` in their order; those of white space alone are left out. ``field``, ``of_datasets``
+    (the split of a directory of ``datasets``): of rows.
 
     ``on_bytes`` is called with the count of bytes of each read. Raises PlanError for a file that cannot be read.
     """
+    if split is Split.json:
+        yield from documents_of(rows_of(files, of_datasets, on_bytes), field)
+        return
     for path in files:
         try:
             with os.fdopen(open_regular(path), "rb") as file:
-                yield from _SPLITS[split](_Told(file, on_bytes), path, field)
+                yield from _SPLITS[split](_Told(file, on_bytes), path)
         except (OSError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -71,7 +78,7 @@ class _Told:
         return content
 
 
-def _by_file(file: _Told, path: Path, field: str) -> Iterator[Part]:
+def _by_file(file: _Told, path: Path) -> Iterator[Part]:
     content, begin = file.part(), file.place
     begin -= len(content)
     while content:
@@ -81,13 +88,13 @@ def _by_file(file: _Told, path: Path, field: str) -> Iterator[Part]:
         content = following
 
 
-def _by_line(file: _Told, path: Path, field: str) -> Iterator[Part]:
+def _by_line(file: _Told, path: Path) -> Iterator[Part]:
     for line in file.lines():
         if line.strip():
             yield Part(line.rstrip(b"\r\n"), True, path, file.place - len(line))
 
 
-def _by_blank_line(file: _Told, path: Path, field: str) -> Iterator[Part]:
+def _by_blank_line(file: _Told, path: Path) -> Iterator[Part]:
     held: list[bytes] = []
     begin = num_bytes = 0
     for line in file.lines():
@@ -105,28 +112,4 @@ def _by_blank_line(file: _Told, path: Path, field: str) -> Iterator[Part]:
         yield Part(b"".join(held), True, path, begin)
 
 
-def _by_json(file: _Told, path: Path, field: str) -> Iterator[Part]:
-    for number, line in enumerate(file.lines(), 1):
-        if line.strip():
-            text = _field_of(line, f"{shorten(path)}:{number}", field)
-            if text.strip():
-                yield Part(text, True, path, line=number)
-
-
-def _field_of(line: bytes, where: str, field: str) -> bytes:
-    fix = "write one JSON object per line, and name its text field with --field"
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"a line of JSON cannot be read: {error}", where=where, fix=fix) from None
-    text = value.get(field) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        named = ", ".join(map(str, list(value)[:8])) if isinstance(value, dict) else f"it is a {type(value).__name__}"
-        raise PlanError(f"a line of JSON has no text {field!r} (there is: {shorten(named)})", where=where, fix=fix)
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise PlanError(f"a line of JSON has an invalid character: {error}", where=where, fix=fix) from None
-
-
-_SPLITS = {Split.file: _by_file, Split.line: _by_line, Split.blank_line: _by_blank_line, Split.json: _by_json}
+_SPLITS = {Split.file: _by_file, Split.line: _by_line, Split.blank_line: _by_blank_line}

@@ -16,18 +16,18 @@ from runtime.data.tokens import Tokenization
 class Part:
     """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
 
-    ``line``: the line of their JSON object, if they are the text of one; else 0.
+    ``row``: the place of their row, if they are the text of one.
     """
 
     content: bytes
     closes: bool
     file: Path
     offset: int = 0
-    line: int = 0
+    row: str = ""
 
     def where(self, position: int) -> str:
         """The place of the byte at this position, for an error."""
-        return f"{self.file}:{self.line}" if self.line else f"{self.file}, byte {self.offset + position}"
+        return self.row or f"{self.file}, byte {self.offset + position}"
 
 
 @dataclass(frozen=True, slots=True)

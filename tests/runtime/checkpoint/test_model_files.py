@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runtime.checkpoint.model_files import files_of_run, keep_files, model_files, told_of, write_files
-from runtime.data.instruction.prepare import Asked, prepare_samples
+from runtime.checkpoint.model_files import FOLDER, files_of_run, model_files, told_of, write_files
+from runtime.data.instruction.options import Instruction
+from runtime.data.instruction.prepare import prepare_samples
 from runtime.next_tokens.texts import tokenizer_in
 from tests.tools.chat_tokenizers import chat_directory, talk
 
@@ -20,7 +21,7 @@ def test_files_of_the_directory_and_of_the_samples_are_copied_by_content(tmp_pat
     (model / "linked.json").symlink_to(outside)
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talk("a", "b")}))
     tokens = tmp_path / "sft.tokens"
-    prepare_samples([tmp_path / "c.jsonl"], tokens, Asked(str(model), "messages"))
+    prepare_samples([tmp_path / "c.jsonl"], tokens, str(model), Instruction("messages"))
     found = model_files(f"hf:{model}", [str(tokens)])
     assert found.keys() == {
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -28,7 +29,7 @@ def test_files_of_the_directory_and_of_the_samples_are_copied_by_content(tmp_pat
     }  # fmt: skip
     assert json.loads(found["preprocessor_config.json"]) == {"size": 3}
     assert len(json.loads(found["generation_config.json"])["eos_token_id"]) == 2  # with the end that is trained
-    keep_files(tmp_path / "run", found)
+    write_files(found, tmp_path / "run" / FOLDER)
     write_files(files_of_run(tmp_path / "run" / "step-00000001"), tmp_path / "out")
     for name, content in found.items():
         assert (tmp_path / "out" / name).read_bytes() == content

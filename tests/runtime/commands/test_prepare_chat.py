@@ -48,7 +48,7 @@ def test_samples_have_a_bit_a_label_and_the_tokenizer_goes_with_them(model: Path
     assert result.exit_code == 0, result.output
     for words in (
         "3 samples",
-        "format openai (detected): 2 rows",
+        "2 rows of the format openai (detected)",
         "the date 2025-01-02",
         "is not in generation_config",
     ):

@@ -15,7 +15,7 @@ import yaml
 from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
 from runtime.data.objectives.next_token import Packed
-from runtime.data.own_rows import OwnRows
+from runtime.data.token_batches import OwnRows
 from runtime.distributed.launch import launch
 from runtime.train import largest_difference
 from runtime.training.job import Job

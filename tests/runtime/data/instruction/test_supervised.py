@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from runtime.data.instruction import supervised
-from runtime.data.instruction.chat_tokenizer import ChatTokenizer, Templating
-from runtime.data.instruction.conversation import Conversation, RowError, conversation_of
-from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, Told, samples_of
+from runtime.data.instruction.chat_tokenizer import ChatTokenizer
+from runtime.data.instruction.conversation import Conversation, conversation_of
+from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, samples_of
+from runtime.data.text.rows import RowError
 from tests.tools.chat_tokenizers import SPLITS, TEMPLATES, chat_directory, talk
 
 pytest.importorskip("transformers")
@@ -49,7 +50,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def chat(template: str, split: str) -> ChatTokenizer:
         ends = ["<|endoftext|>", "<|user|>"] if template == "next_role" else None
         path = chat_directory(tmp_path_factory.mktemp(template) / "model", template, split, ends)
-        return ChatTokenizer(str(path), Templating(date="2025-03-04"))
+        return ChatTokenizer(str(path), date="2025-03-04")
 
     return chat
 
@@ -89,7 +90,7 @@ def run(chats: Any, template: str, split: str) -> int:
     for name in TALKS:
         talk = talk_of(name)
         try:
-            found = samples_of(talk, Rule(chat), Told())
+            found = samples_of(talk, Rule(chat))
         except RowError:
             continue
         check(chat, talk, found, ENDS.get(template, "<|im_end|>"))
@@ -115,9 +116,9 @@ def common_text(self: Any, context: str, whole: str, where: str) -> int:
 
 
 def at_once(self: Any, context: str, answer: str, end: int | None) -> Sample:
-    ids, starts = self.chat.starts(context + answer)
-    border = next((n for n, start in enumerate(starts) if start >= len(context)), len(ids))
-    ids = [*ids, *([] if end is None else [end])]
+    found = self.chat.tokenizer.backend_tokenizer.encode(context + answer, add_special_tokens=False)
+    border = next((n for n, (start, _) in enumerate(found.offsets) if start >= len(context)), len(found.ids))
+    ids = [*found.ids, *([] if end is None else [end])]
     return Sample(ids, [(border, len(ids))])
 
 
@@ -147,12 +148,9 @@ def test_a_wrong_rule_fails(chats: Any, monkeypatch: pytest.MonkeyPatch, place: 
 
 
 def refused(chats: Any, template: str, row: dict[str, Any], **more: Any) -> RowError:
+    rule = Rule(chats(template, "qwen"), **more)
     with pytest.raises(RowError) as error:
-        samples_of(
-            conversation_of({"messages": [], **row}, "messages", None, "all"),
-            Rule(chats(template, "qwen"), **more),
-            Told(),
-        )
+        samples_of(conversation_of({"messages": [], **row}, "messages", None, "all"), rule)
     return error.value
 
 
@@ -164,20 +162,19 @@ def test_a_row_whose_context_generation_does_not_see_shows_both_texts_and_the_fi
 
 
 def test_a_common_border_is_the_common_prefix_in_ids_and_counted(chats: Any) -> None:
-    chat, told = chats("prefills", "qwen"), Told()
-    (sample,) = samples_of(conversation_of({"m": talk("hi", "yes")}, "m", None, "all"), Rule(chat, common=True), told)
+    chat = chats("prefills", "qwen")
+    rule = Rule(chat, common=True)
+    (sample,) = samples_of(conversation_of({"m": talk("hi", "yes")}, "m", None, "all"), rule)
     assert chat.text(sample.ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
     assert [chat.text(sample.ids[a:b]) for a, b in sample.answers] == ["yes<|im_end|>"]
-    assert told.counts[OTHER] == 1
+    assert rule.counts[OTHER] == 1
 
 
 def test_rows_with_a_border_that_would_merge_are_counted(chats: Any) -> None:
-    told = Told()
-    samples_of(talk_of("turns"), Rule(chats("newline_first", "qwen")), told)
-    assert told.counts[MERGED] == 1
-    told = Told()
-    samples_of(talk_of("turns"), Rule(chats("chatml", "qwen")), told)
-    assert told.counts[MERGED] == 0
+    for template, count in (("newline_first", 1), ("chatml", 0)):
+        rule = Rule(chats(template, "qwen"))
+        samples_of(talk_of("turns"), rule)
+        assert rule.counts[MERGED] == count
 
 
 @pytest.mark.parametrize(
@@ -222,13 +219,13 @@ def test_a_row_that_would_lose_something_is_refused(
 
 
 def test_a_field_that_may_be_dropped_is_counted(chats: Any) -> None:
-    told = Told()
-    samples_of(talk_of("reasoning"), Rule(chats("chatml", "qwen"), ignored={"reasoning_content"}), told)
-    assert sum(count for what, count in told.counts.items() if "reasoning_content" in what) == 1
+    rule = Rule(chats("chatml", "qwen"), ignored={"reasoning_content"})
+    samples_of(talk_of("reasoning"), rule)
+    assert sum(count for what, count in rule.counts.items() if "reasoning_content" in what) == 1
 
 
 def test_templates_see_the_given_day(chats: Any) -> None:
-    (sample,) = samples_of(talk_of("short"), Rule(chats("channels", "qwen")), Told())
+    (sample,) = samples_of(talk_of("short"), Rule(chats("channels", "qwen")))
     assert "2025-03-04" in chats("channels", "qwen").text(sample.ids)
     given = chats("{{ date_string }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}", "qwen")
     assert given.render(talk("a"), None) == "04 Mar 2025<|user|>a<|end|>"

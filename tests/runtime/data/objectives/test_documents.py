@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from passes.errors import PlanError, SpecError
 from planner.spec.data import DataSpec
 from planner.spec.spec import Spec
-from runtime.data.objectives.documents import PackedDocuments
-from runtime.data.objectives.fill import BLOCK, fill
+from runtime.data.objectives.documents import BLOCK, PackedDocuments, fill
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokenization, Tokens
 

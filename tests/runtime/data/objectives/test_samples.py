@@ -12,9 +12,9 @@ from passes.errors import PlanError
 from planner.spec.data import DataSpec
 from runtime.data.objectives.overlong import counts_of, pieces_of
 from runtime.data.objectives.protocol import NOTHING
-from runtime.data.objectives.table import make_objective
 from runtime.data.reading import gathered
 from runtime.data.text.pieces import Piece, with_end
+from runtime.data.token_batches import make_objective
 from runtime.data.tokens import LABEL, ROW, Tokenization, Tokens
 from runtime.data.validation_split import split
 from runtime.evaluation.windows import windows_of

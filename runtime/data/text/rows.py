@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, cannot_read, is_directory, is_file, open_regular, shorten
+from runtime.data.text.pieces import Part
 from runtime.data.text.sources import files_of
 
 MOST_LINE_BYTES = 64 * MIB
@@ -21,11 +23,46 @@ _FIX = "write one JSON object a line, or give a parquet file or a directory of t
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``value``: its fields, or why it cannot be read. ``where``: for errors. ``number``: of the file, from 0."""
+    """``value``: its fields, or why it cannot be read. ``path``, ``where``: for errors. ``number``: from 0."""
 
     value: dict[str, Any] | PlanError
+    path: Path
     where: str
     number: int
+
+    @contextmanager
+    def fields(self) -> Iterator[dict[str, Any]]:
+        """Raises PlanError for a row that cannot be read; errors of the block get its place."""
+        try:
+            if isinstance(self.value, PlanError):
+                raise self.value
+            yield self.value
+        except PlanError as error:
+            raise error if error.where else type(error)(error.what, where=self.where, fix=error.fix) from None
+
+
+class RowError(PlanError):
+    """A row that cannot be used without a change."""
+
+
+def text_of(row: dict[str, Any], field: str) -> str:
+    """Raises RowError if the row has no such text."""
+    if not isinstance(text := row.get(field), str):
+        raise RowError(f"the row has no text {field!r} (there is: {names_in(row)})", fix="name a field that holds text")
+    return text
+
+
+def names_in(row: dict[str, Any]) -> str:
+    return shorten(", ".join(map(str, list(row)[:8])), 200)
+
+
+def documents_of(rows: Iterable[Row], field: str) -> Iterator[Part]:
+    """The text ``field`` of each row; white space alone is left out. Raises PlanError for a row without one."""
+    for row in rows:
+        with row.fields() as fields:
+            content = text_of(fields, field).encode()
+        if content.strip():
+            yield Part(content, True, row.path, row=row.where)
 
 
 def sources_of(texts: Iterable[str]) -> list[Path]:
@@ -65,21 +102,20 @@ def _of_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
                     what = f"a line is longer than {MOST_LINE_BYTES // MIB} MiB"
                     raise PlanError(what, where=where, fix="split the row")
                 if line.strip():
-                    yield Row(_parsed(line, where), where, number)
+                    yield Row(_parsed(line), path, where, number)
                     number += 1
     except (OSError, ValueError) as error:
         raise error if isinstance(error, PlanError) else cannot_read(path, error) from None
 
 
-def _parsed(line: bytes, where: str) -> dict[str, Any] | PlanError:
+def _parsed(line: bytes) -> dict[str, Any] | PlanError:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-        json.dumps(value, ensure_ascii=False).encode()
+        if b"\\u" in line:  # half a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        return PlanError(f"a row cannot be read: {shorten(error)}", where=where, fix=_FIX)
-    if not isinstance(value, dict):
-        return PlanError(f"a row is a {type(value).__name__}, not an object", where=where, fix=_FIX)
-    return value
+        return RowError(f"a row cannot be read: {shorten(error)}", fix=_FIX)
+    return value if isinstance(value, dict) else RowError(f"a row is a {type(value).__name__}, not an object", fix=_FIX)
 
 
 def _of_table(tables: Iterator[list[dict[str, Any]]], path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
@@ -95,7 +131,7 @@ def _of_table(tables: Iterator[list[dict[str, Any]]], path: Path, on_bytes: Call
         if rows is None:
             return on_bytes(size)
         for value in rows:
-            yield Row(_without_nulls(value), f"{shorten(path)}, row {number}", number)
+            yield Row(_without_nulls(value), path, f"{shorten(path)}, row {number}", number)
             number += 1
 
 
