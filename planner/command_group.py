@@ -58,6 +58,16 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_take_no_value(super().get_params(ctx))
 
+    def invoke(self, ctx: Any) -> Any:
+        """An error at an argument of a function is one at the option that gave it: ``top_p`` → ``--top-p``."""
+        try:
+            return super().invoke(ctx)
+        except PlanError as error:
+            name = str(error.where).partition("[")[0]
+            options = (p.opts[0] for p in self.params if p.name in (name, name.removesuffix("s")) and p.name)
+            error.where = next((option for option in options if option.startswith("--")), error.where)
+            raise
+
 
 def _flags_take_no_value(params: list[Any]) -> list[Any]:
     """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""

@@ -156,7 +156,8 @@ class Plan(Tables):
             except PlanError as error:
                 raise PlanError(error.what, where=shorten(path), fix=error.fix) from None
             return replace(longest, shorter=tuple(shorter))
-        values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix="use a saved plan", damaged="save the plan again")
+        fix = "save one: meshwright plan MODEL SPEC --format json -o FILE"
+        values = read_json(path, "plan", most_bytes=_MOST_BYTES, fix=fix, damaged="save the plan again")
         try:
             return Plan.from_dict(values)
         except PlanError as error:

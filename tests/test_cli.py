@@ -140,6 +140,12 @@ def test_help_shows_an_example(command):
         (["train", GPT, GPT_SPEC], ["no text to train on", "data: {mixture: {PATH: 1}}"]),
         (["train", GPT, GPT_SPEC, "--data", "no_such_text"], ["no file or directory no_such_text"]),
         (["train", GPT, GPT_SPEC, "--data", "stdlib", "--nproc", 3], ["--nproc 3", "the mesh needs 4 processes"]),
+        (["train", GPT, GPT_SPEC, "--data", "stdlib", "--plan", "no.pt"], ["--format pt -o FILE"]),
+        (
+            ["train", GPT, GPT_SPEC, "--data", "stdlib", "--resume", "docs"],
+            ["the directory has no saves", "train --save"],
+        ),
+        (["generate", GPT, GPT_SPEC, "--load", "docs", "--prompt", "a", "--top-p", 7], ["at:  --top-p"]),
         (["nonsense"], ["No such command"]),
         (["groups", "--world-size", "9" * 30], ["groups of 999999999999999999999999999999 ranks", "131072 or less"]),
         (["groups", "--world-size", "9" * 5000], ["--world-size"]),
@@ -161,6 +167,7 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ("mesh:", "#", ["mesh is missing", "fix: add `mesh: {tp: 2, pp: 2}` or `mesh: auto`"]),
         ("mesh:", "mash:", ["SpecError", "mash", "did you mean 'mesh'", "spec.yaml:2"]),
         ("tp: 2", "tp: two", ["SpecError", "mesh.tp", "spec.yaml:2"]),
         ("global: 16", "global: 15", ["batch.global = 15 is not divisible", "spec.yaml:3"]),

@@ -64,9 +64,9 @@ def optional_by_like(default: Any, description: str) -> Any:
     return key(default, description, json_schema_extra=lambda schema: schema.pop("default", None))
 
 
-def required(description: str, example: Any, **more: Any) -> Any:
-    """A key that has no default; the error for a missing key shows ``example``."""
-    return Field(description=description, examples=[example], **more)
+def required(description: str, *examples: Any, **more: Any) -> Any:
+    """A key that has no default; the error for a missing key shows ``examples``."""
+    return Field(description=description, examples=[*examples], **more)
 
 
 class Section(BaseModel):

@@ -28,7 +28,7 @@ def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
         SpecError: the file is missing, no regular file, too large or unreadable, is not valid YAML, gives a key twice,
             nests too deep or repeats aliases too often.
     """
-    fix = "give the path of a YAML file, or a dict"
+    fix = "give the path of a YAML file"
     text = read_text(path, what, most_bytes=MOST_BYTES, error=SpecError, fix=fix)
     reader = _NodeReader(str(path))
     try:

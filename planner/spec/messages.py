@@ -138,9 +138,9 @@ def _missing_key(at: _Key, name: str) -> SpecError | None:
     unknown = [given for given in at.value if given not in at.properties]
     if any(_nearest(given, at.properties) == name for given in unknown[:_MOST_ERRORS]):
         return None  # it is there, misspelt, and the error of the unknown key says so
-    example = {name: at.properties[name]["examples"][0]}
+    examples = " or ".join(f"`{flow({name: example})}`" for example in at.properties[name]["examples"])
     path = join(at.path, name)
-    return SpecError(f"{path} is missing", where=path, fix=f"add `{flow(example)}`")
+    return SpecError(f"{path} is missing", where=path, fix=f"add {examples}")
 
 
 _UNQUOTED = re.compile(r"true|false|-?[0-9]{1,18}(\.[0-9]+)?")

@@ -102,6 +102,7 @@ class Spec(Section):
     mesh: MeshSpec = required(
         "axis sizes; `auto` leaves one axis to the search, `mesh: auto` all of them",
         {"tp": 2, "pp": 2},
+        AUTO,
         json_schema_extra=_or_auto,
     )
     batch: BatchSpec = required("batch sizes, in sequences", {"global": 16, "micro": 2})
@@ -147,8 +148,8 @@ class Spec(Section):
     _locations: dict[str, Where] = PrivateAttr(default_factory=dict)
 
     @staticmethod
-    def load(source: Spec | Mapping[str, Any] | str | PathLike[str]) -> Spec:
-        """The checked spec of a YAML file, a dict, or a Spec (returned unchanged).
+    def load(source: Spec | Mapping[str, Any] | str | PathLike[str], missing: Mapping[str, Any] | None = None) -> Spec:
+        """The checked spec of a YAML file, a dict, or a Spec (returned unchanged). ``missing``: keys that may be absent.
 
         Raises:
             SpecError: all errors, each with a line number or dotted path, and a fix.
@@ -156,6 +157,8 @@ class Spec(Section):
         if isinstance(source, Spec):
             return source
         value, locations = (source, {}) if isinstance(source, Mapping) else _read_file(source)
+        if missing and isinstance(value, Mapping):
+            value = {**missing, **value}
         try:
             spec = Spec.model_validate(value, context=locations)
         except ValidationError as error:
@@ -208,8 +211,8 @@ class Spec(Section):
     def require_inputs(self) -> dict[str, InputSpec]:
         """``inputs``, for a plan without example inputs. Raises SpecError if there are none."""
         if not self.inputs:
-            fix = f"add `{flow({'inputs': _INPUTS})}`"
-            raise self.error("inputs", "inputs is missing, and plan() got no example_inputs", fix)
+            fix = f"add `{flow({'inputs': _INPUTS})}`; in Python, plan() takes example_inputs instead"
+            raise self.error("inputs", "inputs is missing", fix)
         return self.inputs
 
     @property

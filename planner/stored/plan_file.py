@@ -54,7 +54,7 @@ PARTS: dict[str, Any] = {
 }
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("names", "conversions", "adapted"))
 OVER = ("constant", "selected")  # marks that are read only while a graph is brought into canonical form
-AGAIN = "save the plan again: meshwright plan MODEL SPEC --format pt -o FILE"
+SAVED_BY = "save it by meshwright plan MODEL SPEC --format pt -o FILE"
 
 
 class Stored(NamedTuple):
@@ -148,12 +148,12 @@ def _model_of(decisions: Decisions) -> dict[str, Any]:
 
 def read(path: Path) -> list[Stored]:
     """Raises PlanError for a file that is missing, damaged, or was written by another version."""
-    file = read_bytes(path, "plan", most_bytes=MOST_BYTES, fix="use a saved plan")
+    file = read_bytes(path, "plan", most_bytes=MOST_BYTES, fix=SAVED_BY)
     try:
         content, tensors = unseal(FORM, file)
     except ValueError as error:
         what = f"the plan is damaged, or is no saved plan: {error}"
-        raise PlanError(what, where=shorten(path), fix=AGAIN) from None
+        raise PlanError(what, where=shorten(path), fix=SAVED_BY) from None
     del file
     try:
         _check_writer(content["written by"], path)
@@ -161,14 +161,14 @@ def read(path: Path) -> list[Stored]:
     except PlanError:
         raise
     except Exception as error:  # a damaged file may cause an error of any kind
-        raise PlanError(f"the plan is damaged: {first_line(error)}", where=shorten(path), fix=AGAIN) from None
+        raise PlanError(f"the plan is damaged: {first_line(error)}", where=shorten(path), fix=SAVED_BY) from None
 
 
 def _check_writer(then: Mapping[str, str], path: Path) -> None:
     for what, value in written_by().items():
         if then.get(what) != value:
             what = f"the plan was saved with another {what}: {shorten(then.get(what), 20)}, here {value[:20]}"
-            raise PlanError(what, where=shorten(path), fix=AGAIN)
+            raise PlanError(what, where=shorten(path), fix=SAVED_BY)
 
 
 def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Stored]:

@@ -27,7 +27,9 @@ from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.merged_save import Merge
 from runtime.checkpoint.safetensors_files import listed
 
-FIX = "load the save into an engine of the model: engine.load(DIR), then engine.save_merged or engine.save_adapters"
+FIX = (
+    "resume the run with --save-merged DIR or --save-adapters DIR; in Python: engine.load(DIR), then engine.save_merged"
+)
 
 
 def merge_of(save: Path, manifest: Manifest) -> Merge:

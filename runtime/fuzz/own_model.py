@@ -41,7 +41,7 @@ class OwnModel:
     @classmethod
     def read(cls, reference: str, spec: Path, most_ranks: int) -> OwnModel:
         """Raises PlanError: a spec that is none, that leaves nothing to draw, or a model that cannot be captured."""
-        checked = Spec.load(spec)
+        checked = Spec.load(spec, {"mesh": AUTO})
         checked.require_inputs()
         values, _ = read_yaml(spec)
         base = {name: value for name, value in _without_auto(values).items() if name not in _NO_PART}

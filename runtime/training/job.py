@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from passes.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.checkpoint.saves import check_writable, saves_in
+from runtime.checkpoint.saves import check_writable, resolve, saves_in
 from runtime.report.step_row import StepRow
 
 AUTO = "auto"
@@ -131,8 +130,8 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
     """
     if job.keep is not None and job.save is None:
         raise PlanError("--keep limits the number of saves, but nothing is saved", where="--keep", fix="add --save DIR")
-    if job.resume not in (None, AUTO) and not Path(job.resume).is_dir():
-        raise PlanError(f"no directory {job.resume}", where="--resume", fix="name a save, or write auto")
+    if job.resume not in (None, AUTO):
+        resolve(job.resume)
     if job.save is None:
         return
     check_writable(job.save)

@@ -12,7 +12,7 @@ from planner.capture.model.with_adapters import OPTION as OF_PEFT
 from planner.frozen_plan import Plan
 from planner.named_code import is_named
 from planner.spec.spec import Spec
-from planner.stored.plan_file import SUFFIX
+from planner.stored.plan_file import SAVED_BY, SUFFIX
 from runtime.shared_plan import Planned, planned
 from runtime.training.job import Job
 
@@ -40,15 +40,16 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
     """The saved plan of a job. Raises PlanError if it is of another spec, or an option needs the model itself."""
     assert job.plan is not None
     if not job.plan.endswith(SUFFIX):
-        fix = f"save it by meshwright plan MODEL SPEC --format pt -o plan{SUFFIX}"
-        raise PlanError(f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}", where=OPTION, fix=fix)
+        what = f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}"
+        raise PlanError(what, where=OPTION, fix=SAVED_BY)
     if OF_PEFT in job.model:
         what, fix = (
             "a saved plan does not hold the modules of peft",
             f"leave out {OPTION}: ranks then plan by themselves",
         )
         raise PlanError(what, where=OPTION, fix=fix)
-    for option, is_set in (("--compare", job.compare), ("--audit", spec.audit.every is not None)):
+    audit = "--audit" if job.audit is not None else "audit of the spec"
+    for option, is_set in (("--compare", job.compare), (audit, spec.audit.every is not None)):
         if is_set:
             raise PlanError(
                 f"{option} runs the model itself, and a saved plan does not hold its code",

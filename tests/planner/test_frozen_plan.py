@@ -142,7 +142,7 @@ def test_a_missing_file_is_one_plan_error(tmp_path: Path, monkeypatch: pytest.Mo
         """\
 there is no plan file plan.json
   at:  plan.json
-  fix: use a saved plan""",
+  fix: save one: meshwright plan MODEL SPEC --format json -o FILE""",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import floor, log, log10
 
 import numpy as np
 
@@ -14,8 +15,12 @@ from runtime.report.runs.reading import Run
 Format = Callable[[float], str]
 
 
+_SMALL, _LARGE = 1e-3, 1e7  # beyond them with an exponent
+
+
 def plain(value: float) -> str:
-    return f"{value:.4g}"
+    """Four digits: 12,350 for 12345.6."""
+    return f"{float(f'{value:.4g}'):,.7g}"
 
 
 def share(value: float) -> str:
@@ -28,10 +33,7 @@ def size(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin.
-
-    ``is_bytes``: its ticks are round in KiB, MiB and so on.
-    """
+    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin."""
 
     field: str
     title: str
@@ -39,7 +41,15 @@ class Figure:
     format: Format = plain
     beside: str = ""
     beside_title: str = ""
-    is_bytes: bool = False
+
+    def unit_of(self, high: float) -> tuple[float, str]:
+        """In which ticks up to ``high`` are round numbers, and its name: KiB, MiB and so on, or a hundredth."""
+        if self.format is share:
+            return 0.01, "%"
+        if self.format is not size:
+            return 1.0, ""
+        power = min(floor(log(max(high, 1.0), 1024)), 4)
+        return 1024.0**power, f" {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 FIGURES = (
@@ -51,7 +61,7 @@ FIGURES = (
     Figure("step_seconds", "Seconds per step"),
     Figure("data_share", "Time waiting for data", "share of a step", share),
     Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
-    Figure("memory_bytes", "Memory", "peak of the fullest rank", size, is_bytes=True),
+    Figure("memory_bytes", "Memory", "peak of the fullest rank", size),
     Figure("peak_share", "FLOP/s per device", "share of its peak", share),
     Figure("loss_scale", "Loss scale"),
     Figure("imbalance", "Imbalance of experts", "tokens of the busiest expert over the mean"),
@@ -78,6 +88,17 @@ def lines_of(figure: Figure, runs: Sequence[Run]) -> list[Line]:
                 name = f"{run.name}, {more}" if more else run.name
                 found.append(Line(index, name, run.history.series[field].points, bool(more)))
     return found
+
+
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Round numbers in equal distances, each with all of its digits: 2.3000 beside 2.3005."""
+    distance = ticks[1] - ticks[0] if len(ticks) > 1 and ticks[1] > ticks[0] else 1.0
+    last = floor(log10(distance) + 1e-9)  # the place of the last digit
+    most = max(map(abs, ticks))
+    if most and not _SMALL <= most < _LARGE:
+        digits = max(1, floor(log10(most)) - last + 1)
+        return [f"{0.0 if abs(tick) < distance / 2 else tick:.{digits}g}" for tick in ticks]
+    return [f"{tick:,.{max(0, -last)}f}" for tick in ticks]
 
 
 # ---- one line a run

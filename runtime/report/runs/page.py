@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import floor, isfinite, log
+from math import isfinite
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -16,7 +16,7 @@ from planner.report.page.engine import render
 from planner.report.page.palette import LINES
 from planner.report.page.tables import tables_of
 from planner.report.shapes import Scale, round_ticks
-from runtime.report.runs.figures import FIGURES, Figure, Line, lines_of
+from runtime.report.runs.figures import FIGURES, Figure, Line, lines_of, tick_texts
 from runtime.report.runs.memory import category_bars
 from runtime.report.runs.reading import Run
 from runtime.report.runs.table import sections_of
@@ -54,54 +54,61 @@ def _chart(figure: Figure, lines: Sequence[Line]) -> dict[str, Any]:
 # ---- lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf
 
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, _TOP, _BOTTOM = 74, 26, 10, 24  # right: half of the last number
+WIDTH, HEIGHT = 360, 200  # as wide as a telephone: a page makes it larger, never smaller
+_TOP, _BOTTOM = 10, 24
+LETTER = 7.0  # of a digit, at most, in the font of 12 pixels that the page has
 NUM_COLOURS = len(LINES)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
 
 class Axes(NamedTuple):
-    """The part of steps and values that is shown, and its place on the picture."""
+    """The part of steps and values that is shown, its place on the picture, and both scales' ticks with their texts."""
 
     x: Scale
     y: Scale
+    steps: list[tuple[float, str]]
+    values: list[tuple[float, str]]
 
     @classmethod
-    def around(cls, lines: Sequence[Line]) -> Axes:
+    def around(cls, figure: Figure, lines: Sequence[Line]) -> Axes:
         steps = [float(step) for line in lines for step, _ in line.points]
         values = [value for line in lines for _, value in line.points if isfinite(value)] or [0.0]
         low, high = min(values), max(values)
         room = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
         floor_ = 0.0 if low >= 0 and low - room < 0 else low - room
-        x = Scale(min(steps), max(*steps, min(steps) + 1), LEFT, WIDTH - RIGHT)
-        return cls(x, Scale(floor_, high + room, HEIGHT - _BOTTOM, _TOP))
+        y = Scale(floor_, high + room, HEIGHT - _BOTTOM, _TOP)
+        unit, name = figure.unit_of(y.high)
+        ticks = round_ticks(y.low / unit, y.high / unit)
+        texts = [f"{text}{name}" for text in tick_texts(ticks)]
+        widest = LETTER * len(f"{max(steps):,.0f}")  # half of it stands beyond the end
+        x = Scale(min(steps), max(*steps, min(steps) + 1), 8 + LETTER * max(map(len, texts)), WIDTH - widest / 2 - 2)
+        seen = x.ticks(min(5, max(2, int((x.end - x.start) / (widest + LETTER)))), whole=True)
+        return cls(x, y, [(s, f"{s:,.0f}") for s in seen], [(t * unit, s) for t, s in zip(ticks, texts, strict=True)])
 
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
     """One SVG element; its colours come from the page (``planner.report.page.palette``)."""
-    axes = Axes.around(lines)
+    axes = Axes.around(figure, lines)
     words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">',
-        *_grid(figure, axes),
+        *_grid(axes),
         *(_path(line, axes) for line in lines),
         "</svg>",
     ]
     return "".join(parts)
 
 
-def _grid(figure: Figure, axes: Axes) -> Iterator[str]:
-    right, foot = WIDTH - RIGHT, HEIGHT - _BOTTOM
-    unit = 1024.0 ** floor(log(max(axes.y.high, 1.0), 1024)) if figure.is_bytes else 1.0
-    for value in (unit * tick for tick in round_ticks(axes.y.low / unit, axes.y.high / unit)):
+def _grid(axes: Axes) -> Iterator[str]:
+    left, right, foot = axes.x.start, axes.x.end, HEIGHT - _BOTTOM
+    for value, text in axes.values:
         y = axes.y(value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="quiet end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(figure.format(value))}</text>'
-    for step in axes.x.ticks(whole=True):
+        yield f'<line class="grid" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="quiet end" x="{left - 6:g}" y="{y + 4:.1f}">{escape(text)}</text>'
+    for step, text in axes.steps:
         x = axes.x(step)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{foot}" y2="{foot + 4}"/>'
-        yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{step:,.0f}</text>'
-    yield f'<text class="quiet" x="0" y="{foot + 17}">step</text>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{foot + 17}">{text}</text>'
 
 
 def _path(line: Line, axes: Axes) -> str:

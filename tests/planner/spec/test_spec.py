@@ -221,9 +221,10 @@ def test_inputs_may_be_missing_until_they_are_needed(tmp_path):
     assert_expected_inline(
         str(caught.value),
         """\
-inputs is missing, and plan() got no example_inputs
+inputs is missing
   at:  spec.yaml:1
-  fix: add `inputs: {input_ids: {shape: [1024], dtype: int64, high: 50257}, labels: {like: input_ids}}`""",
+  fix: add `inputs: {input_ids: {shape: [1024], dtype: int64, high: 50257}, labels: {like: input_ids}}`; \
+in Python, plan() takes example_inputs instead""",
     )
 
 

@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read_are_one_error(tmp_path, monkeypatch):
         """\
 there is no spec file none.yaml
   at:  none.yaml
-  fix: give the path of a YAML file, or a dict""",
+  fix: give the path of a YAML file""",
     )
     with pytest.raises(SpecError, match="a spec cannot be of type int"):
         Spec.load(5)  # pyright: ignore[reportArgumentType]

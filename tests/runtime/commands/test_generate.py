@@ -58,6 +58,7 @@ def test_prompts_are_continued_as_the_model_does(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[str, ...]] = {
     "prompt 0 has 17 tokens": ("--prompt", "a" * 17, "--max-new-tokens", "1"),
+    "at:  --prompt\n": ("--prompt", "a", "--prompt", ""),
     "prompt 1 is empty": ("--prompt", "a", "--prompt", ""),
     "the temperature is -1.0": ("--prompt", "a", "--temperature", "-1"),
     "top_p is 2.0": ("--prompt", "a", "--temperature", "1", "--top-p", "2"),

@@ -44,6 +44,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "owned.py").write_text(MODEL)
     for name, text in {
         "free": "mesh: {tp: 2, dp: auto}\noptimizer: {lr: 0.5}\n",
+        "without": "",
         "pinned": "mesh: {tp: 2, pp: 1, dp: 1, cp: 1}\n",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text + REST)
@@ -61,6 +62,12 @@ def test_keys_of_the_spec_stay_and_others_are_drawn(written: Path):
     assert len({s.precision.parameters for s in specs}) > 1
     found[3].save(Path("case.json"))
     assert Case.load(Path("case.json"), lambda values: OwnModel(**values)) == found[3]
+
+
+def test_a_spec_without_a_mesh_leaves_every_axis_to_the_draw(written: Path):
+    own = OwnModel.read("owned.py:Model", Path("without.yaml"), 4)
+    meshes = [Spec.load(Case.drawn(seed, 4, own).to_spec()).mesh for seed in range(40)]
+    assert all({getattr(mesh, axis) for mesh in meshes} > {1} for axis in ("tp", "dp", "cp"))
 
 
 @pytest.mark.thorough

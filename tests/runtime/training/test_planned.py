@@ -54,8 +54,8 @@ def refused(asked: Job) -> PlanError:
 def test_a_run_of_a_saved_plan_never_loads_the_model(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("planner.capture.model.reference", "runtime.training.loop"):
-        monkeypatch.setattr(f"{module}.load_model", None)
+    for loader in ("load_model", "load_to_plan"):
+        monkeypatch.setattr(f"planner.capture.model.reference.{loader}", None)
     train(job(saved, log=str(tmp_path / "log.jsonl")))
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

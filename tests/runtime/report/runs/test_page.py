@@ -20,10 +20,10 @@ from planner.report.shapes import round_ticks
 from runtime.cli import app
 from runtime.profiling.trace import MEASURED, PLANNED
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
-from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary
+from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary, tick_texts
 from runtime.report.runs.history import Series
 from runtime.report.runs.memory import PARTS, category_bars, fullest
-from runtime.report.runs.page import Axes, chart, page
+from runtime.report.runs.page import LETTER, WIDTH, Axes, chart, page
 from runtime.report.runs.reading import Run
 from runtime.report.runs.table import action_times, sections_of
 from runtime.report.step_row import StepRow
@@ -121,8 +121,41 @@ def test_ticks_are_round_few_and_inside(low, length):
     assert all(low - room <= tick <= high + room for tick in ticks)
 
 
+@given(st.floats(-1e9, 1e9), st.floats(1e-5, 1e9))
+def test_the_text_of_a_tick_is_its_value_and_no_other_ticks(low, length):
+    length = max(length, abs(low) * 1e-9)
+    ticks = round_ticks(low, low + length)
+    texts = tick_texts(ticks)
+    assert len(set(texts)) == len(ticks)
+    assert [float(text.replace(",", "")) for text in texts] == pytest.approx(ticks, rel=0, abs=length * 1e-3)
+
+
+SIGNS = {"loss": (2.3, 1e-9), "lr": (1e-5, 1e-8), "tokens_per_s": (1234567.0, 3.0), "memory_bytes": (1 << 36, 1 << 20)}
+
+
+@pytest.mark.parametrize(("field", "values"), SIGNS.items())
+@pytest.mark.parametrize("step", [1, 7, 5000])
+def test_texts_of_a_chart_can_be_read_on_a_telephone(field, values, step):
+    """A picture no wider than the page of 390 pixels less its borders: its font of 12 pixels is not made smaller."""
+    figure = next(figure for figure in FIGURES if figure.field == field)
+    first, change = values
+    rows = tuple(replace(ROWS[0], step=i * step, **{field: first + change * i}) for i in range(1, 201))
+    picture = ElementTree.fromstring(chart(figure, lines_of(figure, [Run("one", rows)])))
+    assert picture.get("viewBox", "").split()[2] == str(WIDTH)
+    assert 390 - 2 * 20 >= WIDTH * 0.95
+    drawn = [(text.get("class", ""), float(text.get("x", 0)), text.text or "") for text in picture.iter("text")]
+    for kind, widths in (("end", (1.0, 0.0)), ("middle", (0.5, 0.5))):
+        texts = [(x - widths[0] * LETTER * len(text), x + widths[1] * LETTER * len(text), text)
+                 for classes, x, text in drawn if kind in classes]  # fmt: skip
+        assert 2 <= len(texts) <= 7
+        assert len({text for *_, text in texts}) == len(texts)
+        assert all(left >= 0 and right <= WIDTH for left, right, _ in texts)
+        if kind == "middle":
+            assert all(a[1] < b[0] for a, b in zip(texts, texts[1:], strict=False))
+
+
 def test_points_lie_where_their_values_are():
-    axes = Axes.around([Line(0, "one", ((1, 0.0), (11, 4.0)))])
+    axes = Axes.around(FIGURES[0], [Line(0, "one", ((1, 0.0), (11, 4.0)))])
     assert axes.x(1) < axes.x(6) == (axes.x(1) + axes.x(11)) / 2
     assert axes.y(4.0) < axes.y(2.0) == pytest.approx((axes.y(0.0) + axes.y(4.0)) / 2)
 
