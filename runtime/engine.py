@@ -153,6 +153,13 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         self._gradients_ready = True
         return self._over_world(self._loss)
 
+    def set_learning_rate(self, lr: float | None) -> None:
+        """From the next update on, ``lr`` in place of the schedule's rate; None: the schedule again. The same call on
+        every rank. Saves do not hold it: pass it again after ``load``.
+        """
+        need_training(self.mode, "set_learning_rate")
+        self._updates.rate.fixed = lr
+
     @shared_call(UPDATE)
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""

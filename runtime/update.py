@@ -18,7 +18,7 @@ from planner.spec.spec import Spec
 from runtime.distributed.groups import Groups
 from runtime.distributed.memory import peak_bytes
 from runtime.distributed.notes import Notes, Own
-from runtime.distributed.stopping import stop_requested
+from runtime.distributed.stopping import asks
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.lr import LearningRate
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -40,7 +40,7 @@ class Update:
         waits: Waits,
     ) -> None:
         self._waits = waits
-        self._rate, self._groups, self._optimizer = LearningRate(spec.optimizer), groups, optimizer
+        self.rate, self._groups, self._optimizer = LearningRate(spec.optimizer), groups, optimizer
         self._experts = plan.experts
         self.turn_to(program, decisions)
         self.loss_scale = LossScale(spec.precision, groups.device)
@@ -57,9 +57,9 @@ class Update:
     def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
         """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
         not waited for, reading the report raises it. Nothing is updated then."""
-        rate, scale = self._rate.at(step), self.loss_scale.tensor
+        rate, scale = self.rate.at(step), self.loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
-        notes = self._notes.here(stop_requested() is not None, self._own())
+        notes = self._notes.here(asks(), self._own())
         kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
         result = self._optimizer.step(
             rate,

@@ -104,7 +104,12 @@ class Showing:
         Text, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project (pip install wandb).")
     ] = None
     callback: Annotated[
-        Text, typer.Option(metavar="FILE.py:FUNCTION", help="Call this function on rank 0 with the row of each step.")
+        Text,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Call this function on rank 0 with the row of each step, and the run: run.stop(), set_lr(x), save(), "
+            "log(name, value).",
+        ),
     ] = None
     plot: Annotated[
         File, typer.Option(metavar="FILE.png|svg", help="At the end, plot the loss to this file (extra plot).")

@@ -1,6 +1,6 @@
 """Values that ranks share at each update, inside the collective that sums the norm: no additional collective.
 
-    [asked to stop,  digest of the batch of rank 0, 1, …,  usual seconds at work of rank 0, 1, …,
+    [asked to stop or to take orders,  digest of the batch of rank 0, 1, …,  usual seconds at work of rank 0, 1, …,
      seconds at work in the newest run of rank 0, 1, …,  seconds of that run …,  bytes of memory …]
 
     All are zeros except for this rank's.
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from passes.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.collectives import NOTES_OF_A_RANK
+from runtime.distributed.stopping import ORDERS
 
 _DIGEST_BYTES = 6  # an integer in float64
 _MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
@@ -46,9 +47,10 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Values from all ranks; lists have one figure per rank, 0 if it is unknown."""
+    """Values from all ranks; lists have one figure per rank, 0 if it is unknown. ``has_orders``: rank 0 has some."""
 
     stop_requested: bool = False
+    has_orders: bool = False
     usual_seconds: tuple[float, ...] = ()
     working_seconds: tuple[float, ...] = ()
     pipeline_seconds: tuple[float, ...] = ()
@@ -61,7 +63,7 @@ class Told:
         if not size:
             return cls()
         _, *lists = [tuple(notes[1 + i * size : 1 + (i + 1) * size]) for i in range(NOTES_OF_A_RANK)]
-        return cls(bool(notes[0]), *lists)
+        return cls(int(notes[0]) % ORDERS > 0, int(notes[0]) >= ORDERS, *lists)
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> int:
@@ -110,11 +112,11 @@ class Notes:
         if self.size > 1:
             self.digest = digest_of(batch)
 
-    def here(self, is_to_stop: bool, own: Own) -> Tensor:
-        """This rank's addend; filled on the device, for which the host does not wait."""
+    def here(self, asks: int, own: Own) -> Tensor:
+        """This rank's addend; filled on the device, for which the host does not wait. ``asks``: of this process."""
         notes = torch.zeros(1 + NOTES_OF_A_RANK * self.size, dtype=torch.float64, device=self.device)
-        if is_to_stop:
-            notes[0].fill_(1.0)
+        if asks:
+            notes[0].fill_(float(asks))
         digest = float(-self.digest if self.is_local else self.digest)
         figures = (digest, own.usual_seconds, own.working_seconds, own.pipeline_seconds, own.memory_bytes)
         for place, figure in enumerate(figures):

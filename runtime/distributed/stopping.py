@@ -3,6 +3,7 @@
     a signal                     a flag of this process; nothing is interrupted
     each update of an engine     sums the flags of all ranks, in the exchange that sums the norm
     ``agreed(report)``           so every rank learns at the same step that some rank is to stop
+    orders                       of rank 0 (a user's callback): a larger addend to the same sum; then it broadcasts them
 
 Signals reach the ranks of one job at different moments, some before and some after a step; the sum does not.
 """
@@ -17,13 +18,26 @@ from typing import Any, Protocol, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SECONDS = 2.0  # one Ctrl-C comes twice if a launcher forwards it and the terminal sends it to all
+ORDERS = 1 << 21  # above any sum of flags: more than there are ranks
 _received: int | None = None
 _received_at = 0.0
+_has_orders = False
 
 
 def stop_requested() -> int | None:
     """The signal that asks this process to stop, inside of ``with Stopping()``; None if none came."""
     return _received
+
+
+def asks() -> int:
+    """This process' addend to the sum of an update: 1 to stop, ``ORDERS`` if it has orders for all ranks."""
+    return int(_received is not None) + ORDERS * _has_orders
+
+
+def announce_orders(has_orders: bool) -> None:
+    """Rank 0: from the next update on, every rank learns that it has orders, until it has none."""
+    global _has_orders
+    _has_orders = has_orders
 
 
 class Told(Protocol):
@@ -59,6 +73,7 @@ class Stopping:
     def __exit__(self, *exception: object) -> None:
         global _received
         _received = None
+        announce_orders(False)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -22,14 +22,20 @@ from planner.spec.optimizer import OptimizerSpec
 
 
 class LearningRate:
-    """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad."""
+    """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad.
+
+    ``fixed``: a rate in place of the schedule's, None for none.
+    """
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self._lr, self._spec = spec.lr, spec.schedule
+        self.fixed: float | None = None
         self._own = RateFunction(spec.schedule.kind) if is_named(spec.schedule.kind) else None
 
     def at(self, step: int) -> float:
         """The rate of update number ``step``, from 0."""
+        if self.fixed is not None:
+            return self.fixed
         if self._own is not None:
             return self._lr * self._own(step)
         if self._spec.steps == "auto":

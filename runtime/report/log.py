@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -32,8 +32,8 @@ class Log:
         except OSError as error:
             raise self._cannot_write(error) from error
 
-    def write(self, row: StepRow) -> None:
-        line = json.dumps({name: getattr(row, name) for name in _KEYS}) + "\n"
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None:
+        line = json.dumps({name: getattr(row, name) for name in _KEYS} | dict(own)) + "\n"
         try:
             if not self._has_begun:
                 self._begin()

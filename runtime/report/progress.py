@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -19,9 +20,9 @@ _REFRESHES = 4  # a second
 
 
 class Sink(Protocol):
-    """A destination of each step's figures beside the screen."""
+    """A destination of each step's figures beside the screen. ``own``: further ones, by the user's names."""
 
-    def write(self, row: StepRow) -> None: ...
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -83,12 +84,12 @@ class Progress:
         for sink in self.sinks:
             sink.close()
 
-    def show(self, row: StepRow) -> None:
+    def show(self, row: StepRow, own: Mapping[str, float] = MappingProxyType({})) -> None:
         """Raises PlanError if a sink cannot be written."""
         if not self.enabled:
             return
         for sink in self.sinks:
-            sink.write(row)
+            sink.write(row, own)
         if self.quiet:
             return
         self._line.step, self._line.row = row.step, row

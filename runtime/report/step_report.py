@@ -138,6 +138,11 @@ class StepReport:
         return self.told.stop_requested
 
     @property
+    def has_orders(self) -> bool:
+        """Whether rank 0 has orders for all ranks (``runtime.training.callback``)."""
+        return self.told.has_orders
+
+    @property
     def usual_seconds(self) -> list[float]:
         return [*self.told.usual_seconds]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from importlib import import_module
 
 from runtime.report.step_row import StepRow
@@ -16,10 +17,9 @@ class TensorBoard:
 
         self._writer = SummaryWriter(directory, purge_step=first + 1 if first else None)
 
-    def write(self, row: StepRow) -> None:
-        for name, value in dataclasses.asdict(row).items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, row.step)
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None:
+        for name, value in _figures(row, own).items():
+            self._writer.add_scalar(name, value, row.step)
 
     def close(self) -> None:
         self._writer.close()
@@ -31,9 +31,13 @@ class WandB:
     def __init__(self, project: str) -> None:
         self._run = import_module("wandb").init(project=project)
 
-    def write(self, row: StepRow) -> None:
-        figures = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
-        self._run.log({name: value for name, value in figures.items() if name != "step"}, step=row.step)
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None:
+        self._run.log(_figures(row, own), step=row.step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _figures(row: StepRow, own: Mapping[str, float]) -> dict[str, float]:
+    found = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in found.items() if name != "step"} | dict(own)

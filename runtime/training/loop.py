@@ -19,6 +19,7 @@ from runtime.checkpoint.model_files import FOLDER, model_files, told_of, write_f
 from runtime.data.prefetch import Prefetched
 from runtime.data.token_batches import Batches, OwnRows
 from runtime.distributed.devices import launched
+from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.same_options import require_same_data
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
@@ -27,6 +28,7 @@ from runtime.profiling.window import Window
 from runtime.report.step_report import StepReport
 from runtime.shared_plan import Planned
 from runtime.training.best import Best
+from runtime.training.callback import Orders
 from runtime.training.data import RunData, run_data
 from runtime.training.job import Job, Trained, spec_of
 from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
@@ -35,6 +37,8 @@ from runtime.training.samples import Samples
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess, with_values
+
+LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
 
 
 class _Run:
@@ -49,12 +53,13 @@ class _Run:
         data: RunData,
         showing: Showing,
         stopping: Stopping,
+        saves: RunSaves,
         beside: OneProcess | None,
         profile: Profile | None,
     ) -> None:
         self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
-        self.profile, self.rows = profile, OwnRows(data.training, engine.layout)
-        self.is_stopped = False
+        self.saves, self.profile, self.rows = saves, profile, OwnRows(data.training, engine.layout)
+        self.is_stopped = self.is_over = False
         self.validation_loss: float | None = None
         self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
         self._guard = NonFiniteGuard(engine)
@@ -91,10 +96,22 @@ class _Run:
         while len(self._waiting) > lag:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
+            if report.has_orders:  # first: what the callback asks for at this step is for the next one
+                self._obey()
             self.showing.step(report, seen)
             if self.showing.failure is not None:
                 self.stopping.request()
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
+
+    def _obey(self) -> None:
+        """The orders of rank 0, at the same step on every rank."""
+        leads = self.engine.groups.rank == 0
+        orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, Orders.of_json)
+        self.is_over |= orders.stop
+        self.saves.is_asked |= orders.save
+        if orders.changes_lr:
+            self.saves.extra[LR] = orders.lr
+            self.engine.set_learning_rate(orders.lr)
 
 
 def run_rank(job: Job, made: Planned | None = None) -> Trained:
@@ -123,6 +140,9 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
             write_files(model_files(job.model.partition(OPTION)[0], job.sources), Path(job.save, FOLDER))
         save, best = saves.resumed(), Best(engine, job, data.identity)
         best.go_on(saves.taken)
+        if isinstance(rate := saves.taken.get(LR), float):
+            saves.extra[LR] = rate
+            engine.set_learning_rate(rate)
         if save is None and weights is not None:
             engine.load_pretrained(weights)
         if save is None and (trained := adapter_directory(job.model)) is not None:
@@ -135,11 +155,11 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
         if profile is not None:
             profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:
-            run = _Run(engine, data, showing, stopping, beside, profile)
+            run = _Run(engine, data, showing, stopping, saves, beside, profile)
             ahead = Prefetched(run.rows, engine.step_index, job.num_steps)
             try:
                 with ahead as batches:
-                    while engine.step_index < job.num_steps and not run.is_stopped and not best.is_over:
+                    while engine.step_index < job.num_steps and not (run.is_stopped or run.is_over or best.is_over):
                         with showing.pace.making_batch():
                             batch = batches.batch(engine.step_index)
                         run.step(batch)

@@ -48,6 +48,7 @@ class RunSaves:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
         self.taken: dict[str, Any] = {}  # the extra data of the save from which the run resumes
+        self.is_asked = False  # for a save after this step
         self._saved: int | None = None
         self._line = line_of_run(os.environ)
 
@@ -65,7 +66,9 @@ class RunSaves:
     def after_step(self) -> bool:
         """Save if this step is one to be saved, without a wait for the disk; whether it was."""
         every = self.job.save_every
-        is_due = self.job.save is not None and every is not None and self.engine.step_index % every == 0
+        is_due = every is not None and self.engine.step_index % every == 0
+        is_due = self.job.save is not None and (is_due or self.is_asked)
+        self.is_asked = False
         if is_due:
             self._begin()
         return is_due

@@ -18,7 +18,7 @@ from runtime.report.progress import Progress, Sink
 from runtime.report.step_report import StepReport
 from runtime.report.step_row import StepRow, make_row
 from runtime.report.trackers import TensorBoard, WandB
-from runtime.training.callback import Callback
+from runtime.training.callback import Callback, Run
 from runtime.training.job import Job
 
 
@@ -56,6 +56,8 @@ class Showing:
         self._imbalance: float | None = plan.spec.get("experts", {}).get("imbalance")
         self._ep = plan.mesh.ep
         self._stack = ExitStack()
+        self._callback = Callback(job.callback) if leads and job.callback is not None else None
+        self.run = Run(job.num_steps, has_saves=job.save is not None, is_compared=job.compare)
 
     def from_step(self, step: int) -> Self:
         """An earlier run made ``step`` steps: the display begins there, and the log keeps their rows."""
@@ -99,7 +101,9 @@ class Showing:
         self.rows.append(row)
         if self.failure is None:
             try:
-                self._progress.show(row)
+                if self._callback is not None:
+                    self._callback(row, self.run)
+                self._progress.show(row, self.run.figures())
             except PlanError as error:
                 self.failure = error
 
@@ -124,6 +128,4 @@ class Showing:
             found.append(TensorBoard(self.job.tensorboard, self._first))
         if self.job.wandb is not None:
             found.append(WandB(self.job.wandb))
-        if self.job.callback is not None:
-            found.append(Callback(self.job.callback))
         return found

@@ -18,6 +18,7 @@ from planner.mesh import Mesh
 from planner.sharding.collectives import NOTES_OF_A_RANK
 from runtime.distributed.launch import launch
 from runtime.distributed.notes import Notes, Own, Told, digest_of
+from runtime.distributed.stopping import ORDERS
 from runtime.report.slow_rank import SlowRank, slowest
 from tests.tools.faulty_ranks import train_with_a_slow_rank, train_with_another_batch
 from tests.tools.limits import HANG_SECONDS
@@ -35,7 +36,7 @@ def told(batches: list[dict[str, torch.Tensor]], are_local: list[bool]) -> tuple
     ranks = [Notes(mesh, rank, CPU) for rank in range(4)]
     for rank, given, is_local in zip(ranks, batches, are_local, strict=True):
         rank.take(given, is_local=is_local)
-    sums = torch.stack([rank.here(False, Own()) for rank in ranks]).sum(0)
+    sums = torch.stack([rank.here(0, Own()) for rank in ranks]).sum(0)
     differ = {bool(rank.differ(sums)) for rank in ranks}
     try:
         ranks[0].check(sums.tolist(), step=5)
@@ -176,3 +177,12 @@ def test_each_rank_reads_what_the_others_have_told():
     assert [Own(*row) for row in rows] == given
     assert (ranks[0].places, ranks[0].pipelines) == ([(0, 0), (0, 1), (1, 0), (1, 1)], [0, 1, 0, 1])
     assert Told.of([]) == Told()
+
+
+@pytest.mark.parametrize(("stops", "orders"), [(0, False), (3, False), (0, True), (4, True)])
+def test_orders_of_rank_0_and_stops_of_any_rank_are_told_apart(stops: int, orders: bool) -> None:
+    mesh = Mesh(dp=4)
+    asks = [int(rank < stops) + (ORDERS if orders and rank == 0 else 0) for rank in range(4)]
+    sums = torch.stack([Notes(mesh, rank, CPU).here(asks[rank], Own()) for rank in range(4)]).sum(0)
+    told = Told.of(sums.tolist())
+    assert (told.stop_requested, told.has_orders) == (stops > 0, orders)

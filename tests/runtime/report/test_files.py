@@ -19,7 +19,7 @@ ROWS = [StepRow(step, 6.0 - 0.1 * step, 1.0, 1e-3, 100.0, one_process_loss=6.0 -
 def log_of(path: Path, rows: list[StepRow], first: int = 0) -> list[StepRow]:
     log = Log(str(path), first)
     for row in rows:
-        log.write(row)
+        log.write(row, {})
     log.close()
     return rows_until(str(path), 100)
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_before_its_first_step_leaves_the_log_as_it_was(tmp_path
     assert path.read_bytes() == before
     killed = Log(str(path), 5)  # never closed
     assert rows_until(str(path), 100) == ROWS
-    killed.write(ROWS[5])
+    killed.write(ROWS[5], {})
     assert rows_until(str(path), 100) == ROWS[:6]
     assert [entry.name for entry in tmp_path.iterdir()] == ["log.jsonl"]
 
@@ -72,7 +72,7 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path):
 
     writer = TensorBoard(str(tmp_path))
     for row in ROWS:
-        writer.write(row)
+        writer.write(row, {})
     writer.close()
     found = EventAccumulator(str(tmp_path)).Reload()
     assert set(found.Tags()["scalars"]) == {"loss", "grad_norm", "lr", "tokens_per_s", "skipped", "one_process_loss"}
