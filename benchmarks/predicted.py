@@ -100,7 +100,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _run(*, name: str, model: Any, cluster: Any, spec: Any, measured: Mapping[str, Any], sweep: str = "all") -> Run:
-    return Run(name, sweep, model, cluster_of(cluster), Spec.load(spec), **measured)
+    return Run(name, sweep, model, cluster_of(cluster), Spec.load({"compile": False, **spec}), **measured)
 
 
 def cluster_of(given: str | Mapping[str, Any]) -> Cluster:

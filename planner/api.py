@@ -206,7 +206,7 @@ def _search(
         example_inputs = model.example_for(spec)
     seen = spec_to_capture(spec, example_inputs)
     captured = _captured(model, seen, example_inputs, earlier)
-    prepared = prepare(captured, seen)
+    prepared = prepare(captured, seen, on_gpu=cluster.device.is_gpu)
     asked = spec if example_inputs is None else seen.model_copy(update={"mesh": spec.mesh})
     spent = time.perf_counter() - start
     result = search(prepared, asked, cluster, top, progress)
@@ -247,9 +247,9 @@ def _decide(
     ``earlier``: captures of the model at other lengths.
     """
     cluster = None if spec.cluster is None else read_cluster(spec.cluster)
-    mesh = _mesh(spec)
+    mesh, on_gpu = _mesh(spec), cluster is not None and cluster.device.is_gpu
     captured = _captured(model, spec, example_inputs, earlier)
-    prepared = prepare(captured, spec)
+    prepared = prepare(captured, spec, on_gpu=on_gpu)
     program, terms = prepared.program, prepared.terms
     rules = decide_rules(spec.optimizer, program)
     found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
@@ -265,8 +265,7 @@ def _decide(
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.given, experts=experts, context=context,
-        on_gpu=cluster is not None and cluster.device.is_gpu,
-        cudnn=cluster is not None and cluster.device.cudnn_attention, regather=spec.tensor_parallel.gathers_again,
+        on_gpu=on_gpu, cudnn=cluster is not None and cluster.device.cudnn_attention, regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents, attention=spec.attention_kernel,
         rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",
     )  # fmt: skip
@@ -275,7 +274,7 @@ def _decide(
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
         lowered = Lowered(decisions, shards, regions)
         recomputed = decide_recompute(spec.recompute, lowered)
-        compiled = decide_compiled(spec.compile, lowered, regions, recomputed)
+        compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), lowered, regions, recomputed)
         costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)

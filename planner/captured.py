@@ -189,8 +189,8 @@ def capture_model(
     return Captured(unwrapped(model), spec.loss, dtype_of(spec), seconds, dict(inputs), {1: program}, earlier=earlier)
 
 
-def prepare(captured: Captured, spec: Spec) -> Prepared:
-    """The canonical program of ``captured`` as ``spec`` asks for it. Raises PlanError."""
+def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared:
+    """The canonical program of ``captured`` as ``spec`` asks for it, on a cluster of GPUs or not. Raises PlanError."""
     if spec.data.packing == "documents" and spec.data.inputs not in captured.apart:
         with shown_if_slow("looking for ops that read tokens of other documents"):
             check_documents(captured.model, captured.example, spec.data.inputs, captured.program_at)
@@ -206,7 +206,7 @@ def prepare(captured: Captured, spec: Spec) -> Prepared:
     num_microbatches = spec.batch.global_size // int(spec.batch.micro)
     is_whole = spec.batch.statistics == GLOBAL or spec.num_microbatches == 1
     terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
-    if spec.fuse_norms:
+    if spec.fuses_norms(on_gpu=on_gpu):
         fuse_norms(program)
     return Prepared(program, terms, find_documents(program, spec.telling_inputs, spec.data.mean_document))
 

@@ -26,7 +26,7 @@ from planner.spec.sections import FULL_ITERATION
 from planner.spec.spec import Spec
 from planner.updates.groups import settings_of
 from runtime.attention import check_attention
-from runtime.compiled.compiler import check_compiler
+from runtime.compiled.compiler import compiles
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.by_slot import GraphsBySlot
 from runtime.cuda_graphs.choice import check_backend
@@ -89,7 +89,7 @@ def build(
 ) -> Built:
     """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
-    check_compiler(spec.compile, groups.device)
+    is_compiled = compiles(plan, spec.compile, groups)
     differ = differing(plan, groups, spec.initial_weights)
     take_constants(plan, groups, differ)
     for other in plan.shorter:
@@ -122,7 +122,7 @@ def build(
         program.gate.need = optimizer.buffers.weights.need
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
-    compiled = CompiledPieces(program) if spec.compile else None
+    compiled = CompiledPieces.of(plan, program) if is_compiled else None
     return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled, mode)
 
 

@@ -22,6 +22,7 @@ from planner.stored.skeleton import errors_of_file
 from runtime.audit.audit import Audit, Sample
 from runtime.build import build, open_rank, spec_of
 from runtime.checkpoint.saver import Saver
+from runtime.compiled.functions import first_calls
 from runtime.data.batches import num_tokens
 from runtime.data.first_batch import tell_failure
 from runtime.distributed.faults.activity import (
@@ -272,7 +273,8 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         self.optimizer.begin_step()  # after a capture: its gradients are none of this step
         self._note_load(True)
         steps = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
-        loss = self._loss_here(steps(step))
+        with first_calls(variant.built.compiled, self.groups):
+            loss = self._loss_here(steps(step))
         self._note_load(False)
         self._end_outside(variant.executor)
         return loss

@@ -185,7 +185,7 @@ class Variants:
             share(trained, other, groups.device)
         if program.count_module is not None:
             program.count_module.to(groups.device)
-        compiled = CompiledPieces(program) if first.built.compiled is not None else None
+        compiled = None if first.built.compiled is None else CompiledPieces.of(plan, program)
         built = replace(first.built, program=program, layout=self._layouts[place], compiled=compiled)
         return self._made(plan, built, first.executor)
 

@@ -101,8 +101,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention": ("cudnn", {}),  # without cp; with it: tests/runtime/test_attention.py
     "devices": (4, {}),  # without auto it says how many ranks the mesh has
 }
-# these have tests of their own: of layouts with dropout, below, of norms, recorded graphs, and numbers that are none
-BELOW = ["dropout", "fuse_norms", "initial_weights", "inputs.high", "cuda_graphs.warmup_steps", "precision.nonfinite"]
+# these have tests of their own: of layouts with dropout, below, of norms, recorded graphs, NaN and Inf, compiled code
+BELOW = [
+    "dropout",
+    "fuse_norms",
+    "initial_weights",
+    "inputs.high",
+    "cuda_graphs.warmup_steps",
+    "precision.nonfinite",
+    "emulate_precision_casts",
+]
 # what they change is tested beside what reads them: tests/runtime/data/
 OF_BATCHES = [
     "data.mixture",

@@ -91,6 +91,7 @@ def spec_of(length: int, vocabulary: int, packing: Any) -> dict[str, Any]:
         "data": {"packing": packing},
         "precision": {"parameters": "bfloat16"},
         "cluster": cluster(),
+        "compile": False,
     }
 
 

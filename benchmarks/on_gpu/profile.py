@@ -144,6 +144,7 @@ def spec_of(length: int, vocabulary: int) -> dict[str, Any]:
         "precision": {"parameters": "bfloat16"},
         "optimizer": {"clip_grad_norm": 1.0, "lr": 1e-4},
         "cluster": cluster(),  # so that memory is that of a GPU's kernels
+        "compile": False,
     }
 
 

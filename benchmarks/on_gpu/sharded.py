@@ -62,6 +62,7 @@ def rank_memory(zero: int, device: str, tiny: bool) -> tuple[int | None, int]:
         "optimizer": {"lr": 1e-4, "zero": zero},
         "precision": {"parameters": "bfloat16"},
         "cluster": cluster(),
+        "compile": False,
     }
     made = plan(model, spec)
     with Engine(made, device=device) as engine:

@@ -35,6 +35,7 @@ def figures(device: torch.device, rule: str, *, tiny: bool) -> tuple[Any, ...]:
         "optimizer": {"name": rule, "lr": 1e-4},
         "precision": {"parameters": "bfloat16"},
         "cluster": cluster(),
+        "compile": False,
     }
     made, given = plan(model, spec), batch(0, MICRO * MICROBATCHES, length, vocabulary)
     count = 1 if tiny else TIMED

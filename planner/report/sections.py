@@ -17,6 +17,7 @@ from planner.report.fold import fold, ranges
 from planner.report.section import Column, Section, folded, table
 from planner.sharding.buffers import BufferPlan
 from planner.sharding.parameters import ParameterPlan
+from planner.spec.fields import AUTO
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
@@ -244,10 +245,12 @@ def _compiled(plan: Tables, full: bool) -> Section:
         Column("why not compiled", attrgetter("reason")),
     ]
     pieces = [row for row in plan.compiled if not row.reason]
+    is_auto = plan.spec.get("compile") == AUTO
+    where = " on GPUs with triton, and run op by op elsewhere (compile: auto)" if is_auto else ""
     note = (
-        f"{len(pieces)} pieces share {len({row.function for row in pieces})} compiled functions; products with "
-        "weights, attention and collectives between them are not compiled. Activation memory is planned for eager "
-        "ops, an upper bound for compiled pieces"
+        f"{len(pieces)} pieces share {len({row.function for row in pieces})} compiled functions{where}; products with "
+        "weights, attention and collectives between them are not compiled. Activation memory is that of compiled "
+        "pieces, which save less than their ops"
     )
     return folded("Compiled", plan.compiled, ("where", attrgetter("where")), columns, note, full=full)
 

@@ -124,9 +124,17 @@ class Spec(Section):
         "none",
         "none | full | selective | auto, or {glob over names of blocks: kind}; the last matching glob decides",
     )
-    compile: Flag = key(False, "compile runs of ops between matrix products and collectives (torch.compile's Inductor)")
-    fuse_norms: Flag = key(
-        False, "fuse spelled-out RMS norms to aten.rms_norm: one kernel on a GPU, with different rounding"
+    compile: Flag | Auto = key(
+        AUTO,
+        "compile runs of ops between matrix products and collectives (torch.compile's Inductor); auto: on a cluster of "
+        "GPUs with triton, without cuda_graphs",
+    )
+    fuse_norms: Flag | Auto = key(
+        AUTO,
+        "fuse spelled-out RMS norms to aten.rms_norm: one kernel on a GPU, with different rounding; auto: as compile",
+    )
+    emulate_precision_casts: Flag = key(
+        True, "compiled code rounds to bfloat16 and float16 wherever the model does; false: Inductor skips such casts"
     )
     attention: Literal["auto", "flash", "cudnn"] = key(
         AUTO, "kernel of attention over cp: auto | flash | cudnn, which torch must take on every rank; auto: flash"
@@ -263,6 +271,14 @@ class Spec(Section):
     def attention_kernel(self) -> str:
         """Of attention over cp: flash until a measurement on a GPU stands for the other."""
         return "flash" if self.attention == AUTO else self.attention
+
+    def compiles(self, *, on_gpu: bool) -> bool:
+        """Whether the plan has compiled pieces. ``on_gpu``: the cluster has GPUs. Graphs of compiled pieces have not
+        run on a GPU: auto is off beside them."""
+        return on_gpu and self.cuda_graphs.impl == "none" if self.compile == AUTO else self.compile
+
+    def fuses_norms(self, *, on_gpu: bool) -> bool:
+        return self.compiles(on_gpu=on_gpu) if self.fuse_norms == AUTO else self.fuse_norms
 
     @property
     def num_microbatches(self) -> int:

@@ -83,6 +83,7 @@ def tables_of(
             *schedule_warnings(schedule),
             *weight_gradient_notes(lowered, schedule),
             *graph_rounding_warnings(spec, lowered),
+            *compile_notes(spec, decisions),
             *input_warnings(spec, decisions),
             *diagnostic_rows(decisions, parameters, sites, reasons, places),
             *documents_notes(spec, decisions, sites, places),
@@ -207,6 +208,13 @@ def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic
             "cuda_graphs.impl",
             "set impl: local, or accept this rounding difference from eager steps",
         )
+
+
+def compile_notes(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
+    """One row if the cluster has GPUs and ``compile: auto`` is off."""
+    if spec.compile == AUTO and decisions.on_gpu and not spec.compiles(on_gpu=True):
+        what = "compile: auto is off beside cuda_graphs: graphs of compiled pieces have not run on a GPU"
+        yield Diagnostic("info", what, "compile", "set compile: true to use both")
 
 
 def _name(dtype: object) -> str:

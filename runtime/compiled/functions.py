@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +34,17 @@ from passes.compile_pieces import calls_in
 from passes.ops.compiled import CompiledCall
 from passes.stage_module import RankProgram
 from planner.files.lock_file import open_lock_file
+from planner.frozen_plan import Plan
 from planner.slow_steps import shown_if_slow
 from runtime.compiled.capturing import is_capturing
+from runtime.distributed.groups import Groups
 
 if TYPE_CHECKING:
     from runtime.compiled.any_rows import AnyRows
 
 Signature = tuple[Any, ...]
 ANY = -1  # in a signature: as many rows as a call has
+SECONDS_A_FUNCTION = 60  # 2 on a quiet CPU (benchmarks/RESULTS.md), ten and more where many ranks share it
 LEAST = 2  # rows, since PyTorch takes lengths of 0 and 1 for constants
 # Inductor would build and load a program for each set of vector instructions that the processor says it has.
 _OPTIONS = {"compile_threads": 1, "fx_graph_cache": True, "cpp.vec_isa_ok": True}
@@ -83,17 +87,25 @@ class CompiledPieces:
     """All pieces of a rank, bound to run here.
 
     Owns the functions, and the count of calls by (piece, way): "compiled" as one function, "eager" op by op, "recorded"
-    op by op into an emulated graph, while a graph of CUDA captures the function.
+    op by op into an emulated graph, while a graph of CUDA captures the function. ``extra``: how much longer collectives
+    may take while ranks compile all ``num_functions`` of the plan.
     """
 
-    def __init__(self, program: RankProgram) -> None:
+    def __init__(self, program: RankProgram, *, num_functions: int = 0, emulates_casts: bool = True) -> None:
         calls = calls_of(program)
+        self.extra = timedelta(seconds=SECONDS_A_FUNCTION * num_functions)
+        self._emulates_casts = emulates_casts
         self.report = CompileReport(len(calls))
         self._num_expected = len({call.structure for call in calls})
         self.counts: Counter[tuple[int, str]] = Counter()
         self._functions: dict[tuple[str, Signature], Function | None] = {}
         for call in calls:
             call.run = self._run
+
+    @classmethod
+    def of(cls, plan: Plan, program: RankProgram) -> CompiledPieces:
+        functions = {piece.function for piece in plan.pieces}
+        return cls(program, num_functions=len(functions), emulates_casts=plan.spec["emulate_precision_casts"])
 
     def _run(self, call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
         function = self._wanted(call, inputs) if torch.is_grad_enabled() else None
@@ -132,7 +144,7 @@ class CompiledPieces:
         try:
             number = f"{len(self._functions) + 1} of {max(self._num_expected, len(self._functions) + 1)}"
             with shown_if_slow(f"compiling function {number}"), _alone(key):
-                function = compile_graph(call.module, key[1], rows)
+                function = compile_graph(call.module, key[1], rows, emulates_casts=self._emulates_casts)
             self.report.num_functions += 1
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
@@ -174,7 +186,23 @@ def _layout_of(x: Tensor, any_rows: bool) -> tuple[Any, Any]:
     return (ANY, *x.shape[1:]), x.stride() if x.stride(0) == max(x.stride()) else ()
 
 
-def compile_graph(module: fx.GraphModule, signature: Signature, rows: int | None = None) -> Function:
+@contextmanager
+def first_calls(pieces: CompiledPieces | None, groups: Groups) -> Iterator[None]:
+    """Around the first step of a program: no rank gives up while another one compiles. The same call on every rank."""
+    extra = timedelta() if pieces is None else pieces.extra
+    if pieces is None or not extra:
+        yield
+        return
+    groups.limit(groups.timeout + extra)
+    yield
+    groups.barrier()  # a rank may be a step ahead of another that still compiles
+    groups.limit(groups.timeout)
+    pieces.extra = timedelta()
+
+
+def compile_graph(
+    module: fx.GraphModule, signature: Signature, rows: int | None = None, *, emulates_casts: bool = True
+) -> Function:
     """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
 
     ``rows``: an example of their number, if the signature leaves it open. Raises Inductor's errors, and ValueError for
@@ -193,7 +221,8 @@ def compile_graph(module: fx.GraphModule, signature: Signature, rows: int | None
     given: list[Any] = list(examples) if symbolic is None else symbolic.arguments
     # the hooks of a recomputed block count saved tensors, and must not count these: only the innermost hooks run
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        function: Any = compile_by_inductor(own, given, _OPTIONS)
+        options = {**_OPTIONS, "emulate_precision_casts": emulates_casts}
+        function: Any = compile_by_inductor(own, given, options)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
         if outputs and wanted:  # Inductor compiles a backward when one is needed

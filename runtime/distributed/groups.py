@@ -125,6 +125,11 @@ class Groups:
         """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
         return self.combined.get(axis) or getattr(self, axis.replace("-", "_"), None)
 
+    def limit(self, timeout: timedelta) -> None:
+        """Set the timeout of the groups made here, for calls from now on."""
+        for group in [*self.made, *([self.world] if self.owns_default else [])]:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
     def barrier(self) -> None:
         """A barrier of the hosts: does not wait for devices."""
         if self.host is not None:

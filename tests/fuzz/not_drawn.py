@@ -27,6 +27,7 @@ EXCLUDED = {
     "optimizer.schedule.decay": "it is for wsd, which is not drawn: one function gives the rates of both sides",
     "optimizer.schedule.power": "it is for polynomial, as optimizer.schedule.decay for wsd",
     "audit.tolerance": "the tolerance follows from the precision of the model, as in the comparison with one process",
+    "emulate_precision_casts": "its other value rounds otherwise than one process",
     "attention": "cuDNN's kernel needs a GPU (tests/runtime/test_attention.py)",
     "data.objective": "it prepares batches and does not affect a step",
     "data.overlong": "it prepares batches",

@@ -100,7 +100,8 @@ class Builder:
     def add(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> None:
         """Count every stage, and the calls that each kind of recompute repeats in it."""
         recomputed = next(iter(kinds.values())) if len(kinds) == 1 else ()
-        compiled = decide_compiled(self.spec.compile, self.lowered, self.lowered.regions, recomputed).pieces
+        asked = self.spec.compiles(on_gpu=self.decisions.on_gpu)
+        compiled = decide_compiled(asked, self.lowered, self.lowered.regions, recomputed).pieces
         for index in range(self.decisions.stages.num_stages):
             trace = self.lowered.trace(index)
             ops = OpsOf(trace, self.micro, self.decisions.program.node, self.follows)

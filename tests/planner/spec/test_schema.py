@@ -147,6 +147,7 @@ def test_the_schema_at_a_glance():
   "recompute",
   "compile",
   "fuse_norms",
+  "emulate_precision_casts",
   "attention",
   "dropout",
   "initial_weights",

@@ -42,6 +42,7 @@ def test_the_reference_spec_names_every_key_with_its_default():
         "recompute",
         "compile",
         "fuse_norms",
+        "emulate_precision_casts",
         "attention",
         "dropout",
         "initial_weights",

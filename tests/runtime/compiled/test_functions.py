@@ -56,7 +56,7 @@ def test_equal_pieces_share_a_function_and_give_what_ops_give():
 
 
 def test_what_does_not_compile_runs_op_by_op_and_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no such kernel\nand more")
 
     program = program_of()
