@@ -84,7 +84,9 @@ def test_the_plan_says_where_pieces_are_compiled_and_why_they_are_not():
     assert "on GPUs with triton, and run op by op elsewhere (compile: auto)" in " ".join(
         planned(cluster="h200").describe().split()
     )
-    told = [(row.what, row.fix) for row in planned(cluster="h200", cuda_graphs=GRAPHS).diagnostics if "auto" in row.what]
+    told = [
+        (row.what, row.fix) for row in planned(cluster="h200", cuda_graphs=GRAPHS).diagnostics if "auto" in row.what
+    ]
     assert told == [
         (
             "compile: auto is off beside cuda_graphs: graphs of compiled pieces have not run on a GPU",

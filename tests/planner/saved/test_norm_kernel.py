@@ -21,7 +21,12 @@ def planned(num_layers: int = 2, **sections: Any) -> Plan:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = {"shape": [LENGTH], "dtype": "int64", "high": 64}
-    spec = {"mesh": {}, "batch": {"global": 1, "micro": 1}, "inputs": {"input_ids": ids, "labels": ids}, "compile": False}
+    spec = {
+        "mesh": {},
+        "batch": {"global": 1, "micro": 1},
+        "inputs": {"input_ids": ids, "labels": ids},
+        "compile": False,
+    }
     return plan(model, {**spec, "precision": {"parameters": "bfloat16"}, **sections})
 
 
