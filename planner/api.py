@@ -265,7 +265,8 @@ def _decide(
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     decisions = Decisions(
         program, blocks, placements, stages, terms, mesh, spec.seed, captured.given, experts=experts, context=context,
-        on_gpu=on_gpu, cudnn=cluster is not None and cluster.device.cudnn_attention, regather=spec.tensor_parallel.gathers_again,
+        on_gpu=on_gpu, cudnn=cluster is not None and cluster.device.cudnn_attention,
+        regather=spec.tensor_parallel.gathers_again,
         imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents, attention=spec.attention_kernel,
         rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`compile: auto`: on for clusters of GPUs without graphs, with fused norms; the plan keeps the key and the decision."""
+"""`compile: auto`: on for clusters of GPUs without graphs, with fused norms; the plan has key and decision."""
 
 from __future__ import annotations
 
