@@ -157,7 +157,7 @@ class Spec(Section):
 
     @staticmethod
     def load(source: Spec | Mapping[str, Any] | str | PathLike[str], missing: Mapping[str, Any] | None = None) -> Spec:
-        """The checked spec of a YAML file, a dict, or a Spec (returned unchanged). ``missing``: keys that may be absent.
+        """The checked spec of a YAML file, a dict, or a Spec (unchanged). ``missing``: keys that may be absent.
 
         Raises:
             SpecError: all errors, each with a line number or dotted path, and a fix.
