@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,11 @@ from torch.distributed.run import get_args_parser
 
 from planner.spec.spec import Spec
 from runtime.cli import app
+from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 LAUNCH = ROOT / "examples" / "launch"
-SLURM, KUBERNETES = LAUNCH / "slurm.sbatch", LAUNCH / "kubernetes.yaml"
+SLURM, OWN_MODEL, KUBERNETES = (LAUNCH / n for n in ("slurm.sbatch", "own_model.sbatch", "kubernetes.yaml"))
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,14 @@ class Launch:
         return int(self.torchrun.nnodes) * int(self.torchrun.nproc_per_node)
 
 
-def sbatch_options() -> dict[str, str]:
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SLURM.read_text(), re.MULTILINE))
+def sbatch_options(file: Path = SLURM) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", file.read_text(), re.MULTILINE))
 
 
-def of_slurm() -> Launch:
-    text = SLURM.read_text().replace("\\\n", " ")
-    (line,) = (line for line in text.splitlines() if line.startswith("srun "))
-    given = {"SLURM_NNODES": sbatch_options()["nodes"], "SLURM_JOB_ID": "7"}
+def of_slurm(file: Path = SLURM) -> Launch:
+    text = file.read_text().replace("\\\n", " ")
+    (line,) = (line.removesuffix("&") for line in text.splitlines() if line.startswith("srun "))
+    given = {"SLURM_NNODES": sbatch_options(file)["nodes"], "SLURM_JOB_ID": "7"}
     words = [re.sub(r"\$(\w+)", lambda name: given.get(name[1], name[1]), word) for word in shlex.split(line)]
     return Launch.of(words[words.index("torchrun") + 1 :])
 
@@ -126,3 +130,45 @@ def test_the_kubernetes_job_has_a_pod_a_node_under_names_that_its_service_gives(
     assert all(
         any(Path(named).is_relative_to(p) for p in places) for named in (*found.train["data"], found.train["save"])
     )
+
+
+def test_the_job_of_an_own_model_names_options_that_torchrun_and_meshwright_have():
+    found = of_slurm(OWN_MODEL)
+    assert found.num_ranks == 32
+    assert set(found.torchrun.signals_to_handle.split(",")) == {"SIGTERM", "SIGINT", "SIGUSR1"}
+    assert (found.train["resume"], found.train["save_every"]) == ("auto", 500)
+
+
+SRUN = """#!/bin/bash
+echo "$@" > started
+[[ $MESHWRIGHT_SECRET == "of this test" && $NCCL_SOCKET_IFNAME == lo && $GLOO_SOCKET_IFNAME == lo ]] || exit 3
+%s
+"""
+WAITS = "trap 'echo saved > saved; exit 1' USR1; while true; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "is_signalled"), [(WAITS, 0, True), ("exit 0", 0, False), ("exit 7", 7, False)]
+)
+def test_the_job_of_an_own_model_is_requeued_after_a_signal_alone(tmp_path, body: str, code: int, is_signalled: bool):
+    commands = {
+        "srun": SRUN % body,
+        "scontrol": '#!/bin/bash\n[[ $1 == show ]] && echo localhost || echo "$@" > requeued\n',
+    }
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    (tmp_path / "secret").write_text("of this test")
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    of_slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "INTERFACE": "lo"}
+    environment = {**os.environ, **of_slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", OWN_MODEL, "m.py:build", "s.yaml", "d", "saves"], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + HANG_SECONDS
+    while is_signalled and not (tmp_path / "saved").exists():  # again: the trap may not be set yet
+        assert time.monotonic() < deadline
+        if (tmp_path / "started").exists():
+            job.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+    assert job.wait(HANG_SECONDS) == code
+    assert (tmp_path / "requeued").exists() == is_signalled

@@ -1,4 +1,4 @@
-"""Forward SIGTERM and Ctrl-C to launched ranks, which then have some time to finish.
+"""Forward SIGTERM, SIGUSR1 and Ctrl-C to launched ranks, which then have some time to finish.
 
 first signal     SIGTERM to every rank; a rank with a handler finishes its step, saves and returns
 a second one, or ``grace_seconds`` later    the ranks are ended
@@ -17,11 +17,11 @@ from math import inf
 from types import FrameType
 from typing import Any, Self
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+from runtime.distributed.stopping import SIGNALS
 
 
 class Forwarding:
-    """Owns the handlers of both signals, in the main thread and inside of ``with``; elsewhere it does nothing."""
+    """Owns the handlers of these signals, in the main thread and inside of ``with``; elsewhere it does nothing."""
 
     def __init__(self, pids: Callable[[], Iterable[int]], grace_seconds: float) -> None:
         """``pids``: the ranks that run now."""
@@ -32,7 +32,7 @@ class Forwarding:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._forward) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._forward) for number in SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -34,7 +34,8 @@ def run_rank(
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # a fork: garbage collection would touch, and so copy, every page of earlier imports
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
     os.environ.update(environment)
     use(page)

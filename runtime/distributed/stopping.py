@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C of a rank: finish the step, and stop after the same one on every rank.
+"""SIGTERM, SIGUSR1 and Ctrl-C of a rank: finish the step, and stop after the same one on every rank.
 
     a signal                     a flag of this process; nothing is interrupted
     each update of an engine     sums the flags of all ranks, in the exchange that sums the norm
@@ -16,7 +16,8 @@ import time
 from types import FrameType
 from typing import Any, Protocol, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Schedulers send one of the first two before they take a machine away. Windows has no SIGUSR1.
+SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGINT)
 SAME_SECONDS = 2.0  # one Ctrl-C comes twice if a launcher forwards it and the terminal sends it to all
 ORDERS = 1 << 21  # above any sum of flags: more than there are ranks
 _received: int | None = None
@@ -48,7 +49,7 @@ class Told(Protocol):
 
 
 class Stopping:
-    """Owns the handlers of both signals while a loop of steps runs, in the main thread; elsewhere it does nothing.
+    """Owns the handlers of these signals while a loop of steps runs, in the main thread; elsewhere it does nothing.
 
     A signal that is ignored stays so: ranks of ``launch`` get SIGTERM alone. A second Ctrl-C raises KeyboardInterrupt.
 

@@ -2,8 +2,7 @@
 
     cross_entropy(z, t), nll_loss(log_softmax(z), t)      log P(t) = z[t] − log Σ exp(z)
     logsumexp(z) − z.gather(−1, t)                        the same
-    (z − logsumexp(z)).gather(−1, t)                      the same: a constant subtracted from a row of z changes
-    nothing
+    (z − logsumexp(z)).gather(−1, t)                      the same: subtracting a constant from a row changes nothing
 
 Class weights, label smoothing, masks and further terms belong to the loss, not to a probability.
 """

@@ -1,12 +1,12 @@
 """A model built without memory for its parameters; their values are exactly those of building it with memory.
 
-    constructor          runs unchanged; a parameter is a fake tensor that reports the CPU as its device, so that code
-    which reads its device takes the same path as with values ops on parameters    are written down (init_log.py), also
-    draws: the generator does not move another draw         first the draws before it are repeated into memory that is
-    freed at once a question about     is answered with the value, made for that question alone
-      values
-    afterwards           parameters stand on the meta device; buffers are real
-    a base on meta       that the construction wraps or changes: its values are read later, from files
+    constructor                runs unchanged; a parameter is a fake tensor that reports the CPU as its device, so that
+                               code which reads its device takes the same path as with values
+    ops on parameters          are written down (init_log.py), also draws: the generator does not move
+    another draw               first the draws before it are repeated into memory that is freed at once
+    a question about values    is answered with the value, made for that question alone
+    afterwards                 parameters stand on the meta device; buffers are real
+    a base on meta             that the construction wraps or changes: its values are read later, from files
 
 A construction that cannot be recorded is no error: the model is then built with memory.
 """

@@ -121,10 +121,11 @@ def assert_nothing_is_left(process: subprocess.Popen[str], temporary: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("to_all", [False, True], ids=["alone", "and of all its processes"])
-def test_sigterm_of_the_launcher_lets_ranks_finish_their_step_and_return(short_path, to_all: bool):
+def test_a_signal_of_a_scheduler_lets_ranks_finish_their_step_and_return(short_path, to_all: bool, number: int):
     process, temporary = started("step_until_told", ", None", short_path)
-    os.killpg(process.pid, signal.SIGTERM) if to_all else process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, number) if to_all else process.send_signal(number)
     out, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     first, second = eval(out)
