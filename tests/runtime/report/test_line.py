@@ -105,7 +105,7 @@ def test_elsewhere_each_step_is_a_line(capsys):
 
 def test_quiet_is_for_eyes_alone(capsys):
     written: list[StepRow] = []
-    sink = SimpleNamespace(write=written.append, close=lambda: None)
+    sink = SimpleNamespace(write=lambda row, own: written.append(row), close=lambda: None)
     with Progress(10, [sink], quiet=True) as progress:
         progress.show(ROW)
     assert capsys.readouterr().out == ""
