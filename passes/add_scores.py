@@ -39,7 +39,7 @@ def add_scores(stage: StageGraph, context: LowerContext) -> None:
 
 def looked_up(stage: StageGraph, context: LowerContext) -> tuple[fx.Node, tuple[Pick, ...]]:
     """The labels of the batch, and where the loss looks up what is made of them."""
-    program = context.staged.program
+    program = context.lowering.program
     scored = find_scored(program)
     (name,) = (name for name, key in program.inputs.items() if key == scored.key)
     return stage.env[name], scored.picks
@@ -74,7 +74,7 @@ def look_up_of(stage: StageGraph, context: LowerContext, pick: Pick) -> LookUp:
     logits, target = reader.args[0], reader.args[pick.target]
     assert isinstance(logits, fx.Node)
     assert isinstance(target, fx.Node)
-    over_classes = is_over_classes(context.staged.placements, context.staged.program.node(pick.node), pick)
+    over_classes = is_over_classes(context.lowering.placements, context.lowering.program.node(pick.node), pick)
     handle = axis_node(stage, context.tp) if over_classes else None
     return LookUp(reader, logits, target, handle, logits.meta["placement"].is_sharded and not over_classes)
 

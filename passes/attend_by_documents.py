@@ -19,7 +19,7 @@ SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 def attend_by_documents(stage: StageGraph, context: LowerContext) -> None:
     """In place: attention of this rank alone becomes the op; ops that gather or pick keys get an option."""
-    documents = context.staged.documents
+    documents = context.lowering.documents
     for node in stage.graph.nodes:
         if node.op != "call_function" or node.meta.get("origin") not in documents.attentions:
             continue

@@ -37,7 +37,7 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
 
 def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
     """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
-    buckets, parameters = context.buckets, context.staged.program.parameters
+    buckets, parameters = context.buckets, context.lowering.program.parameters
     names = {attribute: parameters[name] for name, attribute in stage.parameters.items()}
     nodes = stage.graph.find_nodes(op="get_attr") if buckets else []
     return {node: buckets[names[node.target]] for node in nodes if names.get(node.target) in buckets}

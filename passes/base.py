@@ -16,26 +16,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.lowering import Lowering
 from passes.moe.domain import axis_of
-from passes.moe.layers import Asked, Experts
 from passes.ops.axis import AxisHandle
 from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.gathered_attention import FLASH
 from passes.ops.global_sums import GlobalSums
 from passes.ops.load import ExpertLoad
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
-from passes.partition.placements import Placements
 from passes.partition.sequence.one_row import OneRow
-from passes.partition.type_changes import TypeChange
 from passes.pieces import CompiledPiece, Piece
-from passes.program.documents import NO_DOCUMENTS, Documents
-from passes.program.program import Program
 from passes.program.source_lines import where_of
-from passes.program.stages import StageAssignment
 from passes.regions import Region
-from passes.types.sizes import Sizes
 
 
 @dataclass
@@ -57,38 +50,14 @@ class StageGraph:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """The captured program with its types and stages, as they were decided: all that lowering reads of a model.
-
-    ``changes``: of type, by stage. ``denominators``: placeholders for the counts that the loss is divided by.
-    ``asked``: layers of experts for which a step counts choices. ``regather``: products with weights save this rank's
-    part of a gathered input, and gather it again in the backward; ``own_tokens``: other products along the sequence do.
-    ``documents``: attentions that run within documents. ``attention``: the kernel of attention over cp.
-    """
-
-    program: Program
-    placements: Placements
-    stages: StageAssignment
-    sizes: Sizes
-    changes: tuple[tuple[TypeChange, ...], ...]
-    denominators: tuple[str, ...]
-    experts: Experts
-    asked: tuple[Asked, ...]
-    regather: bool = False
-    own_tokens: bool = False
-    documents: Documents = NO_DOCUMENTS
-    attention: str = FLASH
-
-
-@dataclass(frozen=True)
 class LowerContext:
-    """The context that a pass may read beside the stage: the staged program, and this rank's handles.
+    """The context that a pass may read beside the stage: what was decided, and this rank's handles.
 
     ``buckets``: parameter that other ranks update → its buffer on this rank, and the bucket in it. ``homes``: op → its
     block, or the place between blocks, if weights are sharded between their uses.
     """
 
-    staged: Staged
+    lowering: Lowering
     tp: AxisHandle
     random: RandomState
     device: torch.device

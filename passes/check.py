@@ -62,7 +62,7 @@ def readers_get_the_type_that_they_want(stage: StageGraph, context: LowerContext
 
 def _reads(stage: StageGraph, context: LowerContext) -> Iterator[tuple[fx.Node, fx.Node, Placement]]:
     """(reader, value, wanted type) of all values that the stage reads or sends, and of its loss."""
-    program, placements = context.staged.program, context.staged.placements
+    program, placements = context.lowering.program, context.lowering.placements
     for node in stage.graph.nodes:
         if change := node.meta.get("change"):
             yield node, node.all_input_nodes[0], change.before
@@ -117,7 +117,7 @@ class _Trials:
     """
 
     def __init__(self, stage: StageGraph, context: LowerContext) -> None:
-        self.program, mesh = context.staged.program, context.staged.sizes
+        self.program, mesh = context.lowering.program, context.lowering.sizes
         axes = (context.tp, context.data, *context.axes.values())
         handles: dict[str, Any] = {axis.name: AxisHandle(axis.name, axis.size, axis.rank) for axis in axes}
         handles["sums"] = context.sums

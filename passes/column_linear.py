@@ -57,7 +57,7 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
 def _gathers_again(node: fx.Node, weights: Sequence[fx.Node], context: LowerContext) -> bool:
     """Whether the gathered value is not saved: only the gradients of weights need it."""
     trains = any(weight.meta.get("grad") for weight in weights)
-    return context.staged.regather and node.meta["change"].axis == "tp" and trains
+    return context.lowering.options.regather and node.meta["change"].axis == "tp" and trains
 
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:

@@ -34,7 +34,7 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
     """Replace dropout, and attention with dropout, by calls that name their stream."""
     graph, handle = stage.graph, None
     cp = context.axes.get("cp")
-    own = names_of_own_tokens(context.staged.program) if cp is not None else frozenset()
+    own = names_of_own_tokens(context.lowering.program) if cp is not None else frozenset()
     for node in list(graph.nodes):
         if not is_draw(node):
             continue

@@ -121,6 +121,6 @@ def _handle(stage: StageGraph, name: str, handle: Any) -> fx.Node:
 
 def _layer_of(context: LowerContext, node: fx.Node) -> int:
     """The number of the layer of experts that exchanges counts, or sends slots: by its choices, or its calls."""
-    origin, layers = context.staged.program.node(node.meta["origin"]), context.staged.experts.layers
+    origin, layers = context.lowering.program.node(node.meta["origin"]), context.lowering.experts.layers
     chosen = tuple(n.name for n in origin.all_input_nodes[0].all_input_nodes)
     return next(i for i, layer in enumerate(layers) if origin.name in layer.sent or layer.chosen == chosen)

@@ -45,5 +45,5 @@ def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
             if function is causal_attention:
                 node.kwargs = dict(zip(OPTIONS, node.args[position + 1 :], strict=False)) | node.kwargs
                 node.args = node.args[: position + 1]
-            if function in ATTENTIONS and not draws and context.staged.attention != FLASH:
-                node.kwargs = {**node.kwargs, "kernel": context.staged.attention}
+            if function in ATTENTIONS and not draws and context.lowering.options.attention != FLASH:
+                node.kwargs = {**node.kwargs, "kernel": context.lowering.options.attention}

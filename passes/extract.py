@@ -23,12 +23,12 @@ from passes.program.stages import StageAssignment
 
 def extract(context: LowerContext, index: int) -> StageGraph:
     """The part of the graph that stage ``index`` computes."""
-    staged = context.staged
-    program, stages, denominators = staged.program, staged.stages, staged.denominators
+    lowering = context.lowering
+    program, stages, denominators = lowering.program, lowering.stages, lowering.denominators
     stage = StageGraph(index, fx.Graph(), nn.Module())
     captured = [n for n in program.graph.graph.nodes if n.op != "output"]
     ep_rank = context.place.get("ep", 0)
-    captured = [n for n in captured if is_here(n, staged.sizes, ep_rank)]
+    captured = [n for n in captured if is_here(n, lowering.sizes, ep_rank)]
     mine = [n for n in captured if n.op == "call_function" and stages.runs_on(n.name, index)]
     read = {v for n in mine for v in n.all_input_nodes}
     stage.receives = stages.live[index - 1] if index else ()

@@ -152,7 +152,7 @@ def _read_by(node: fx.Node, places: Aliases) -> frozenset[tuple[int, int]]:
 def _gets_a_gradient(node: fx.Node, context: LowerContext) -> bool:
     if "origin" not in node.meta:
         return bool(node.meta.get("grad"))
-    return bool(context.staged.program.node(node.meta["origin"]).meta.get("grad"))
+    return bool(context.lowering.program.node(node.meta["origin"]).meta.get("grad"))
 
 
 def _before_recomputations(

@@ -27,11 +27,11 @@ NAMES_IN_CODE: dict[str, tuple[str, type]] = {
 
 def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
     """One call for each change, right after its value, shared by all its readers."""
-    staged = context.staged
+    lowering = context.lowering
     for name, node in stage.env.items():
-        captured = staged.program.node(name)
-        node.meta["placement"] = type_at(staged.placements, staged.stages, captured, stage.index)
-    changes = staged.changes[stage.index]
+        captured = lowering.program.node(name)
+        node.meta["placement"] = type_at(lowering.placements, lowering.stages, captured, stage.index)
+    changes = lowering.changes[stage.index]
     if not changes:
         return
     for name, (line, kind) in NAMES_IN_CODE.items():

@@ -86,7 +86,7 @@ def _behind(value: fx.Node) -> fx.Node:
 
 def _versions(stage: StageGraph, context: LowerContext) -> dict[fx.Node, Made]:
     """The versions of the stage's values, of the captured graph, that the program of one position needs."""
-    rows, program = _one_row(context), context.staged.program
+    rows, program = _one_row(context), context.lowering.program
     nodes = [program.node(name) for name in stage.env]
     nodes = [node for node in nodes if node in rows.needed]
     results = {program.node(name): rows.types.of(program.node(name)) for name in stage.sends}
@@ -107,7 +107,7 @@ def _check(node: fx.Node, versions: Made, context: LowerContext, length: int) ->
             raise refused(node, "a sum over the positions of a sequence reaches the logits")
         if made != version and not isinstance(made, Option) and not isinstance(node.meta["val"], torch.Tensor):
             raise refused(node, "one of its several results is read at other positions")
-        own = context.staged.placements.of(node)
+        own = context.lowering.placements.of(node)
         if _is_kept(version, made) and _is_along(own, made):
             raise refused(node, "each rank of tp keeps a part of the sequence of it")
         if version == R and own.is_sharded and not is_weight(node) and shape_of(node)[own.dim] == length:
@@ -132,7 +132,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.made: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self.carried: dict[tuple[fx.Node, Placement], fx.Node] = {}
-        program = context.staged.program
+        program = context.lowering.program
         self.captured = {stage.env[name]: program.node(name) for name in stage.env}
         setattr(stage.root, KEPT, KeptRows(context.random))
         self.kept = self.graph.create_node("get_attr", KEPT)
@@ -229,7 +229,7 @@ class _Writer:
 
     def _resize(self, new: fx.Node, local: fx.Node, node: fx.Node, option: Option) -> None:
         """Written sizes and bounds become those of one position; over tp they are local already."""
-        tp = self.context.tp.size if _is_along(self.context.staged.placements.of(node), option.out) else 1
+        tp = self.context.tp.size if _is_along(self.context.lowering.placements.of(node), option.out) else 1
         for place, (whole, cut) in enumerate(
             zip(node.args, local_arguments(node, option, self.rows.length), strict=True)
         ):
@@ -281,7 +281,7 @@ class _Writer:
     # ---- results
 
     def _results(self) -> None:
-        program, types = self.context.staged.program, self.rows.types
+        program, types = self.context.lowering.program, self.rows.types
         names = [name for name in self.stage.sends if program.node(name) in self.rows.needed]
         output = self.stage.graph.output_node()
         sent: dict[str, fx.Node] = dict(zip(output.meta["names"], output.args[0], strict=True))  # pyright: ignore

@@ -45,11 +45,11 @@ aten = torch.ops.aten
 def localize(stage: StageGraph, context: LowerContext) -> None:
     """Rewrite every op of the stage, unless its form is the same op on a rank's tensors."""
     for name, node in list(stage.env.items()):
-        option = context.staged.placements.options[name]
+        option = context.lowering.placements.options[name]
         axis = context.axis_of(node)
         scene = Scene(node, option, axis.size, partial(axis_node, stage, axis))
         if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
-            _sizes_among_experts(scene, context.staged.sizes)
+            _sizes_among_experts(scene, context.lowering.sizes)
         elif node.op == "call_function" and axis.size > 1:
             stage.env[name] = rewrite(scene, OVER_TP)
 

@@ -150,7 +150,7 @@ def finish(
     context: LowerContext, stage: StageGraph, chunk: int, local: Callable[[str], LocalParameter], borders: Borders
 ) -> StageModule:
     """The module of a stage after its passes: parameters and buffers on meta, constants on the device."""
-    program, device = context.staged.program, context.device
+    program, device = context.lowering.program, context.device
     parameters = tuple(map(local, stage.parameters))
     for name, own in zip(stage.parameters, parameters, strict=True):
         empty = torch.empty(own.shape, dtype=own.dtype, device="meta")
@@ -170,7 +170,7 @@ def finish(
         module,
         *borders,
         tuple(program.inputs[n] for n in stage.inputs),
-        tuple(context.staged.denominators.index(n) for n in stage.denominators),
+        tuple(context.lowering.denominators.index(n) for n in stage.denominators),
         parameters,
         tuple(program.buffers[n] for n in stage.buffers),
         attributes,

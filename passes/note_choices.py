@@ -16,7 +16,7 @@ from passes.ops.load import note_choices as noted
 
 
 def note_choices(stage: StageGraph, context: LowerContext) -> None:
-    starts = {name: asked.start for asked in context.staged.asked for name in asked.chosen}
+    starts = {name: asked.start for asked in context.lowering.asked for name in asked.chosen}
     for node in list(stage.graph.nodes):
         origin = node.meta.get("origin")
         if node.op == "call_function" and origin in starts and _is_the_value(node, context):
@@ -28,4 +28,4 @@ def note_choices(stage: StageGraph, context: LowerContext) -> None:
 
 def _is_the_value(node: fx.Node, context: LowerContext) -> bool:
     """Whether the node is the captured value itself, not one that a pass inserted."""
-    return node.target == context.staged.program.node(node.meta["origin"]).target
+    return node.target == context.lowering.program.node(node.meta["origin"]).target

@@ -83,8 +83,8 @@ def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home
     name = value.meta.get("origin", "") if change is None else change.value
     if not home:
         return False
-    staged = context.staged
-    return lies_in_a_graph(staged.program.node(name), stage.index, staged.stages, staged.sizes.pp_rank_of, home)
+    lowering = context.lowering
+    return lies_in_a_graph(lowering.program.node(name), stage.index, lowering.stages, lowering.sizes.pp_rank_of, home)
 
 
 def _handle(stage: StageGraph, context: LowerContext, at_once: bool) -> fx.Node:

@@ -31,11 +31,12 @@ Way = list[fx.Node]  # a gather, and the calls after it that only rearrange its 
 def keep_own_tokens(stage: StageGraph, context: LowerContext) -> None:
     """One op for each reader, of all that it gathers."""
     found: dict[fx.Node, list[Way]] = {}
-    gathers = stage.graph.find_nodes(op="call_function", target=gather_sequence) if context.staged.own_tokens else ()
+    is_asked = context.lowering.options.own_tokens
+    gathers = stage.graph.find_nodes(op="call_function", target=gather_sequence) if is_asked else ()
     for node in gathers:
         way = _way(node) if node.meta["grad"] else []
         reader = next(iter(way[-1].users)) if way and len(way[-1].users) == 1 else None
-        if reader is not None and _reads_once(reader, way[-1], context.staged.placements):
+        if reader is not None and _reads_once(reader, way[-1], context.lowering.placements):
             found.setdefault(reader, []).append(way)
     for reader, ways in found.items():
         _fuse(stage, context, reader, ways)

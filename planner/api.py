@@ -15,38 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.blocks.blocks import Blocks, find_blocks
 from passes.errors import PlanError
-from passes.moe.dropped_rows import check_places
-from passes.moe.find import find_experts
-from passes.moe.open import open_experts
-from passes.partition.placements import Placements
-from passes.partition.sequence.cut import cut_sequence
-from passes.partition.sequence.own_keys import keep_own_keys
 from passes.partition.sequence.refusals import Undivided
-from passes.program.program import Program
 from planner.capture.again.earlier import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
-from planner.cluster.links import nodes_of_experts
 from planner.cluster.read import read_cluster
 from planner.compiled.pieces import decide_compiled
 from planner.cost.device_memory import on_device
 from planner.cost.memory import memory_rows
 from planner.cost.planned import cost_row, costs_of_stages
 from planner.cost.resharding import decide_reshard
-from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.lengths import Held, of_length, plan_lengths
 from planner.mesh import Mesh
+from planner.model_owner import ModelOwner
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned
-from planner.pipeline.stages import assign_stages
 from planner.pipeline.zero_bubble import StageCosts
-from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
-from planner.placement.decide import decide_placements
-from planner.placement.overrides.kinds import kinds_by_override
-from planner.placement.uncut import check_something_is_cut
 from planner.rate_function import check_rate_function
+from planner.recipe import blocks_of, decide_cut, opened
 from planner.recompute.decide import decide_recompute
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
@@ -250,26 +237,11 @@ def _decide(
     mesh, on_gpu = _mesh(spec), cluster is not None and cluster.device.is_gpu
     captured = _captured(model, spec, example_inputs, earlier)
     prepared = prepare(captured, spec, on_gpu=on_gpu)
-    program, terms = prepared.program, prepared.terms
-    rules = decide_rules(spec.optimizer, program)
-    found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
-    with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
-        context = cut_sequence(program, mesh.cp, found)
-        keep_own_keys(program, context, mesh.tp)
-    nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
-    experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
-    check_places(program)
-    blocks, placements, sites = _placed(program, spec, mesh, held)
-    sizes = () if held is None else held.sizes
-    stages = assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold, sizes=sizes)
+    rules = decide_rules(spec.optimizer, prepared.program)
+    of = opened(prepared.program, spec, mesh, cluster)
+    blocks = blocks_of(of.program, spec)
+    decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, rules=rules, cluster=cluster, held=held)
     check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
-    decisions = Decisions(
-        program, blocks, placements, stages, terms, mesh, spec.seed, captured.given, experts=experts, context=context,
-        on_gpu=on_gpu, cudnn=cluster is not None and cluster.device.cudnn_attention,
-        regather=spec.tensor_parallel.gathers_again,
-        imbalance=spec.experts.imbalance or 1.0, documents=prepared.documents, attention=spec.attention_kernel,
-        rules=rules, own_tokens=mesh.cp > 1 and spec.recompute == spec.cuda_graphs.impl == "none",
-    )  # fmt: skip
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
@@ -285,36 +257,13 @@ def _decide(
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
         tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)
-    return Plan.of(tables, decisions, lowered.shards, regions, recomputed, compiled)
+    owner = ModelOwner(captured.given)
+    return Plan.of(tables, decisions, lowered.shards, owner, regions, recomputed, compiled)
 
 
 def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
     asked = spec.pipeline
     return build_schedule(asked.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, asked.group_size, costs)
-
-
-def _placed(
-    program: Program, spec: Spec, mesh: Mesh, held: Held | None
-) -> tuple[Blocks, Placements, tuple[AttentionSite, ...]]:
-    """Repeated blocks, the type of every value over tp, the attention; a tp that cuts nothing is refused."""
-    asked = spec.tensor_parallel
-    with shown_if_slow("finding the repeated blocks"):
-        blocks = kinds_by_override(program, find_blocks(program), asked.overrides)
-    with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
-        placements = decide_placements(
-            program,
-            blocks,
-            mesh.tp,
-            dict(asked.overrides),
-            sequence_parallel=asked.sequence_parallel is True,
-            vocabulary_multiple=asked.vocabulary_multiple,
-            etp=mesh.etp,
-            held=None if held is None else held.placements,
-        )
-    sites = attention_sites(program, blocks, placements)
-    check_attention(program, placements, sites)
-    check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
-    return blocks, placements, sites
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:

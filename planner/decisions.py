@@ -1,83 +1,74 @@
 """The decisions on the captured program: the plan's rows print them, and passes lower them.
 
-A fresh plan holds them; a plan that was loaded from a file has only its rows.
+A fresh plan holds them, and one from a ``.pt``; a plan that was loaded from JSON has only its rows.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from passes.blocks.blocks import Block, Blocks
-from passes.moe.layers import Asked, Experts
+from passes.lowering import Lowering
+from passes.moe.layers import Experts
 from passes.moe.parts import ExpertPart, expert_parts
-from passes.moe.resting import asked_of, resting
-from passes.ops.gathered_attention import FLASH
+from passes.moe.resting import resting
 from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.ignored_labels import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored
 from passes.partition.loss.shares import LossTerms
 from passes.partition.placements import Placements
 from passes.partition.sequence.facts import Context
-from passes.program.documents import NO_DOCUMENTS, Documents
 from passes.program.program import Program
 from passes.program.roles import parameter_roles
 from passes.program.stages import StageAssignment
-from planner.capture.model.compiled import uncompiled
-from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.mesh import Mesh
 from planner.updates.rules import UpdateRules
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decisions:
-    """Owns the captured program and, until the first engine has taken its shards, the user's model."""
+    """``lowering``: all that the passes read; the planner alone reads the other fields.
 
-    program: Program
+    By ``on_gpu`` and ``cudnn`` (of attention), which the cluster says, kernels are chosen that ops are counted with.
+    ``imbalance``: rows of experts on the fullest rank of ep over the mean, as the spec expects.
+    """
+
+    lowering: Lowering
     blocks: Blocks
-    placements: Placements
-    stages: StageAssignment
     terms: LossTerms
     mesh: Mesh
     seed: int
-    _model: nn.Module | None = None
-    _reference: weakref.ref[nn.Module] | None = field(default=None, repr=False)
-    hub: HubFormat = field(default_factory=HubFormat, repr=False)
-    experts: Experts = field(default_factory=Experts, repr=False)
     context: Context = field(default_factory=Context, repr=False)
-    on_gpu: bool = False  # by the cluster: decides which kernels ops are counted with
-    cudnn: bool = False  # of attention, too
-    regather: bool = False  # as passes.base.Staged has them
-    own_tokens: bool = False
-    documents: Documents = NO_DOCUMENTS
-    attention: str = FLASH
     rules: UpdateRules = field(default_factory=UpdateRules, repr=False)
-    imbalance: float = 1.0  # rows of experts on the fullest rank of ep over the mean, as the spec expects
-
-    def __post_init__(self) -> None:
-        if (model := self.model) is not None:
-            self.hub = hub_format(model)  # now: the model may be gone when weights are loaded or saved
+    on_gpu: bool = False
+    cudnn: bool = False
+    imbalance: float = 1.0
 
     @property
-    def model(self) -> nn.Module | None:
-        """The user's model, without wrappers of torch.compile, while someone keeps it alive."""
-        model = self._model if self._reference is None else self._reference()
-        return None if model is None else uncompiled(model)
+    def program(self) -> Program:
+        return self.lowering.program
 
-    def take_model(self, model: nn.Module, hub: HubFormat) -> None:
-        """Hold ``model``, in place of the one that was planned. ``hub``: its format."""
-        self._model, self.hub = model, hub
+    @property
+    def placements(self) -> Placements:
+        return self.lowering.placements
 
-    def release(self) -> None:
-        """Keep only a weak reference: the full model must not outlive the copying of shards."""
-        if self._model is not None:
-            self._reference = weakref.ref(self._model)
-            self._model = None
+    @property
+    def stages(self) -> StageAssignment:
+        return self.lowering.stages
+
+    @property
+    def experts(self) -> Experts:
+        return self.lowering.experts
+
+    def without_own_tokens(self) -> Decisions:
+        """For recomputed blocks, which gather in the backward anyway."""
+        options = replace(self.lowering.options, own_tokens=False)
+        return replace(self, lowering=replace(self.lowering, options=options))
 
     @cached_property
     def batch_inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -115,15 +106,10 @@ class Decisions:
         """Slots of each expert of each layer, if a step counts dropped rows; 0 if it does not."""
         return tuple(layer.limit for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
 
-    @cached_property
-    def asked(self) -> tuple[Asked, ...]:
-        """The layers of experts for which a step counts choices: weights that no token chose are not updated."""
-        return asked_of(self.program, self.experts)
-
     @property
     def num_asked(self) -> int:
         """Figures that these counts take."""
-        return sum(asked.size for asked in self.asked)
+        return sum(asked.size for asked in self.lowering.asked)
 
     @cached_property
     def resting(self) -> Mapping[str, tuple[int, ...]]:

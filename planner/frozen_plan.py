@@ -9,16 +9,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from meshwright import __version__
 from passes.errors import PlanError
 from passes.pieces import CompiledPiece, Piece
 from passes.regions import Region
+from planner.capture.model.hub_format import HubFormat
 from planner.compiled.pieces import Compiled
 from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
 from planner.files.json_text import read_json
 from planner.files.text import MIB, shorten
 from planner.mesh import SIZES
+from planner.model_owner import ModelOwner
 from planner.named_code import is_named
 from planner.report.text import to_text as describe
 from planner.sharding.shards import Shards
@@ -39,9 +43,10 @@ _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on
 class Plan(Tables):
     """The work of every rank. Frozen; equal plans compare equal, fresh or loaded.
 
-    A fresh plan also holds its ``decisions`` (the captured program, its types and stages, the model), ``shards`` (the
-    tensors that each rank holds, sums and exchanges), ``regions`` (the ops that CUDA graphs capture), ``recomputed``
-    (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled). Passes and runtime read them.
+    A fresh plan also holds its ``decisions`` (the captured program, its types and stages), ``shards`` (the tensors that
+    each rank holds, sums and exchanges), ``owner`` (of the user's model), ``regions`` (the ops that CUDA graphs
+    capture), ``recomputed`` (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled).
+    Passes and runtime read them.
     ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them. ``shorter``: the
     plans of the other lengths, if there are several.
     A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
@@ -50,6 +55,7 @@ class Plan(Tables):
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
     shards: Shards | None = field(default=None, compare=False, repr=False)
+    owner: ModelOwner | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = field(default=(), compare=False, repr=False)
     recomputed: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
     pieces: tuple[CompiledPiece, ...] = field(default=(), compare=False, repr=False)
@@ -61,13 +67,14 @@ class Plan(Tables):
         tables: Tables,
         decisions: Decisions | None = None,
         shards: Shards | None = None,
+        owner: ModelOwner | None = None,
         regions: tuple[Region, ...] = (),
         recomputed: tuple[Piece, ...] = (),
         compiled: Compiled | None = None,
     ) -> Plan:
         rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
-        found = {"decisions": decisions, "shards": shards, "regions": regions, "recomputed": recomputed}
-        found["pieces"] = () if compiled is None else compiled.pieces
+        found = {"decisions": decisions, "shards": shards, "owner": owner, "regions": regions}
+        found["recomputed"], found["pieces"] = recomputed, () if compiled is None else compiled.pieces
         return Plan(**rows, **found)
 
     @property
@@ -88,6 +95,16 @@ class Plan(Tables):
         if self.decisions is None or self.shards is None:
             raise PlanError("a plan loaded from JSON does not run", fix="plan the model again, or save the plan as .pt")
         return self.decisions, self.shards
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's model, while someone keeps it alive."""
+        return None if self.owner is None else self.owner.model
+
+    @property
+    def hub(self) -> HubFormat:
+        """The format of the model's checkpoints."""
+        return HubFormat() if self.owner is None else self.owner.hub
 
     def step_flops(self) -> float:
         """Operations of a step on one rank, as the plan counts them. Raises PlanError for a plan loaded from JSON."""
@@ -173,7 +190,9 @@ class Plan(Tables):
 
     def _stored(self) -> Stored:
         parts = {name: getattr(self, name) for name in PARTS} | {"flops": self.step_flops()}
-        return Stored(self.to_dict(), *self.to_run(), parts)
+        decisions, shards = self.to_run()
+        assert self.owner is not None, "a plan with decisions has an owner"
+        return Stored(self.to_dict(), decisions, shards, self.owner, parts)
 
     @staticmethod
     def from_dict(values: Any) -> Plan:
@@ -199,4 +218,4 @@ def check_length(length: int, known: Sequence[int]) -> None:
 
 def _of_stored(stored: Stored) -> Plan:
     found = Plan.from_dict(stored.tables)
-    return replace(found, decisions=stored.decisions, shards=stored.shards, **stored.parts)
+    return replace(found, decisions=stored.decisions, shards=stored.shards, owner=stored.owner, **stored.parts)

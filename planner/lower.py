@@ -79,7 +79,7 @@ def _rank_program(
         modules.append(lower_stage(context, index, chunk, _local(decisions, context, index), borders))
     counts = decisions.terms.counts
     if counts is not None:
-        root = _constants_of(decisions, counts, counted or {})
+        root = _constants_of(plan, counts, counted or {})
         counts = fx.GraphModule(root, _with_constants(decisions.program, counts))
         place(counts.graph, context.device)
         counts.recompile()
@@ -238,19 +238,19 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _constants_of(decisions: Decisions, graph: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> nn.Module:
+def _constants_of(plan: Plan, graph: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> nn.Module:
     """The tensors that the counts read beside the batch: lifted constants, and buffers of the model (such as class
     weights), unless they are ``known``.
     """
-    root, program = nn.Module(), decisions.program
+    root, program = nn.Module(), plan.to_run()[0].program
     for node in graph.graph.nodes:
         if node.op == "placeholder" and node.name in program.constants:
             root.register_buffer(node.name, program.constants[node.name].detach().clone())
         elif node.op == "placeholder" and program.buffers.get(node.name) in known:
             root.register_buffer(node.name, known[program.buffers[node.name]])
         elif node.op == "placeholder" and node.name in program.buffers:
-            assert decisions.model is not None, "the model was released before its buffers were read"
-            value = buffer_value(decisions.model, program.buffers[node.name])
+            assert plan.model is not None, "the model was released before its buffers were read"
+            value = buffer_value(plan.model, program.buffers[node.name])
             root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
     return root
 

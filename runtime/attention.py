@@ -28,7 +28,7 @@ from runtime.distributed.groups import Groups
 def check_attention(plan: Plan, groups: Groups) -> None:
     """Raises PlanError, the same on every rank. The same call on every rank."""
     decided = [each.to_run()[0] for each in plan.of_all_lengths]
-    if decided[0].attention != CUDNN:
+    if decided[0].lowering.options.attention != CUDNN:
         return
     here = {where: call for decisions in decided for where, call in _untaken(decisions, groups)}
     for rank, untaken in enumerate(all_gather_json(groups, here)):
@@ -46,7 +46,7 @@ def _untaken(decisions: Decisions, groups: Groups) -> Iterator[tuple[str, str]]:
         if node.target not in (causal_attention, gathered_attention) or is_random(node):
             continue  # with dropout it is computed by chunks with masks
         runs = any(decisions.stages.runs_on(node.name, stage) for stage in stages)
-        if runs and node.name not in decisions.documents.attentions:
+        if runs and node.name not in decisions.lowering.documents.attentions:
             held = {
                 n: _local(n, decisions.placements.wanted(node, at), mesh.tp, groups.device)
                 for at, n in enumerate(node.all_input_nodes)

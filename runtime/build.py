@@ -115,7 +115,8 @@ def build(
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
     for each in plan.of_all_lengths:
-        each.to_run()[0].release()
+        if each.owner is not None:
+            each.owner.release()
     give_back_freed()
     if program.gate is not None:
         program.gate.wait = optimizer.buffers.wait_bucket

@@ -79,7 +79,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         self._decisions, self._shards = plan.to_run()
         self.step_index = 0
         self._gradients_ready = self._is_averaged = self._is_exchange_due = False
-        with errors_of_file(self._decisions.model):
+        with errors_of_file(plan.model):
             self.spec = spec_of(plan)
             self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
             self.groups, store = open_rank(plan, device, timeout_seconds)
@@ -87,7 +87,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         try:
             is_audited = self.spec.audit.every and mode == "train"
             self._audit = Audit(plan, self.spec, self.groups) if is_audited else None
-            with errors_of_file(self._decisions.model):
+            with errors_of_file(plan.model):
                 built = build(plan, self.spec, self.groups, self._weights, program, mode)
         except BaseException as error:
             if store is not None:

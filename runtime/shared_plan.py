@@ -84,11 +84,11 @@ def read_shared(file: str, model: nn.Module, spec: Spec) -> Plan:
     found = Plan.load(file, own_functions=True)
     hub = hub_format(model)
     for each in found.of_all_lengths:
-        decisions, _ = each.to_run()
-        assert decisions.model is not None
-        if (other := difference(decisions.model, model)) is not None:
+        assert each.owner is not None
+        assert each.model is not None
+        if (other := difference(each.model, model)) is not None:
             raise PlanError(f"this rank has another model than the one that was planned: {other}", fix=_SAME)
-        decisions.take_model(model, hub)
+        each.owner.take(model, hub)
     return found
 
 

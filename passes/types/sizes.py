@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Sizes(Protocol):
     """Ranks of each axis; the experts' own ones are ``ep`` and ``etp``."""
 

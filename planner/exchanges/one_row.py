@@ -25,7 +25,7 @@ def one_row_of(decisions: Decisions) -> OneRow:
         raise PlanError("the sequence is sharded over cp", where="mesh.cp", fix=FIX)
     if mesh.has_expert_axes:
         raise PlanError("rows of experts go to other ranks, over ep or etp", where="mesh.ep", fix=FIX)
-    if decisions.documents.attentions:
+    if decisions.lowering.documents.attentions:
         raise PlanError("attention is within documents", where="packing", fix=FIX)
     return one_row(decisions.program, decisions.scored)
 

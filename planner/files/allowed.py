@@ -19,6 +19,7 @@ from passes.program.program import META
 RECORDS = {
     "passes.blocks.blocks": "Block Blocks",
     "passes.errors": "Where",
+    "passes.lowering": "Lowering Options",
     "passes.moe.domain": "Domain",
     "passes.moe.layers": "Doubt ExpertLayer ExpertWeight Experts",
     "passes.moe.parts": "ExpertPart",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from passes.base import LowerContext, Pass, Staged, StageGraph
+from passes.base import LowerContext, Pass, StageGraph
 from passes.extract import extract
 from passes.gather_weights import Visit, visits_of
 from passes.lower import LOCAL, LOCAL_SCORES
@@ -34,25 +34,8 @@ def context_at(
     tp, data = handles.pop("tp"), handles.pop(mesh.data_axis)
     random, terms = RandomState(decisions.seed, tp.rank), decisions.terms
     given["sums"] = GlobalSums(data, terms.in_turn) if terms.in_turn > 1 else None
-    return LowerContext(_staged(decisions, shards), tp, random, device, place=place, data=data, axes=handles, **given)
-
-
-def _staged(decisions: Decisions, shards: Shards) -> Staged:
-    """The typed and cut program, with the changes of type of each stage."""
-    return Staged(
-        decisions.program,
-        decisions.placements,
-        decisions.stages,
-        decisions.mesh,
-        shards.changes,
-        tuple(decisions.terms.denominators),
-        decisions.experts,
-        decisions.asked,
-        decisions.regather,
-        decisions.own_tokens,
-        decisions.documents,
-        decisions.attention,
-    )
+    lowering = replace(decisions.lowering, changes=shards.changes)
+    return LowerContext(lowering, tp, random, device, place=place, data=data, axes=handles, **given)
 
 
 @dataclass

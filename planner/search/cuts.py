@@ -13,29 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from passes.blocks.blocks import Blocks, find_blocks
+from passes.blocks.blocks import Blocks
 from passes.moe.find import find_experts
-from passes.moe.layers import Experts
-from passes.moe.open import open_experts
-from passes.partition.sequence.cut import cut_sequence
-from passes.partition.sequence.facts import Context
 from passes.partition.sequence.inner_sequences import longest_sequence
-from passes.partition.sequence.own_keys import keep_own_keys
 from passes.program.copied import copied
 from passes.program.program import Program
 from planner.captured import Prepared
 from planner.cluster.cluster import Cluster
-from planner.cluster.links import nodes_of_experts
 from planner.cost.cut.units import CutWork
 from planner.cost.work import cut_work
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.split import may_be_alone
-from planner.pipeline.stages import BlockCosts, assign_stages, balanced_sizes, block_costs
-from planner.placement.attention.sites import attention_sites, check_attention
-from planner.placement.decide import decide_placements
-from planner.placement.overrides.kinds import kinds_by_override
-from planner.placement.uncut import check_something_is_cut
+from planner.pipeline.stages import BlockCosts, balanced_sizes, block_costs
+from planner.recipe import Opened, blocks_of, decide_cut, opened
 from planner.recompute.asked import NONE
 from planner.search.choice import Cut
 from planner.search.fold import Folded, fold
@@ -50,11 +41,9 @@ from planner.updates.rules import decide_rules
 class _Variant:
     """The program of some cp, ep and etp. ``source``: for each block of the model, which of ``blocks`` it is here."""
 
-    program: Program
+    opened: Opened
     blocks: Blocks
     source: tuple[int, ...]
-    context: Context
-    experts: Experts
     costs: BlockCosts
 
 
@@ -64,10 +53,8 @@ class Cuts:
     def __init__(self, prepared: Prepared, spec: Spec, kinds: Sequence[str], cluster: Cluster | None = None) -> None:
         """``kinds``: the kinds of recompute to compare."""
         self.prepared, self.spec, self.cluster = prepared, spec, cluster
-        self.on_gpu = cluster is not None and cluster.device.is_gpu
-        self.cudnn = cluster is not None and cluster.device.cudnn_attention
         program = prepared.program
-        self.blocks = kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
+        self.blocks = blocks_of(program, spec)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
         self.rules = decide_rules(spec.optimizer, program)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
@@ -93,27 +80,14 @@ class Cuts:
         variant, mesh = self._variant(cut), mesh_of(cut)
         asked = self.spec.tensor_parallel.model_copy(update={"sequence_parallel": cut.sequence_parallel})
         one = self.spec.optimizer.model_copy(update={"zero": 1})  # of a cut the other values are arithmetic
-        of_cut = {"tensor_parallel": asked} | ({"optimizer": one} if self.spec.optimizer.zero == AUTO else {})
+        together = self.spec.pipeline.model_copy(update={"split": AUTO})
+        of_cut = {"tensor_parallel": asked, "pipeline": together}
+        of_cut |= {"optimizer": one} if self.spec.optimizer.zero == AUTO else {}
+        of_cut |= {"recompute": NONE} if self.spec.recompute == AUTO else {}
         spec = self.spec.model_copy(update=of_cut)
-        program, blocks = variant.program, variant.blocks
-        placements = decide_placements(
-            program,
-            blocks,
-            cut.tp,
-            dict(asked.overrides),
-            sequence_parallel=cut.sequence_parallel,
-            vocabulary_multiple=asked.vocabulary_multiple,
-            etp=cut.etp,
+        decisions, _ = decide_cut(
+            variant.opened, variant.blocks, self.prepared, spec, mesh, rules=self.rules, cluster=self.cluster
         )
-        sites = attention_sites(program, blocks, placements)
-        check_attention(program, placements, sites)
-        check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
-        decisions = Decisions(
-            program, blocks, placements, assign_stages(program, blocks, 1), self.prepared.terms, mesh, self.spec.seed,
-            experts=variant.experts, context=variant.context, on_gpu=self.on_gpu, cudnn=self.cudnn,
-            regather=spec.tensor_parallel.gathers_again, imbalance=spec.experts.imbalance or 1.0,
-            documents=self.prepared.documents, rules=self.rules, attention=spec.attention_kernel,
-        )  # fmt: skip
         return self._unfolded(decisions, spec, variant)
 
     def stages(self, cut: Cut, pp: int, vpp: int) -> list[int]:
@@ -125,14 +99,14 @@ class Cuts:
         return self._sizes[key]
 
     def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
-        """Over cp a plan without recompute may gather more values again: then it is a work of its own."""
+        """Without recompute more values may be gathered again over cp: then it is a work of its own."""
         shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
         parts = [(decisions, self.kinds)]
-        if decisions.mesh.cp > 1 and spec.cuda_graphs.impl == "none":
-            again = replace(decisions, own_tokens=True)
-            parts = [(again, (NONE,)), (decisions, tuple(kind for kind in self.kinds if kind != NONE))]
+        if decisions.lowering.options.own_tokens:
+            others = tuple(kind for kind in self.kinds if kind != NONE)
+            parts = [(decisions, (NONE,)), (decisions.without_own_tokens(), others)]
         for decided, kinds in parts:
-            if not kinds or not set(kinds) <= set(self.kinds):
+            if not kinds:
                 continue
             work = cut_work(decided, shards, spec, kinds, ends=self.ends)
             if len(variant.source) > len(variant.blocks.instances):
@@ -152,20 +126,14 @@ class Cuts:
         return self._variants[key]
 
     def _cut(self, folded: Folded, cut: Cut) -> _Variant | None:
-        program, blocks = copied(folded.program), folded.blocks
-        found = find_experts(program)
-        context = cut_sequence(program, cut.cp, found)
-        keep_own_keys(program, context, cut.tp)
-        dense = "" if self.spec.cuda_graphs.impl == "none" else "cuda_graphs"
-        nodes = nodes_of_experts(mesh_of(cut), self.cluster)
-        experts = open_experts(program, found, mesh_of(cut), nodes=nodes, dense=dense)
-        if cut.cp > 1 or cut.has_expert_axes or experts != found:
-            seen = kinds_by_override(program, find_blocks(program), self.spec.tensor_parallel.overrides)
+        of, blocks = opened(copied(folded.program), self.spec, mesh_of(cut), self.cluster), folded.blocks
+        if of.is_changed:
+            seen = blocks_of(of.program, self.spec)
             if folded.is_folded and _pattern(seen) != _pattern(blocks):
                 return None
             blocks = replace(seen, times=blocks.times)
         source = folded.source if folded.is_folded else tuple(range(len(blocks.instances)))
-        return _Variant(program, blocks, source, context, experts, block_costs(program, blocks))
+        return _Variant(of, blocks, source, block_costs(of.program, blocks))
 
 
 def mesh_of(cut: Cut) -> Mesh:
@@ -179,7 +147,7 @@ def _num_noted(decisions: Decisions) -> int:
     block_of, times = decisions.blocks.block_of(), decisions.blocks.times
     noted = zip(decisions.experts.layers, decisions.noted_experts, decisions.noted_limits, strict=False)
     rows = [(layer.combined, experts + (limit > 0)) for layer, experts, limit in noted]
-    rows += [(asked.chosen[0], asked.size) for asked in decisions.asked]
+    rows += [(asked.chosen[0], asked.size) for asked in decisions.lowering.asked]
     return sum((times[block_of[name]] if name in block_of else 1) * size for name, size in rows)
 
 

@@ -148,10 +148,9 @@ class TensorParallelSpec(Section):
         True, "an op that the planner does not know is sharded along the dims that trials on random values show"
     )
 
-    @property
-    def gathers_again(self) -> bool:
-        """Whether products with weights gather their input again in the backward, instead of saving all of it."""
-        return self.sequence_parallel is True and self.regather
+    def options(self) -> dict[str, Any]:
+        """The fields of passes.lowering.Options that these keys decide."""
+        return {"regather": self.sequence_parallel is True and self.regather}
 
 
 class ExpertsSpec(Section):

@@ -24,6 +24,8 @@ from pydantic import (
 )
 
 from passes.errors import PlanError, SpecError, Where
+from passes.lowering import Options
+from passes.ops.gathered_attention import FLASH
 from planner.named_code import FUNCTION_FORMS, from_directory, is_named
 from planner.spec.audit import AuditSpec
 from planner.spec.auto import with_auto
@@ -267,10 +269,11 @@ class Spec(Section):
             return ()
         return tuple(name for name in self.inputs if role_of(name, self.data.inputs) in TELLING)
 
-    @property
-    def attention_kernel(self) -> str:
-        """Of attention over cp: flash until a measurement on a GPU stands for the other."""
-        return "flash" if self.attention == AUTO else self.attention
+    def options(self, *, cp: int) -> Options:
+        """The choices of the passes, over ``cp`` ranks of a sequence."""
+        attention = FLASH if self.attention == AUTO else self.attention  # until a measurement on a GPU says otherwise
+        own_tokens = cp > 1 and self.recompute == self.cuda_graphs.impl == "none"
+        return Options(**self.tensor_parallel.options(), own_tokens=own_tokens, attention=attention)
 
     def compiles(self, *, on_gpu: bool) -> bool:
         """Whether the plan has compiled pieces. ``on_gpu``: the cluster has GPUs. Graphs of compiled pieces have not

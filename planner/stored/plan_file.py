@@ -34,18 +34,16 @@ from planner.files.fits import checked, fits
 from planner.files.sealed import seal, unseal
 from planner.files.text import read_bytes, shorten
 from planner.files.values import Reader, Unstorable, Writer
+from planner.model_owner import ModelOwner
 from planner.sharding.buffers import buffers_at
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.stored.skeleton import skeleton
 
 SUFFIX = ".pt"
-FORM = "meshwright plan 5"
+FORM = "meshwright plan 6"
 MOST_BYTES = 8 << 30
-DECIDED = (
-    "program", "blocks", "placements", "stages", "terms", "mesh", "seed", "experts", "context", "on_gpu", "cudnn",
-    "regather", "own_tokens", "documents", "attention", "rules", "imbalance",
-)  # fmt: skip
+DECIDED = tuple(field.name for field in fields(Decisions))
 PARTS: dict[str, Any] = {
     "regions": tuple[Region, ...],
     "recomputed": tuple[Piece, ...],
@@ -63,6 +61,7 @@ class Stored(NamedTuple):
     tables: dict[str, Any]
     decisions: Decisions
     shards: Shards
+    owner: ModelOwner
     parts: dict[str, Any]
 
 
@@ -91,19 +90,19 @@ def write(plans: Sequence[Stored], path: Path) -> None:
 
 
 def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    decisions, writer = plans[-1].decisions, Writer(dropped=OVER)
+    owner, writer = plans[-1].owner, Writer(dropped=OVER)
     try:
         for plan in plans:
             _check_constants(plan.decisions.program)
-        of_lengths, model = [_of_length(plan, writer) for plan in plans], writer.write(_model_of(decisions))
+        of_lengths, model = [_of_length(plan, writer) for plan in plans], writer.write(_model_of(owner))
     except Unstorable as error:
         raise PlanError(
             f"this plan cannot be saved to run without its model: {error}", where=SUFFIX, fix="save it as JSON"
         ) from None
     content = {
         "written by": written_by(),
-        "hub": {name: getattr(decisions.hub, name) for name in HUB},
-        "names": {name: to_json(made) for name, made in decisions.hub.stored_names.items()},
+        "hub": {name: getattr(owner.hub, name) for name in HUB},
+        "names": {name: to_json(made) for name, made in owner.hub.stored_names.items()},
         "model": model,
         "lengths": of_lengths,
         "objects": writer.objects,
@@ -131,9 +130,9 @@ def _of_length(plan: Stored, writer: Writer) -> dict[str, Any]:
     }
 
 
-def _model_of(decisions: Decisions) -> dict[str, Any]:
+def _model_of(owner: ModelOwner) -> dict[str, Any]:
     """Names, shapes and dtypes of parameters, in which names are one tensor, and the values of buffers."""
-    model = decisions.model
+    model = owner.model
     if model is None:
         raise PlanError("the planned model is gone", fix="save the plan before an Engine takes the model's weights")
     named = list(model.named_parameters(remove_duplicate=False))
@@ -176,16 +175,15 @@ def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> li
     hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
     hub["names"] = {name: of_json(made) for name, made in content["names"].items()}
     model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
-    found = [_stored(of_length, reader, checked(HubFormat, hub), model) for of_length in content["lengths"]]
+    found = [_stored(of_length, reader, ModelOwner(model, checked(HubFormat, hub))) for of_length in content["lengths"]]
     if not found:
         raise ValueError("it has no lengths")
     return found
 
 
-def _stored(content: Mapping[str, Any], reader: Reader, hub: HubFormat, model: nn.Module) -> Stored:
+def _stored(content: Mapping[str, Any], reader: Reader, owner: ModelOwner) -> Stored:
     decided = dict(zip(DECIDED, map(reader.read, content["decisions"]), strict=True))
-    decisions = checked(Decisions, decided | {"_model": model})
-    decisions.hub = hub
+    decisions = checked(Decisions, decided)
     names = [field.name for field in fields(Shards) if field.name != "elsewhere"]
     shards = checked(Shards, dict(zip(names, map(reader.read, content["shards"]), strict=True)))
     if content["expert alone"]:
@@ -195,7 +193,7 @@ def _stored(content: Mapping[str, Any], reader: Reader, hub: HubFormat, model: n
     for name, kind in PARTS.items():
         if not fits(parts[name], kind):
             raise TypeError(f"{name} must not be a {type(parts[name]).__name__}")
-    return Stored(content["tables"], decisions, shards, parts)
+    return Stored(content["tables"], decisions, shards, owner, parts)
 
 
 def _skeleton_of(found: Mapping[str, Any], persistent: frozenset[str]) -> nn.Module:

@@ -163,7 +163,7 @@ def documents_notes(
     spec: Spec, decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places
 ) -> Iterator[Diagnostic]:
     """Which attentions compute the pairs of tokens within documents alone, and which all pairs of a sequence."""
-    documents, program = decisions.documents, decisions.program
+    documents, program = decisions.lowering.documents, decisions.program
     if spec.data.packing != "documents":
         return
     within = [n for n in program.graph.graph.nodes if n.name in documents.attentions]

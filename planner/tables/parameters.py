@@ -141,7 +141,7 @@ def _name(dtype: torch.dtype) -> str:
 def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
     """One note for each stage that gathers again; and one for gathered values that are saved, with the reason."""
     decisions = lowered.decisions
-    if not decisions.regather:
+    if not decisions.lowering.options.regather:
         return
     stages = [list(gathered_values(lowered, stage)) for stage in range(lowered.num_stages)]
     is_any = any(again for values in stages for _, again in values)

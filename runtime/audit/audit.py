@@ -73,7 +73,7 @@ class Audit:
         with agreed(groups):
             if groups.rank == 0:
                 check_audit(plan)
-                model = plan.to_run()[0].model
+                model = plan.model
                 assert model is not None, "the model was released before its audit was set up"
                 self._module = OwnModule(model, spec)
 

@@ -26,7 +26,6 @@ from planner.capture.model.hugging_face import offline
 from planner.capture.model.with_adapters import CONFIG
 from planner.frozen_plan import Plan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
-from runtime.checkpoint.pretrained_load import hub_of
 from runtime.distributed.agreement import agreed
 from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.groups import Groups
@@ -39,7 +38,7 @@ _FILE = re.compile(r"adapter_model.*|adapter_config\.json")
 
 def adapted_of(plan: Plan) -> Adapted:
     """Raises PlanError for a plan of a model without adapters."""
-    return adapted_in(hub_of(plan))
+    return adapted_in(plan.hub)
 
 
 def adapted_in(hub: HubFormat) -> Adapted:

@@ -64,11 +64,6 @@ class OfModel(Protocol):
     def aliases(self) -> tuple[str, ...]: ...
 
 
-def hub_of(plan: Plan) -> HubFormat:
-    """Facts about checkpoints from the planned model."""
-    return plan.decisions.hub if plan.decisions is not None else HubFormat()
-
-
 def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
     """Raise PlanError, naming file and tensor, unless ``directory`` holds all weights of the planned model.
 
@@ -107,10 +102,10 @@ def load_pretrained(
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
         try:
             _read(files, found, stages, groups, kept, opened)
-            rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, hub_of(plan)))
+            rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, plan.hub))
             kept.texts.update(texts)
             kept.names.clear()
-            kept.names.update(names_of_files(_by_base_name(found, hub_of(plan))))
+            kept.names.update(names_of_files(_by_base_name(found, plan.hub)))
             error = None
         except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
             what = failed.what if isinstance(failed, PlanError) else str(failed)
@@ -123,7 +118,7 @@ def load_pretrained(
 
 def find(files: SafetensorsFiles, plan: Plan) -> Found:
     """Match the stored tensors with the plan's parameters. Raises one PlanError that lists all that does not fit."""
-    return find_in(files, hub_of(plan), plan.parameters)
+    return find_in(files, plan.hub, plan.parameters)
 
 
 def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[OfModel]) -> Found:

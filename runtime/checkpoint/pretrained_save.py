@@ -26,7 +26,6 @@ from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
 from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensors, stored_names
-from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed
 from runtime.distributed.exchange_json import broadcast_json
@@ -48,7 +47,7 @@ def save_pretrained(
     names: str = "hf",
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    if hub_of(plan).adapted is not None:
+    if plan.hub.adapted is not None:
         raise PlanError(
             "peft has wrapped the planned model, and transformers does not know its names",
             where="save_pretrained",
@@ -113,7 +112,7 @@ def reader_of(
 def named(entries: list[Entry], names: str, plan: Plan, kept: Kept) -> list[Entry]:
     """``entries`` of the model, or of the tensors that files of the Hub have. Raises PlanError for other names."""
     check_names(names)
-    return entries if names == "model" else hub_entries(entries, stored_names(hub_of(plan), kept.names))
+    return entries if names == "model" else hub_entries(entries, stored_names(plan.hub, kept.names))
 
 
 def _exhaust(tensors: Iterable[Tensor | None]) -> None:
@@ -178,7 +177,7 @@ def index_of(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
 
 def texts_of(plan: Plan, kept: Kept) -> dict[str, Any]:
     """config.json with the dtype that the weights now have, and generation_config.json: of the model, or as loaded."""
-    hub = hub_of(plan)
+    hub = plan.hub
     texts = dict(kept.texts)
     if hub.config is not None:
         texts["config.json"] = hub.config

@@ -39,7 +39,6 @@ from runtime.checkpoint.manifest import (
     write_manifest,
 )
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
-from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.staging import Staging
@@ -97,8 +96,8 @@ def content_of(
         loss_scale=state.loss_scale_entry(),
         texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
         extra=extra,
-        stored_names=json_of_names(stored_names(hub_of(plan), state.kept.names)) if state.groups.rank == 0 else {},
-        adapters=hub_of(plan).adapters,
+        stored_names=json_of_names(stored_names(plan.hub, state.kept.names)) if state.groups.rank == 0 else {},
+        adapters=plan.hub.adapters,
         arrived=staging.wait if staging is not None else lambda: None,
     )
 

@@ -20,7 +20,6 @@ from runtime.checkpoint.entries import Entry
 from runtime.checkpoint.filled import filled
 from runtime.checkpoint.hub_names import check_names, made_tensor
 from runtime.checkpoint.merged_save import merge_of_plan, reader_merged
-from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
@@ -65,7 +64,7 @@ def stream_of(plan: Plan, groups: Groups, kept: Kept, names: str, bucket_bytes: 
     check_names(names, NAMES)
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
-    if names == "hf" and not merged and hub_of(plan).adapted is not None:
+    if names == "hf" and not merged and plan.hub.adapted is not None:
         raise PlanError(
             "peft has wrapped the planned model, and a reader of its base does not know its names",
             where="stream_weights",

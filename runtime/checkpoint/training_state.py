@@ -24,7 +24,6 @@ from planner.sharding.buffers import Buffer
 from planner.sharding.parts import part_of
 from runtime.checkpoint.manifest import LossScaleEntry, Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece
-from runtime.checkpoint.pretrained_load import hub_of
 from runtime.checkpoint.safetensors_files import listed
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
@@ -74,7 +73,7 @@ class TrainingState:
     def names(self) -> dict[str, tuple[str, ...]]:
         """All that is saved, in the model's order, with the other names of tied tensors. Buffers come last."""
         rows = {row.name: tuple(row.aliases) for row in self.plan.parameters}
-        return rows | dict.fromkeys(hub_of(self.plan).persistent_buffers, ())
+        return rows | dict.fromkeys(self.plan.hub.persistent_buffers, ())
 
     def updates(self) -> tuple[int, dict[str, int]]:
         """Those that changed the parameters; and of the parameters on this rank that have fewer, by name: no row chose
@@ -100,12 +99,12 @@ class TrainingState:
         saved = {name: entry for name, entry in manifest.tensors.items() if not entry.is_statistic}
         given = {name for name, entry in saved.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
-        buffers = set(hub_of(self.plan).persistent_buffers)
+        buffers = set(self.plan.hub.persistent_buffers)
         saved_buffers = saved.keys() - given
         problems = []
         absent_buffers = sorted(buffers - saved_buffers)
         if manifest.has_weights_alone:
-            absent_buffers = [name for name in absent_buffers if not hub_of(self.plan).ignores_absent(name)]
+            absent_buffers = [name for name in absent_buffers if not self.plan.hub.ignores_absent(name)]
         if absent := [*(n for n in known if n not in given), *absent_buffers]:
             problems.append(f"absent: {listed(absent)}")
         if extra := [n[:200] for n in saved if n not in (known if n in given else buffers)]:
@@ -160,7 +159,7 @@ class TrainingState:
                     yield view_of(values, piece), run.local.fqn, kind, piece.box
         for name, tensor in self.kept.parameters.items():
             yield tensor, name, "parameter", _all_of(tensor.shape)
-        for name in hub_of(self.plan).persistent_buffers:
+        for name in self.plan.hub.persistent_buffers:
             kept = [self.kept.buffers[name]] if name in self.kept.buffers else []
             for tensor in (*kept, *buffers_of(self.plan, self.program, name)):
                 yield tensor, name, "buffer", _all_of(tensor.shape)

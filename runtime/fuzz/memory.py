@@ -31,7 +31,7 @@ def held(decided: Plan, batches: Sequence[dict[str, Tensor]], spec: Spec) -> lis
 
 
 def is_forecast(decided: Plan, spec: Spec) -> bool:
-    is_exact = not decided.experts and not decided.to_run()[0].documents.attentions
+    is_exact = not decided.experts and not decided.to_run()[0].lowering.documents.attentions
     return spec.cuda_graphs.impl == "none" and not spec.compiles(on_gpu=False) and is_exact
 
 

@@ -59,7 +59,7 @@ def freeze_parameter(plan: Plan, fqn: str) -> Plan:
     Raises PlanError if the program reads no such parameter.
     """
     source, _ = plan.to_run()
-    program, values = source.program, dict(source.model.named_parameters()) if source.model is not None else {}
+    program, values = source.program, {} if plan.model is None else dict(plan.model.named_parameters())
     name = next((node for node, parameter in program.parameters.items() if parameter == fqn), None)
     if name is None or fqn not in values:
         raise PlanError(

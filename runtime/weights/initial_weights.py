@@ -123,8 +123,7 @@ def take_weights(
 
 
 def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
-    decisions, _ = plan.to_run()
-    model = decisions.model
+    decisions, model = plan.to_run()[0], plan.model
     assert model is not None, "the model was released before its weights were compared"
     values = {
         "parameter": dict(model.named_parameters(remove_duplicate=False)),

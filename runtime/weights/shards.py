@@ -162,7 +162,7 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
         row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to("cpu", dtypes[row.name], copy=True)
         for row in rows
     }
-    persistent = plan.to_run()[0].hub.persistent_buffers
+    persistent = plan.hub.persistent_buffers
     cast = plan.spec.get("precision", {}).get("parameters")
     buffers = {name: source.buffer(name).to("cpu", copy=True) for name in persistent}
     return Kept(

@@ -165,8 +165,7 @@ class InitialWeights(ModelWeights):
 
 def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     """The weights of the model that was planned, fresh ones if it is on meta. Raises PlanError if it is gone."""
-    decisions, _ = plan.to_run()
-    model = decisions.model
+    decisions, model = plan.to_run()[0], plan.model
     if model is None:
         raise PlanError(
             "the planned model is gone: the first Engine took its weights",

@@ -116,7 +116,7 @@ def test_a_loss_over_all_classes_does_not_fit_its_part_of_the_logits(attention, 
 def test_a_size_that_stayed_global_is_found(attention, monkeypatch, target):
     def forgotten(stage: StageGraph, context: LowerContext) -> None:
         node = find(stage, target)
-        node.update_arg(1, context.staged.program.node(node.meta["origin"]).args[1])
+        node.update_arg(1, context.lowering.program.node(node.meta["origin"]).args[1])
 
     broken(monkeypatch, "localize", forgotten)
     error = caught(attention)

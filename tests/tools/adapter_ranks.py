@@ -17,7 +17,7 @@ def trained_and_saved(plan: Any, batches: Batches, directory: str) -> dict[str, 
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         engine.save_adapters(f"{directory}/adapters")
-        if hasattr(plan.decisions.hub.adapted.module, "merge_and_unload"):
+        if hasattr(plan.hub.adapted.module, "merge_and_unload"):
             engine.save_merged(f"{directory}/merged", max_shard_bytes=20_000)
         return engine.gather_parameters()
 

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import torch
 
-from passes.base import LowerContext, Staged, StageGraph, text_of
+from passes.base import LowerContext, StageGraph, text_of
 from passes.extract import extract
 from passes.lower import PASSES, run_passes
+from passes.lowering import Lowering
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.partition.placements import Placements
@@ -19,9 +20,9 @@ from planner.lower import context_of, passes_text
 def bare_context(placements: Placements | None = None, tp: int = 2, tp_rank: int = 0, seed: int = 0) -> LowerContext:
     """For passes that read the placements, the axis and the random state alone."""
     nothing = cast(Any, None)
-    staged = Staged(nothing, placements or Placements(tp, {}, {}), nothing, nothing, (), (), nothing, ())
+    lowering = Lowering(nothing, placements or Placements(tp, {}, {}), nothing, nothing)
     handle = AxisHandle("tp", tp, tp_rank)
-    return LowerContext(staged, handle, RandomState(seed, tp_rank), torch.device("cpu"))
+    return LowerContext(lowering, handle, RandomState(seed, tp_rank), torch.device("cpu"))
 
 
 def stage_after(plan: Plan, last: str, rank: int = 0, chunk: int = 0) -> StageGraph:

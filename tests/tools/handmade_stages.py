@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.lowering import Lowering
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.parameters import LocalParameter
@@ -23,6 +24,7 @@ from passes.types.types import I
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
+from planner.model_owner import ModelOwner
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import ParameterPlan
@@ -181,18 +183,19 @@ def build_plan(
         collectives=(),
         stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
         schedule=SchedulePlan(kind, spec.num_microbatches, tuple(tuple(map(tuple, o)) for o in schedule.orders)),
-        decisions=_decisions(model, mesh),
+        decisions=_decisions(mesh),
         shards=_shards(model, mesh, spec),
+        owner=ModelOwner(model),
     )
 
 
-def _decisions(model: Model, mesh: Mesh) -> Decisions:
+def _decisions(mesh: Mesh) -> Decisions:
     """Nothing was captured: the stages are made by hand."""
     nothing: Any = None
     graph = fx.Graph()
     graph.output(())
     program = Program(fx.GraphModule(nn.Module(), graph), {}, {}, {}, {}, {}, {}, "")
-    return Decisions(program, nothing, nothing, nothing, nothing, mesh, 1234, model)
+    return Decisions(Lowering(program, nothing, nothing, mesh), nothing, nothing, mesh, 1234)
 
 
 def _shards(model: Model, mesh: Mesh, spec: Spec) -> Shards:
@@ -225,7 +228,7 @@ def _stages_of(name: str, num_stages: int) -> tuple[int, ...]:
 
 
 def _stage(plan: Plan, index: int, chunk: int) -> StageModule:
-    model, num_stages, micro = plan.decisions.model, plan.mesh.pp * plan.mesh.vpp, plan.spec["batch"]["micro"]
+    model, num_stages, micro = plan.model, plan.mesh.pp * plan.mesh.vpp, plan.spec["batch"]["micro"]
     first, last = index == 0, index == num_stages - 1
     kind = Only if first and last else First if first else Last if last else Middle
     module = kind(model, index, num_stages)

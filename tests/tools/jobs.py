@@ -191,7 +191,7 @@ def bad_batch(plan: Any, batches: Batches, change: str) -> str:
 
 def plan_for_another_world(plan: Any, batches: Batches, mesh: dict[str, int]) -> str:
     """A plan for another number of ranks than were started."""
-    other = planner.plan(plan.decisions.model, {**plan.spec, "mesh": mesh})
+    other = planner.plan(plan.model, {**plan.spec, "mesh": mesh})
     return error_of(lambda: Engine(other, timeout_seconds=HANG_SECONDS))
 
 

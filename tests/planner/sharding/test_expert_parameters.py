@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from passes.blocks.blocks import find_blocks
+from passes.lowering import Lowering
 from passes.moe.find import find_experts
 from passes.moe.parts import ExpertPart
 from passes.partition.loss.shares import share_loss
@@ -62,7 +63,8 @@ def looped(ep: int, dp: int, etp: int = 1) -> tuple[Decisions, Shards]:
     blocks = find_blocks(program)
     placements, stages = decide_placements(program, blocks, 1), assign_stages(program, blocks, 1, 1, "auto")
     found = find_experts(program)
-    decisions = Decisions(program, blocks, placements, stages, terms, mesh, 0, experts=found)
+    lowering = Lowering(program, placements, stages, mesh, found, denominators=tuple(terms.denominators))
+    decisions = Decisions(lowering, blocks, terms, mesh, 0)
     spec = Spec.load(spec_of({"dp": dp, "ep": ep}, experts.LENGTH, experts.VOCABULARY))
     return decisions, decide_shards(spec, decisions)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner import Plan
+from planner.decisions import Decisions
 from planner.files.allowed import NotAllowed
 from planner.files.sealed import seal, unseal
 from planner.files.values import Reader, Unstorable, Writer
 from planner.lower import passes_text
-from planner.stored.plan_file import FORM
+from planner.stored.plan_file import DECIDED, FORM
 from runtime import Engine
 from runtime.same_code import identity
 from tests.models.plannable import MODELS, build, spec_of
@@ -55,6 +57,16 @@ def test_a_loaded_plan_is_lowered_as_the_saved_one(name: str, tmp_path: Path) ->
     assert (found, found.hash()) == (made, made.hash())
     assert lowered(found) == lowered(made)
     assert identity(found) == identity(made)
+
+
+def test_what_only_forecasts_read_is_loaded_too(tmp_path: Path) -> None:
+    made = planned("mixtral", mesh={"ep": 2, "dp": 2}, experts={"imbalance": 1.5})
+    made.save(tmp_path / "plan.pt")
+    found = Plan.load(tmp_path / "plan.pt")
+    assert [f.name for f in fields(Decisions)] == list(DECIDED)
+    assert found.to_run()[0].fullest == made.to_run()[0].fullest == 1.5
+    assert found.evaluation_memory() == made.evaluation_memory()
+    assert found.to_run()[0].lowering.options == made.to_run()[0].lowering.options
 
 
 # ---- training

@@ -28,7 +28,7 @@ def lab() -> Lab:
 
 def audited(decided: Any, batches: list[dict[str, Tensor]], local: bool) -> tuple[list[float], str, float]:
     """Losses of audited steps; then what each rank says where rank 0's module computes otherwise; and a step after."""
-    model, rank = decided.decisions.model, torch.distributed.get_rank()
+    model, rank = decided.model, torch.distributed.get_rank()
     with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         size = len(next(iter(batches[0].values()))) // engine.mesh.dp_size
         rows = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size) if local else slice(None)

@@ -154,7 +154,7 @@ def test_an_adapter_of_another_base_or_config_is_one_error(
     given = changed(saved, tmp_path, **settings)
 
     def load(engine: Engine) -> None:
-        engine.plan.decisions.hub.adapted.module.peft_config["default"].base_model_name_or_path = "someone/base"
+        engine.plan.hub.adapted.module.peft_config["default"].base_model_name_or_path = "someone/base"
         engine.load_adapters(given)
 
     assert words in refusal("lora", load)

@@ -157,9 +157,10 @@ def test_a_compiled_model_is_planned_as_if_it_were_not(case: str) -> None:
 
 def test_the_models_own_tensors_are_found_by_its_own_names() -> None:
     model = wrapped()
-    decisions = decisions_of(plan(model, SPEC))
-    decisions.release()
-    held = decisions.model
+    planned = plan(model, SPEC)
+    assert planned.owner is not None
+    planned.owner.release()
+    held = planned.model
     assert held is not None
     assert dict(held.named_parameters())["blocks.1.up.weight"] is model.blocks[1].up.weight
     model.blocks[0] = torch.compile(Block())  # pyright: ignore
@@ -205,7 +206,7 @@ def test_weights_load_by_the_names_of_wrappers_too() -> None:
         plain_name("blocks.0._orig_mod.up.weight") == plain_name("_orig_mod.blocks.0.up.weight") == "blocks.0.up.weight"
     )
     assert plain_name("not_orig_mod.up") == "not_orig_mod.up"
-    hub = decisions_of(plan(wrapped(), SPEC)).hub
+    hub = plan(wrapped(), SPEC).hub
     converted = hub.converted({name: value.shape for name, value in wrapped().state_dict().items()})
     assert set(match_names(converted.made, set(Model().state_dict()))) == set(Model().state_dict())
 

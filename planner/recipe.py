@@ -1,0 +1,114 @@
+"""From a canonical program and the sizes of a mesh to Decisions: the one recipe, of a plan and of each cut of a search.
+
+opened       the sequence cut over cp, the layers of experts opened for ep and etp
+decide_cut   types over tp, stages, and all else that the passes read
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from passes.blocks.blocks import Blocks, find_blocks
+from passes.lowering import Lowering
+from passes.moe.dropped_rows import check_places
+from passes.moe.find import find_experts
+from passes.moe.layers import Experts
+from passes.moe.open import open_experts
+from passes.partition.sequence.cut import cut_sequence
+from passes.partition.sequence.facts import Context
+from passes.partition.sequence.own_keys import keep_own_keys
+from passes.program.program import Program
+from planner.captured import Prepared
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import nodes_of_experts
+from planner.decisions import Decisions
+from planner.lengths import Held
+from planner.mesh import Mesh
+from planner.pipeline.stages import assign_stages
+from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
+from planner.placement.decide import decide_placements
+from planner.placement.overrides.kinds import kinds_by_override
+from planner.placement.uncut import check_something_is_cut
+from planner.slow_steps import shown_if_slow
+from planner.spec.spec import Spec
+from planner.updates.rules import UpdateRules
+
+
+class Opened(NamedTuple):
+    """``is_changed``: the calls of ``program`` are others than those of the model."""
+
+    program: Program
+    context: Context
+    experts: Experts
+    is_changed: bool
+
+
+def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) -> Opened:
+    """``program``, rewritten for the cp, ep and etp of ``mesh``. Raises PlanError."""
+    found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
+    with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
+        context = cut_sequence(program, mesh.cp, found)
+        keep_own_keys(program, context, mesh.tp)
+    nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
+    experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
+    check_places(program)
+    return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != found)
+
+
+def blocks_of(program: Program, spec: Spec) -> Blocks:
+    """The repeated blocks, told apart by what overrides say of them."""
+    with shown_if_slow("finding the repeated blocks"):
+        return kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
+
+
+def decide_cut(
+    of: Opened,
+    blocks: Blocks,
+    prepared: Prepared,
+    spec: Spec,
+    mesh: Mesh,
+    *,
+    rules: UpdateRules,
+    cluster: Cluster | None,
+    held: Held | None = None,
+) -> tuple[Decisions, tuple[AttentionSite, ...]]:
+    """``held``: what the plan of another length has decided. Raises PlanError, for a tp that cuts nothing too."""
+    program, asked = of.program, spec.tensor_parallel
+    with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
+        placements = decide_placements(
+            program,
+            blocks,
+            mesh.tp,
+            dict(asked.overrides),
+            sequence_parallel=asked.sequence_parallel is True,
+            vocabulary_multiple=asked.vocabulary_multiple,
+            etp=mesh.etp,
+            held=None if held is None else held.placements,
+        )
+    sites = attention_sites(program, blocks, placements)
+    check_attention(program, placements, sites)
+    check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
+    sizes = () if held is None else held.sizes
+    lowering = Lowering(
+        program,
+        placements,
+        assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold, sizes=sizes),
+        mesh,
+        of.experts,
+        prepared.documents,
+        tuple(prepared.terms.denominators),
+        spec.options(cp=mesh.cp),
+    )
+    decisions = Decisions(
+        lowering,
+        blocks,
+        prepared.terms,
+        mesh,
+        spec.seed,
+        of.context,
+        rules,
+        on_gpu=cluster is not None and cluster.device.is_gpu,
+        cudnn=cluster is not None and cluster.device.cudnn_attention,
+        imbalance=spec.experts.imbalance or 1.0,
+    )
+    return decisions, sites
