@@ -137,6 +137,15 @@ class Plan(Tables):
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
         return describe(self, full=full)
 
+    def why(self, name: str) -> str:
+        """What the sharding of a parameter (a dotted name, or a glob) costs in each style, and why some are not
+        possible. Raises PlanError for a name of none, and for a plan loaded from JSON.
+        """
+        from planner.report.alternatives import why  # a rank with a saved plan asks nothing
+        from planner.report.text import sections_text
+
+        return sections_text(why(self, name))
+
     def _repr_html_(self) -> str:
         """A notebook shows the tables of ``describe``."""
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'

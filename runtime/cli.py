@@ -20,6 +20,7 @@ from planner.cli import (
     app,
     format_plan,
     show_plan,
+    show_sections,
     title_of,
     write_text,
 )
@@ -62,6 +63,13 @@ def plan_command(
         typer.Option("--passes", help="Print the changes of each pass in the graphs of one rank, instead of the plan."),
     ] = False,
     rank: Annotated[int | None, typer.Option(metavar="N", help="Rank for --passes; default: 0.")] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print the cost of each way to shard one parameter (a dotted name, or a glob), instead of the plan.",
+        ),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(metavar="N", help="Of several lengths, the one to print; default: the greatest.")
     ] = None,
@@ -75,7 +83,7 @@ def plan_command(
     from planner.spec.spec import Spec
 
     model = named(model, peft)
-    _check_options(format, passes, rank, output)
+    _check_options(format, passes, rank, output, why)
     if length is not None and format is PlanFormat.pt:
         fix = "leave out --length: the file has all lengths"
         raise PlanError("--length selects tables to print", where="--length", fix=fix)
@@ -88,6 +96,10 @@ def plan_command(
         from planner.lower import passes_text
 
         write_text(passes_text(result, rank or 0, full=full), output)
+    elif why is not None:
+        from planner.report.alternatives import why as sections_of
+
+        show_sections(sections_of(result, why), output)
     elif format is PlanFormat.table and output is None:
         show_plan(result, full=full)
     elif format is PlanFormat.pt and output is not None:
@@ -96,7 +108,7 @@ def plan_command(
         write_text(format_plan(result, format, full=full, title=title_of(model, spec)), output)
 
 
-def _check_options(format: PlanFormat, passes: bool, rank: int | None, output: Any) -> None:
+def _check_options(format: PlanFormat, passes: bool, rank: int | None, output: Any, why: str | None) -> None:
     """An option that would have no effect is an error."""
     if format is PlanFormat.pt and (output is None or output.suffix != ".pt"):
         raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
@@ -106,6 +118,9 @@ def _check_options(format: PlanFormat, passes: bool, rank: int | None, output: A
             where="--rank",
             fix="add --passes, or remove --rank",
         )
+    if why is not None and (passes or format is not PlanFormat.table):
+        fix = "leave out --passes and --format, or --why"
+        raise PlanError("--why prints tables of one parameter, and nothing else", where="--why", fix=fix)
     if passes and format is not PlanFormat.table:
         raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
 

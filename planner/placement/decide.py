@@ -1,10 +1,14 @@
-"""Decide the type of every value over tp: one block of each kind by exact minimal cost, stamped on its copies."""
+"""Decide the type of every value over tp: one block of each kind by exact minimal cost, stamped on its copies.
+
+``posed`` is the problem, ``decide_placements`` its cheapest solution; ``planner.placement.alternatives`` solves it
+again with one parameter held.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -18,9 +22,9 @@ from passes.program.source_lines import where_of
 from passes.rules.flops import node_flops
 from passes.types.types import Placement, evenly
 from planner.placement.candidates import Candidates
-from planner.placement.overrides.kinds import asked_of
+from planner.placement.overrides.kinds import Asked, asked_of
 from planner.placement.overrides.styles import Overrides
-from planner.placement.solve import Costs, Edge, Weights, solve
+from planner.placement.solve import Costs, Edge, Solution, Weights, solve
 
 
 def decide_placements(
@@ -38,6 +42,54 @@ def decide_placements(
     decided.
 
     Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible."""
+    problem = posed(
+        program,
+        blocks,
+        tp,
+        overrides or {},
+        sequence_parallel=sequence_parallel,
+        vocabulary_multiple=vocabulary_multiple,
+        etp=etp,
+        held=held or {},
+    )
+    options, asked, rep = problem.solve().options, problem.asked, problem.representative
+    problem.wishes.check(options)
+    origins = {n: f"override {asked[n].pattern}" if n in asked else "solver" for n in rep}
+    styles = {name: wish.style for name, wish in asked.items()}
+    return Placements(tp, {n: options[rep[n]] for n in rep}, origins, styles, etp or tp)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One block of each kind: the options of its nodes, and their costs. ``representative``: of each node of the
+    program, in its order. ``asked``: by placeholder, the override that constrains it.
+    """
+
+    candidates: Candidates
+    costs: Costs
+    edges: Mapping[str, list[Edge]]
+    weights: Weights
+    representative: dict[str, str]
+    asked: dict[str, Asked]
+    wishes: Overrides
+
+    def solve(self) -> Solution:
+        return solve(self.candidates, self.costs, self.edges, self.weights)
+
+
+def posed(
+    program: Program,
+    blocks: Blocks,
+    tp: int,
+    overrides: Mapping[str, str],
+    *,
+    sequence_parallel: bool,
+    vocabulary_multiple: int,
+    etp: int | None,
+    held: Mapping[str, Placement],
+    freed: str = "",
+) -> Problem:
+    """``freed``: the representative of parameters that no override constrains. Raises PlanError."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     times = blocks.times_of_nodes(program)
@@ -50,18 +102,15 @@ def decide_placements(
         candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple, etp=etp)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
-    asked = asked_of(program, overrides or {}) if tp > 1 else {}
+    asked = asked_of(program, overrides) if tp > 1 else {}
+    asked = {name: wish for name, wish in asked.items() if rep[name] != freed}
     wishes = Overrides(program, candidates, asked)
     wishes.constrain()
-    _hold(program, candidates, held or {})
+    _hold(program, candidates, held)
     _keep_features_whole(program, blocks, rep, candidates)
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]
-    options = solve(candidates, costs, edges, weights)
-    wishes.check(options)
-    origins = {n.name: f"override {asked[n.name].pattern}" if n.name in asked else "solver" for n in nodes}
-    styles = {name: wish.style for name, wish in asked.items()}
-    return Placements(tp, {n.name: options[rep[n.name]] for n in nodes}, origins, styles, etp or tp)
+    return Problem(candidates, costs, edges, weights, rep, asked, wishes)
 
 
 def _edges(

@@ -89,10 +89,18 @@ class Costs:
     )  # (value, cut) along the sequence: re-sharding these is the plan
 
 
-def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> dict[str, Option]:
-    """The cheapest option of every representative node. ``edges``: "reader:position" → the values that feed it."""
+@dataclass(frozen=True)
+class Solution:
+    """The option of every representative node, and what all of them cost in the units of ``Weights``."""
+
+    options: dict[str, Option]
+    cost: float = 0.0
+
+
+def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> Solution:
+    """The cheapest options. ``edges``: "reader:position" → the values that feed it."""
     if max(candidates.sizes.values()) == 1 and (whole := _all_whole(candidates)) is not None:
-        return whole
+        return Solution(whole)
     return _Program(candidates, costs, edges, weights).solve()
 
 
@@ -120,13 +128,14 @@ class _Program:
         self.z: dict[tuple[Edge, Placement, Placement, bool], int] = {}
         self.num_readers = Counter(edge for found in edges.values() for edge in found)
 
-    def solve(self) -> dict[str, Option]:
+    def solve(self) -> Solution:
         for node in self.candidates.nodes:
             self._choose(node)
         for node in self.candidates.nodes:
             self._read(node)
         answer = self._run()
-        return {n.name: self._chosen(n, answer) for n in self.candidates.nodes}
+        options = {n.name: self._chosen(n, answer) for n in self.candidates.nodes}
+        return Solution(options, float(np.dot(self.objective, answer)))
 
     def _variable(self, cost: float, integral: bool) -> int:
         self.objective.append(cost)

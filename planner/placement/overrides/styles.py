@@ -58,8 +58,8 @@ class Overrides:
             kept = [o for o in options if self._fits(node, o, wish)]
             if not kept:
                 cuts = [o.out for o in options if o.out.is_sharded and not self._is_detour(node, o.out)]
-                possible = {s for cut in cuts for s in self._styles(node, cut)}
-                self._refuse(name, wish, self._obstacle(node, wish.style), possible)
+                possible = {s for cut in cuts for s in self.styles(node, cut)}
+                self._refuse(name, wish, self.obstacle(node, wish.style), possible)
             self.candidates.options[name] = kept
 
     def check(self, options: Mapping[str, Option]) -> None:
@@ -82,19 +82,19 @@ class Overrides:
             return not option.out.is_sharded
         if self._is_vector(node) and self._follows(node.name, wish):
             return True
-        return option.out.is_sharded and wish.style in self._styles(node, option.out)
+        return option.out.is_sharded and wish.style in self.styles(node, option.out)
 
     def _follows(self, name: str, wish: Asked) -> bool:
         return (wish.pattern, self._module(name)) in self.followed
 
-    def _styles(self, node: fx.Node, cut: Placement) -> Iterator[str]:
+    def styles(self, node: fx.Node, cut: Placement) -> Iterator[str]:
         """The user's names of the cut, by its use in the readers; through calls on weights alone, such as reshapes."""
         for reader, position in self.candidates.reading(node):
             for option in self.candidates.options[reader.name]:
                 if option.args[position] != cut:
                     continue
                 if is_computed_weight(reader) and option.out.is_sharded:
-                    yield from self._styles(reader, option.out)
+                    yield from self.styles(reader, option.out)
                     continue
                 if _is_of_stack(node, option, reader, cut):
                     yield "expert"
@@ -108,7 +108,7 @@ class Overrides:
         reading, options = self.candidates.reading(node), self.candidates.options
         return all(o.detour for reader, i in reading for o in options[reader.name] if o.args[i] == cut)
 
-    def _obstacle(self, node: fx.Node, style: str) -> str:
+    def obstacle(self, node: fx.Node, style: str) -> str:
         shape = [int(n) for n in node.meta["val"].shape]
         if self._is_vector(node) and style in ("row", "expert"):
             return "it is a vector"

@@ -135,7 +135,7 @@ def cost_of(asked: Problem, weights: Weights, answer: Mapping[str, Option]) -> f
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_cheaper_than_the_answer(way: str, tp: int):
     asked = problem(way, tp)
-    answer = solve(asked.candidates, asked.costs, asked.edges, Weights())
+    answer = solve(asked.candidates, asked.costs, asked.edges, Weights()).options
     assert cost_of(asked, Weights(), answer) == pytest.approx(min(typings(asked, Weights())), abs=1e-5)
 
 
@@ -151,13 +151,13 @@ SIZE = st.floats(0.0, 20.0)
 )
 def test_nothing_is_cheaper_whatever_the_weights(way: str, weights: Weights):
     asked = problem(way, 2)
-    answer = solve(asked.candidates, asked.costs, asked.edges, weights)
+    answer = solve(asked.candidates, asked.costs, asked.edges, weights).options
     assert cost_of(asked, weights, answer) == pytest.approx(min(typings(asked, weights)), abs=1e-4)
 
 
 def test_an_mlp_is_cut_by_columns_then_rows():
     asked = problem("mlp", 2)
-    answer = solve(asked.candidates, asked.costs, asked.edges, Weights())
+    answer = solve(asked.candidates, asked.costs, asked.edges, Weights()).options
     lines = [f"{name}: {' '.join(map(str, o.args))} -> {o.out}   {o.form.value}" for name, o in answer.items()]
     assert_expected_inline(
         "\n".join(lines) + "\n",
@@ -183,14 +183,14 @@ def test_readers_of_one_value_pay_for_its_f_once():
     """Its f costs 1, and so does the sum at the end; with an f for each reader, computing all (2.5) is cheaper."""
     asked = problem("two readers of one f", 2)
     weights = Weights(flops=5.0, parameters=0.0, bytes=0.0, call=1.0, step=100.0, reshard=100.0)
-    answer = solve(asked.candidates, asked.costs, asked.edges, weights)
+    answer = solve(asked.candidates, asked.costs, asked.edges, weights).options
     assert [str(answer[name].out) for name in ("linear", "linear_2")] == ["V(1:16)", "V(1:16)"]
     assert cost_of(asked, weights, answer) == pytest.approx(min(typings(asked, weights)), abs=1e-3)
 
 
 def test_on_one_rank_every_value_is_the_same_on_all():
     asked = problem("mlp", 1)
-    answer = solve(asked.candidates, asked.costs, asked.edges, Weights())
+    answer = solve(asked.candidates, asked.costs, asked.edges, Weights()).options
     assert {str(p) for option in answer.values() for p in (*option.args, option.out)} == {"I"}
 
 
