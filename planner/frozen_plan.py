@@ -144,7 +144,7 @@ class Plan(Tables):
         from planner.report.alternatives import why  # a rank with a saved plan asks nothing
         from planner.report.text import sections_text
 
-        return sections_text(why(self, name))
+        return sections_text(why(self, self.to_run()[0], name))
 
     def _repr_html_(self) -> str:
         """A notebook shows the tables of ``describe``."""

@@ -99,7 +99,7 @@ def plan_command(
     elif why is not None:
         from planner.report.alternatives import why as sections_of
 
-        show_sections(sections_of(result, why), output)
+        show_sections(sections_of(result, result.to_run()[0], why), output)
     elif format is PlanFormat.table and output is None:
         show_plan(result, full=full)
     elif format is PlanFormat.pt and output is not None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from passes.errors import PlanError
-from planner.frozen_plan import Plan
+from planner.decisions import Decisions
 from planner.placement.alternatives import Alternative, alternatives
 from planner.placement.decide import posed
 from planner.report.section import Section
 from planner.spec.spec import Spec
+from planner.tables.tables import Tables
 
 COLUMNS = ("style", "cost", "compute", "weights", "exchanges", "reason")
 NOTE = (
@@ -22,9 +23,8 @@ NOTE = (
 MOST = 8  # kinds of parameters that one glob shows
 
 
-def why(plan: Plan, name: str) -> list[Section]:
+def why(tables: Tables, decisions: Decisions, name: str) -> list[Section]:
     """A table for each kind of parameter that ``name``, a dotted name or a glob, means. Raises PlanError."""
-    decisions, _ = plan.to_run()
     program, rep = decisions.program, decisions.blocks.representative
     meant = [node for node, fqn in program.parameters.items() if fqn == name or fnmatchcase(fqn, name)]
     if not meant:
@@ -32,14 +32,14 @@ def why(plan: Plan, name: str) -> list[Section]:
         fix = f"did you mean {near[0]}?" if near else "the model has no parameters"
         raise PlanError(f"the model has no parameter {name}", where="--why", fix=fix)
     alike = {rep.get(node, node): node for node in reversed(meant)}
-    sections = [_section(plan, node, first) for first, node in [*reversed(alike.items())][:MOST]]
+    sections = [_section(tables, decisions, node, first) for first, node in [*reversed(alike.items())][:MOST]]
     return [*sections[:-1], replace(sections[-1], note=NOTE)]
 
 
-def _section(plan: Plan, node: str, first: str) -> Section:
-    decisions, spec = plan.to_run()[0], Spec.load({**plan.spec, "cluster": None})
-    program, mesh, asked = decisions.program, decisions.mesh, spec.tensor_parallel
-    fqn, row = program.parameters[node], next(p for p in plan.parameters if p.name == program.parameters[node])
+def _section(tables: Tables, decisions: Decisions, node: str, first: str) -> Section:
+    asked = Spec.load({**tables.spec, "cluster": None}).tensor_parallel
+    program, mesh = decisions.program, decisions.mesh
+    fqn, row = program.parameters[node], next(p for p in tables.parameters if p.name == program.parameters[node])
     copies = sum(same == first for same in decisions.blocks.representative.values()) or 1
     title = f"{fqn} {list(row.shape)}, tp {mesh.tp}: {row.style}" + f", of {copies} alike" * (copies > 1)
     if mesh.tp == mesh.etp == 1 or not program.node(node).users:

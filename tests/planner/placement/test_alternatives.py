@@ -6,7 +6,8 @@ import pytest
 
 from passes.errors import PlanError
 from planner import Plan
-from planner.report.alternatives import why
+from planner.report.alternatives import why as sections_of
+from planner.report.section import Section
 from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
 
@@ -15,6 +16,10 @@ OVERRIDES = {"overrides": {"*.mlp.c_fc": "replicate"}, "vocabulary_multiple": 8}
 
 def planned(name: str, **keys: object) -> Plan:
     return plan_again(build(name), spec_of(name, **{"mesh": {"tp": 2}, **keys}))
+
+
+def why(made: Plan, name: str) -> list[Section]:
+    return sections_of(made, made.to_run()[0], name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
