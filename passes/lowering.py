@@ -1,4 +1,4 @@
-"""All that lowering reads of a model, as it was decided: the same for every rank.
+"""All that lowering reads of a model, once it is decided: the same for every rank.
 
 A key of the spec that changes how passes lower is one field of ``Options``, which the pass reads.
 """

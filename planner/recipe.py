@@ -56,7 +56,7 @@ def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) ->
 
 
 def blocks_of(program: Program, spec: Spec) -> Blocks:
-    """The repeated blocks, told apart by what overrides say of them."""
+    """The repeated blocks; those that overrides treat differently are of different kinds."""
     with shown_if_slow("finding the repeated blocks"):
         return kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
 
