@@ -32,6 +32,7 @@ from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import by_newest, check_writable, owned
 from runtime.compiled.compiler import check_compiler_here
 from runtime.cuda_graphs.choice import check_backend_here
+from runtime.data.stream import is_stream
 from runtime.distributed import early_server
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import RankError, launch
@@ -40,7 +41,7 @@ from runtime.distributed.same_options import require_same_options
 from runtime.distributed.this_host import check_host
 from runtime.report.step_row import StepRow
 from runtime.shared_plan import Planned, shared
-from runtime.training.data import check_roles, check_source, check_validation, run_data
+from runtime.training.data import check_roles, check_source, check_stream, check_validation, run_data
 from runtime.training.job import AUTO, OWN, PLACES, Job, Trained, check_saves, spec_of
 from runtime.training.loop import run_rank
 from runtime.training.outputs import check_outputs
@@ -103,7 +104,10 @@ def _checked(
     check_backend_here(spec)
     check_compiler_here(spec)
     check_source(job)
-    check_roles(spec)
+    if is_stream(job.data):
+        check_stream(job, spec)
+    else:
+        check_roles(spec)
     check_validation(job, spec)
     check_samples(job, spec)
     _check_directories(job)

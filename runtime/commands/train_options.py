@@ -27,9 +27,9 @@ class Reading:
     data: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PATH|stdlib",
-            help="Token file, text file or directory, or stdlib (Python's own source). Repeat as PATH=SHARE for a "
-            "mixture. Default: data.mixture of the spec.",
+            metavar="PATH|stdlib|FILE.py:FUNCTION",
+            help="Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that "
+            "gives a stream. Repeat as PATH=SHARE for a mixture. Default: data.mixture of the spec.",
         ),
     ] = None
     tokenizer: Annotated[

@@ -68,8 +68,8 @@ class TokenBatches:
         self, objective: Objective, inputs: Mapping[str, InputSpec], roles: Mapping[str, str], size: int, seed: int
     ) -> None:
         self.objective, self.roles, self.global_size, self.seed = objective, dict(roles), size, seed
-        self._dtypes = {name: getattr(torch, spec.dtype) for name, spec in inputs.items()}
-        self._check_first(inputs)
+        self._inputs = inputs
+        self.stacked([objective.sample(0, 0)])
 
     @property
     def num_samples(self) -> int:
@@ -98,10 +98,7 @@ class TokenBatches:
 
     def stacked(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
         """Each input as [samples, *shape]."""
-        return {
-            name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(self._dtypes[name])
-            for name, role in self.roles.items()
-        }
+        return stacked(samples, self.roles, self._inputs)
 
     def _indices(self, places: Sequence[int]) -> list[tuple[int, int]]:
         num_samples = self.objective.num_samples
@@ -116,16 +113,22 @@ class TokenBatches:
         }
         return [(epoch, next(found[epoch])) for epoch in epochs]
 
-    def _check_first(self, inputs: Mapping[str, InputSpec]) -> None:
-        """Raise PlanError for an input that the objective has nothing for."""
-        given = self.objective.sample(0, 0)
-        for name, role in self.roles.items():
-            if role not in given:
-                raise PlanError(
-                    f"the input {name!r} is fed by {role}, which this objective does not provide",
-                    where=f"inputs.{name}",
-                    fix=f"remove the input, or choose another data.objective; this one provides {', '.join(given)}",
-                )
+
+def stacked(
+    samples: Sequence[Mapping[str, np.ndarray]], roles: Mapping[str, str], inputs: Mapping[str, InputSpec]
+) -> dict[str, Tensor]:
+    """Each input as [samples, *shape]. Raises PlanError for an input that samples have nothing for."""
+    for name, role in roles.items():
+        if role not in samples[0]:
+            raise PlanError(
+                f"the input {name!r} is fed by {role}, which this objective does not provide",
+                where=f"inputs.{name}",
+                fix=f"remove the input, or choose another data.objective; this one provides {', '.join(samples[0])}",
+            )
+    return {
+        name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(getattr(torch, inputs[name].dtype))
+        for name, role in roles.items()
+    }
 
 
 def make_objective(

@@ -16,6 +16,7 @@ from runtime.data.batches import BatchLayout
 from runtime.data.buckets import BucketBatches, OfLength, batches_of, token_batches_in
 from runtime.data.reading import read_tokens
 from runtime.data.roles import length_of, roles_of
+from runtime.data.stream import is_stream, stream_function
 from runtime.data.text.sources import STDLIB, files_of
 from runtime.data.token_batches import OwnRows
 from runtime.data.token_file import check_content, is_token_file, read_header
@@ -32,10 +33,11 @@ _MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
 class RunData:
     """``validation``: None if the spec holds nothing out; ``validate_every``: steps between two, None for none.
 
-    ``identity``: goes with each save. ``told``: what was cut or left out of the training data.
+    ``identity``: goes with each save. ``told``: what was cut or left out of the training data. ``training``: None for a
+    stream.
     """
 
-    training: OfLength | BucketBatches
+    training: OfLength | BucketBatches | None
     validation: OfLength | BucketBatches | None
     identity: dict[str, Any]
     validate_every: int | None = None
@@ -55,6 +57,10 @@ class RunData:
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     """The data that ``job`` reads. Raises PlanError if the text does not serve it."""
+    if is_stream(job.data):
+        check_source(job)
+        check_stream(job, spec)
+        return RunData(None, None, {"data": job.data, "seed": spec.seed, "batch.global": spec.batch.global_size})
     texts = [read_tokens(source, job.tokenizer) for source in job.sources]
     for tokens in texts:
         _check_ids(tokens, spec, plan)
@@ -79,6 +85,9 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
 def steps_of(job: Job, epochs: float) -> int:
     """The steps in which every sample of the training data comes ``epochs`` times. Raises PlanError."""
     check_source(job)
+    if is_stream(job.data):
+        what = f"--epochs needs data of a known size, and {job.data} is a stream"
+        raise PlanError(what, where="--epochs", fix="give --steps; the end of the stream ends the training")
     spec = Spec.load(job.spec)
     texts = [split(read_tokens(source, job.tokenizer), spec.data.validation)[0] for source in job.sources]
     specs = [spec.at(place) for place in range(len(spec.lengths))] or [spec]
@@ -94,6 +103,14 @@ def check_validation(job: Job, spec: Spec) -> None:
         raise PlanError(
             "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
         )
+
+
+def check_stream(job: Job, spec: Spec) -> None:
+    """Raise PlanError for options and keys that a stream does not serve."""
+    for where, is_asked in (("--compare", job.compare), ("data.validation", bool(spec.data.validation))):
+        if is_asked:
+            what = f"{job.data} is a stream, which is read once, from its begin to its end"
+            raise PlanError(what, where=where, fix=f"leave out {where}")
 
 
 def check_roles(spec: Spec) -> None:
@@ -115,7 +132,12 @@ def check_source(job: Job) -> None:
     """Raise PlanError for a source that is not there, or a token file that is damaged: before anything takes long."""
     for source in job.sources:
         path = Path(source)
-        if source == STDLIB or not is_token_file(path):
+        if is_stream(source):
+            stream_function(source)
+            if job.mixture:
+                fix = "mix inside the function, and name it alone"
+                raise PlanError(f"{source} is a stream, which has no share", where="--data", fix=fix)
+        elif source == STDLIB or not is_token_file(path):
             files_of(source)
         elif read_header(path).num_bytes <= _MOST_CHECKED:
             check_content(path)

@@ -17,6 +17,7 @@ from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
 from runtime.checkpoint.model_files import FOLDER, model_files, told_of, write_files
 from runtime.data.prefetch import Prefetched
+from runtime.data.stream import Stream
 from runtime.data.token_batches import Batches, OwnRows
 from runtime.distributed.devices import launched
 from runtime.distributed.exchange_json import broadcast_json
@@ -39,6 +40,7 @@ from runtime.training.showing import Seen, Showing
 from runtime.verify.reference import OneProcess, with_values
 
 LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
+STREAM = "stream"  # its position, in the extra data of saves
 
 
 class _Run:
@@ -51,6 +53,7 @@ class _Run:
         self,
         engine: Engine,
         data: RunData,
+        rows: OwnRows | Stream,
         showing: Showing,
         stopping: Stopping,
         saves: RunSaves,
@@ -58,7 +61,7 @@ class _Run:
         profile: Profile | None,
     ) -> None:
         self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
-        self.saves, self.profile, self.rows = saves, profile, OwnRows(data.training, engine.layout)
+        self.saves, self.profile, self.rows = saves, profile, rows
         self.is_stopped = self.is_over = False
         self.validation_loss: float | None = None
         self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
@@ -71,12 +74,22 @@ class _Run:
         report = self.engine.train_step(batch, local=self.rows.is_local)
         if self.profile is not None:
             self.profile.after_step(self.engine.step_index)
-        alone = self.beside.train_step(self.data.training.batch(self.engine.step_index - 1)) if self.beside else None
+        alone = None
+        if self.beside is not None and self.data.training is not None:
+            alone = self.beside.train_step(self.data.training.batch(self.engine.step_index - 1))
         self.validation_loss = self._validated()
         place = self.engine.place_of(batch)
         seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss, place)
         self._waiting.append((batch, report, seen))
         self.show(self._lag)
+
+    def next_batch(self, batches: Batches) -> dict[str, Tensor] | None:
+        """The batch of the next step; None behind the end of a stream. The same call on every rank."""
+        step = self.engine.step_index
+        with self.showing.pace.making_batch():
+            if not isinstance(self.rows, Stream):
+                return batches.batch(step)
+            return self.rows.agreed(self.engine.groups, lambda: batches.batch(step))
 
     def _validated(self) -> float | None:
         """The validation loss, by the running mean of the weights if there is one. None after most steps."""
@@ -129,8 +142,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
     made.model = model = None
     data = run_data(job, spec, decided)
-    if leads and data.told:
-        print("\n".join(data.told), file=sys.stderr, flush=True)
+    _say("\n".join(data.told), leads=leads)
     showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
     profile = _profile_of(job, decided, spec, leads=leads)
     with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
@@ -147,21 +159,23 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
             engine.load_pretrained(weights)
         if save is None and (trained := adapter_directory(job.model)) is not None:
             engine.load_adapters(trained)
-        if save is None and weights is None and job.plan is not None and leads:
-            print(FRESH, file=sys.stderr, flush=True)
+        if save is None and weights is None and job.plan is not None:
+            _say(FRESH, leads=leads)
         # after the engine has taken its weights: the one process trains the model itself
         one = None if alone is None else OneProcess(alone, spec, None, decided.parameters)
-        beside = None if one is None else _caught_up(one, data.training, engine.step_index)
+        beside = None if one is None or data.training is None else _caught_up(one, data.training, engine.step_index)
         if profile is not None:
             profile.attach(engine)
         with showing.from_step(engine.step_index), Stopping() as stopping:
-            run = _Run(engine, data, showing, stopping, saves, beside, profile)
+            rows = _rows_of(job, spec, data, engine, saves)
+            run = _Run(engine, data, rows, showing, stopping, saves, beside, profile)
             ahead = Prefetched(run.rows, engine.step_index, job.num_steps)
             try:
                 with ahead as batches:
                     while engine.step_index < job.num_steps and not (run.is_stopped or run.is_over or best.is_over):
-                        with showing.pace.making_batch():
-                            batch = batches.batch(engine.step_index)
+                        if (batch := run.next_batch(batches)) is None:
+                            _say(f"{job.data} has ended: training ends after step {engine.step_index}", leads=leads)
+                            break
                         run.step(batch)
                         samples.after_step(engine)
                         best.see(run.validation_loss)
@@ -182,13 +196,28 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     return Trained(showing.rows, stopped)
 
 
+def _rows_of(job: Job, spec: Spec, data: RunData, engine: Engine, saves: RunSaves) -> OwnRows | Stream:
+    """The rows of this rank. Raises PlanError for a stream that cannot go on where the save of a resume is."""
+    if data.training is not None:
+        return OwnRows(data.training, engine.layout)
+    stream = Stream(job.data, spec, engine.layout, keeps=job.save is not None)
+    stream.go_on(saves.taken.get(STREAM))
+    _say(stream.told, leads=engine.groups.rank == 0)
+    saves.position = lambda: {STREAM: stream.saved(engine.groups, engine.step_index)}
+    return stream
+
+
+def _say(text: str, *, leads: bool) -> None:
+    if leads and text:
+        print(text, file=sys.stderr, flush=True)
+
+
 def _write_files(job: Job) -> None:
     """Tokenizer and configs, into every directory that the run has written."""
     files = model_files(job.model.partition(OPTION)[0], job.sources)
     for directory in filter(None, (job.save_adapters, job.save_merged)):
         write_files(files, Path(directory))
-        if told := told_of(files, directory):
-            print(told, file=sys.stderr, flush=True)
+        _say(told_of(files, directory), leads=True)
 
 
 def _profile_of(job: Job, decided: Plan, spec: Spec, *, leads: bool) -> Profile | None:

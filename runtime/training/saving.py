@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,13 +40,14 @@ class _Origin:
 class RunSaves:
     """Saves of one run. Owns, on rank 0, the right to write to their directory.
 
-    ``extra``: stored in each save, and compared when a run resumes from it. If a save fails, it is reported and the
-    training continues; the last one must be good.
+    ``extra``: stored in each save, and compared when a run resumes from it; ``position``: gives more to store. If a
+    save fails, it is reported and the training continues; the last one must be good.
     """
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
+        self.position: Callable[[], dict[str, Any]] = dict  # of a stream
         self.taken: dict[str, Any] = {}  # the extra data of the save from which the run resumes
         self.is_asked = False  # for a save after this step
         self._saved: int | None = None
@@ -79,7 +80,7 @@ class RunSaves:
             return
         self._await()
         if self._saved != self.engine.step_index:
-            self.engine.save(self.job.save, extra=self.extra)
+            self.engine.save(self.job.save, extra=self.extra | self.position())
         self._prune()
         self._say(f"saved step {self.engine.step_index} in {self.job.save}")
 
@@ -167,7 +168,7 @@ class RunSaves:
         self._await()
         self._prune()
         try:
-            self.engine.save(self.job.save, wait=False, extra=self.extra)
+            self.engine.save(self.job.save, wait=False, extra=self.extra | self.position())
         except PlanError as error:
             self._warn(self.engine.step_index, error)
         else:

@@ -16,7 +16,7 @@ the sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -54,44 +54,51 @@ class PackedDocuments:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         first = int(self._bounds[index - 1]) if index else 0
-        found = {role: np.full(self.length, NOTHING) for role in ("next_tokens", "labels")}
-        found["tokens"] = np.full(self.length, self._padding)
-        for role in ("positions", "documents", "attention_mask"):
-            found[role] = np.zeros(self.length, np.int64)
-        at, number = 0, 0
-        for number, piece in enumerate(range(first, int(self._bounds[index])), 1):
-            at = self._put(found, at, number - 1, piece)
-        found["positions"][at:] = np.arange(self.length - at)
-        found["documents"][at:] = number
-        found["segments"] = np.zeros(self.length, np.int64)
-        return found | dict(self._more(found["documents"]))
+        pieces = [self.pieces.of(piece) for piece in range(first, int(self._bounds[index]))]
+        return packed(pieces, self.length, self._padding, self._roles)
 
-    def _more(self, documents: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """What is large, or has a size of its own: if the model reads it."""
-        if "document_mask" in self._roles:
-            yield "document_mask", np.tril(documents[:, None] == documents[None, :])[None]
-        if "cu_seqlens" in self._roles:
-            ends = np.flatnonzero(np.diff(documents)) + 1
-            found = np.full(self._roles["cu_seqlens"], self.length)
-            found[: len(ends) + 1] = [0, *ends]
-            yield "cu_seqlens", found
 
-    def _put(self, found: Mapping[str, np.ndarray], at: int, number: int, piece: int) -> int:
-        """One piece, from ``at`` on; returns its end."""
-        ids, is_label = self.pieces.of(piece)
-        labels, size = np.where(is_label, ids, NOTHING)[1:], len(ids)
-        here = slice(at, at + size)
-        found["tokens"][here], found["labels"][at + 1 : at + size] = ids, labels
-        found["next_tokens"][at : at + size - 1] = labels
-        found["positions"][here], found["documents"][here] = np.arange(size), number
-        found["attention_mask"][here] = 1
-        return at + size
+def packed(
+    pieces: Sequence[tuple[np.ndarray, np.ndarray]], length: int, padding: int, roles: Roles
+) -> dict[str, np.ndarray]:
+    """The roles of a sequence. ``pieces``: ids and whether each is a label. ``roles``: which large ones are read."""
+    found = {role: np.full(length, NOTHING) for role in ("next_tokens", "labels")}
+    found["tokens"] = np.full(length, padding)
+    for role in ("positions", "segments", "attention_mask"):
+        found[role] = np.zeros(length, np.int64)
+    found["documents"], at = np.full(length, len(pieces)), 0
+    for number, (ids, is_label) in enumerate(pieces):
+        stop, labels = at + len(ids), np.where(is_label, ids, NOTHING)[1:]
+        found["tokens"][at:stop], found["labels"][at + 1 : stop] = ids, labels
+        found["next_tokens"][at : stop - 1] = labels
+        found["positions"][at:stop], found["documents"][at:stop] = np.arange(len(ids)), number
+        found["attention_mask"][at:stop] = 1
+        at = stop
+    found["positions"][at:] = np.arange(length - at)
+    return found | dict(_more(found["documents"], roles))
+
+
+def _more(documents: np.ndarray, roles: Roles) -> Iterator[tuple[str, np.ndarray]]:
+    """What is large, or has a size of its own: if the model reads it."""
+    if "document_mask" in roles:
+        yield "document_mask", np.tril(documents[:, None] == documents[None, :])[None]
+    if "cu_seqlens" in roles:
+        ends = np.flatnonzero(np.diff(documents)) + 1
+        found = np.full(roles["cu_seqlens"], len(documents))
+        found[: len(ends) + 1] = [0, *ends]
+        yield "cu_seqlens", found
 
 
 def packed_documents(
     tokens: Tokens, length: int, data: DataSpec, roles: Roles, within: Within = ALL
 ) -> PackedDocuments:
     """``roles``: those that the model reads, one of which names documents. Raises PlanError if they do not serve."""
+    check_packed(roles)
+    return PackedDocuments(tokens, length, data, within, roles)
+
+
+def check_packed(roles: Roles) -> None:
+    """Raise PlanError for roles that cannot tell documents apart."""
     if "cu_seqlens" in roles and roles["cu_seqlens"][0] < 3:
         what = f"cu_seqlens has {roles['cu_seqlens'][0]} numbers: none is left for the end of a document"
         raise PlanError(what, where="inputs", fix="give it two more than documents in a sequence, at most")
@@ -102,7 +109,6 @@ def packed_documents(
             where="data.packing",
             fix="remove the input attention_mask",
         )
-    return PackedDocuments(tokens, length, data, within, roles)
 
 
 def fill(sizes: np.ndarray, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:

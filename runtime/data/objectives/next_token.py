@@ -68,7 +68,7 @@ class Alone:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         ids, is_label = self.pieces.of(index)
-        return _roles(ids, self.length, self._padding, is_label)
+        return padded(ids, self.length, self._padding, is_label)
 
 
 class Packed:
@@ -80,10 +80,10 @@ class Packed:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         start = index * self.length
-        return _roles(self.tokens.ids[start : start + self.length + 1].astype(np.int64), self.length, 0)
+        return padded(self.tokens.ids[start : start + self.length + 1].astype(np.int64), self.length, 0)
 
 
-def _roles(
+def padded(
     window: np.ndarray, length: int, padding: int, is_label: np.ndarray | Literal[True] = True
 ) -> dict[str, np.ndarray]:
     """The roles of a window [up to length + 1], padded; padding counts nowhere."""
