@@ -135,7 +135,8 @@ def test_a_resume_at_any_step_gives_the_same_rest_and_no_token_comes_twice(
     tokens = [i for batch in found for i in batch["input_ids"].flatten().tolist() if i]
     assert len(tokens) == len(set(tokens))
     if packing == "documents":  # nothing is lost but the last step
-        assert sorted(tokens) == sorted(i for ids in items for i in ids)[: len(tokens)]
+        pieces = [ids[k : k + LENGTH] for ids in items for k in range(0, len(ids), LENGTH)]
+        assert sorted(tokens) == [i for piece in pieces if len(piece) > 1 for i in piece][: len(tokens)]
     if position is not None:
         again = rest(stream(folder, KINDS[kind], items, saved={"positions": [position]}, packing=packing), at)
         assert [{n: v.tolist() for n, v in b.items()} for b in again] == [
