@@ -98,7 +98,7 @@ def packed_documents(
 
 
 def check_packed(roles: Roles) -> None:
-    """Raise PlanError for roles that cannot tell documents apart."""
+    """Raise PlanError for roles that do not name documents."""
     if "cu_seqlens" in roles and roles["cu_seqlens"][0] < 3:
         what = f"cu_seqlens has {roles['cu_seqlens'][0]} numbers: none is left for the end of a document"
         raise PlanError(what, where="inputs", fix="give it two more than documents in a sequence, at most")
