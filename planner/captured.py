@@ -37,6 +37,7 @@ from planner.capture.own_loss.functions import loss_function
 from planner.capture.own_loss.with_loss import apply_loss
 from planner.capture.real_forward import refuse_another_forward
 from planner.documents import check_documents
+from planner.forms import Forms
 from planner.named_code import is_named
 from planner.slow_steps import shown_if_slow
 from planner.spec.fields import AUTO
@@ -64,6 +65,7 @@ class Captured:
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier | None = None  # captures of the model at other lengths
+    forms: Forms = ()  # of the inputs that the model takes in other forms than rows
     apart: list[Mapping[str, str]] = field(default_factory=list)  # data.inputs by which documents were found apart
 
     @property
@@ -116,7 +118,7 @@ class Captured:
             return self.program()
 
     def _of(self, inputs: Mapping[str, Tensor]) -> Program:
-        module, loss = apply_loss(self.model, self.loss)
+        module, loss = apply_loss(self.model, self.loss, self.forms)
         return capture(
             module, inputs, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True, earlier=self.earlier
         )
@@ -135,7 +137,8 @@ class Captured:
             what = f"the loss function {self.loss} has changed since the model was captured"
             raise PlanError(what, where="loss", fix="capture the model again")
         if self.dtype is None:  # weights may be others: the check that reads their values is made again
-            refuse_another_forward(apply_loss(self.model, self.loss)[0], self._example, self._programs[1])
+            module = apply_loss(self.model, self.loss, self.forms)[0]
+            refuse_another_forward(module, self._example, self._programs[1])
 
     def check_spec(self, spec: Spec, inputs: Mapping[str, Tensor]) -> None:
         """Raise PlanError if ``spec``, with microbatches like ``inputs``, needs another capture."""
@@ -146,6 +149,9 @@ class Captured:
             )
         for name, value in self._example.items():
             self._check_input(name, inputs[name], value)
+        if spec.inputs and spec.forms != self.forms:
+            what = "the model was captured with inputs of other values, or joined in another way"
+            raise PlanError(what, where="inputs", fix=_AGAIN)
         if spec.loss != self.loss:
             what = f"the model was captured with loss: {_loss(self.loss)}; the spec has {_loss(spec.loss)}"
             raise PlanError(what, where="loss", fix=f"{_AGAIN}, or set loss: {_loss(self.loss)}")
@@ -183,10 +189,11 @@ def capture_model(
     PlanError."""
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
-        module, loss = apply_loss(uncompiled(model), spec.loss)
+        module, loss = apply_loss(uncompiled(model), spec.loss, spec.forms)
         program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec), earlier=earlier)
     seconds = time.perf_counter() - start
-    return Captured(unwrapped(model), spec.loss, dtype_of(spec), seconds, dict(inputs), {1: program}, earlier=earlier)
+    kept = dict(inputs), {1: program}
+    return Captured(unwrapped(model), spec.loss, dtype_of(spec), seconds, *kept, earlier=earlier, forms=spec.forms)
 
 
 def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared:
@@ -224,7 +231,8 @@ def _made(spec: Spec) -> dict[str, Tensor]:
 
 
 def _checked(spec: Spec, example_inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The caller's example, if it is one microbatch."""
+    """The caller's example in rows, if it is one microbatch."""
+    example_inputs = spec.in_rows(example_inputs)
     for name, value in example_inputs.items():
         if not isinstance(value, Tensor):
             raise PlanError(

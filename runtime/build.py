@@ -195,7 +195,8 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
     assumptions = tuple(decisions.program.assumptions)
     lengths = tuple(row.length for row in plan.lengths)
-    return BatchLayout(inputs, *sizes, groups.dp_rank, computed, decisions.id_ranges, assumptions, lengths)
+    told = computed, decisions.id_ranges, assumptions, lengths, spec.forms
+    return BatchLayout(inputs, *sizes, groups.dp_rank, *told)
 
 
 def _optimizer(

@@ -123,6 +123,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         """
         need_training(self.mode, "train_step")
         self._need_own_weights("train_step")
+        batch = self.layout.in_rows(batch)
         if self._audit is not None and self._audit.is_due(self.step_index):
             self._audit.judge(self.step_index, *self._audited(self._audit, self._planned(batch), local))
         return self._train_step(batch, local, loss)
@@ -147,6 +148,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         """
         need_training(self.mode, "forward_backward")
         self._need_own_weights("forward_backward")
+        batch = self.layout.in_rows(batch)
         batch, outside = self._outside(batch, loss)
         self._loss = self._forward_backward(batch, local, outside)
         self._activity.off(GRADIENTS)
@@ -184,6 +186,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         index = max(0, self.step_index - 1) if step is None else step
         self._ready()
         self._gradients_ready = False
+        batch = self.layout.in_rows(batch)
         variant = self._turn_to(batch, local)
         given = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
         self._count_sums(variant, given)
@@ -203,6 +206,9 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
         in rounds of the planned number. Raises PlanError for another loss.
         """
+        return self._evaluate(self.layout.in_rows(batch), local)
+
+    def _evaluate(self, batch: Mapping[str, Tensor], local: bool) -> float:
         self._ready()
         variant = self._variants.of(batch, local=local, any_number=True)
         rounds = variant.rounds.of(batch, local=local)
@@ -216,7 +222,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
-        return self._variants.place_of(batch)
+        return self._variants.place_of(self.layout.in_rows(batch))
 
     def capture_graphs(self) -> None:
         """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
@@ -285,7 +291,7 @@ class Engine(EngineGeneration, EngineLoss, EngineStream):
         variant = self._variants.of(batch, local=local)
         variant.intake.check(batch, local=local)
         sample = audit.sample(batch, variant.layout, self.step_index, local=local)
-        loss = self.evaluate(sample.repeated)
+        loss = self._evaluate(sample.repeated, local=False)
         audit.check_memory()
         own, allowed = audit.compare(sample, variant.layout, loss, self.gather_parameters(), self._kept.buffers)
         return sample, loss, own, allowed

@@ -40,6 +40,7 @@ class EngineLoss:
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
+        batch = self.layout.in_rows(batch)
         variant = self._variants.of(batch, local=False, any_number=True)
         rounds = variant.rounds.of(batch, local=False, scored=True)
         found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
@@ -47,7 +48,7 @@ class EngineLoss:
 
     def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
         """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
-        return self._variants.of(batch, local=False, any_number=True).scoring.executor
+        return self._variants.of(self.layout.in_rows(batch), local=False, any_number=True).scoring.executor
 
     def log_probs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and

@@ -137,6 +137,7 @@ OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/memory/test_imbalance.py
     "data.mean_document",  # tests/planner/tables/test_documents.py
 ]
+OF_FORMS = ["inputs.joined", "inputs.batch_dim", "inputs.value"]  # tests/planner/test_forms.py
 OF_LENGTHS = ["batch.tokens"]  # tests/numeric/test_lengths.py
 OF_LOSSES = ["batch.statistics"]  # tests/numeric/test_global_sums.py
 OF_UNKNOWN_OPS = ["tensor_parallel.infer_rules"]  # tests/planner/capture/test_inferred_rules.py
@@ -206,6 +207,7 @@ def test_every_key_has_a_case():
         *OF_AUDITS,
         *OF_UPDATE_RULES,
         *OF_FORECASTS,
+        *OF_FORMS,
         *OF_LENGTHS,
         *OF_LOSSES,
         *OF_UNKNOWN_OPS,

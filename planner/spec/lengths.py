@@ -13,9 +13,7 @@ from math import prod
 from typing import Any
 
 from passes.errors import PlanError, SpecError
-from planner.spec.sections import BatchSpec, InputSpec
-
-Shape = tuple[int, ...]
+from planner.spec.sections import BatchSpec, InputSpec, sizes_of
 
 
 def lists_of(inputs: Mapping[str, InputSpec]) -> dict[str, tuple[int, ...]]:
@@ -35,11 +33,13 @@ def lengths_of(inputs: Mapping[str, InputSpec]) -> tuple[int, ...]:
 
 def inputs_at(inputs: Mapping[str, InputSpec], place: int) -> dict[str, InputSpec]:
     """The inputs with the number at ``place`` of each list."""
-    return {name: given.model_copy(update={"shape": _shape_at(given, place)}) for name, given in inputs.items()}
+    return {n: i.model_copy(update=_at(i, place, has_several=bool(lists_of(inputs)))) for n, i in inputs.items()}
 
 
-def _shape_at(given: InputSpec, place: int) -> Shape:
-    return tuple(n[place] if isinstance(n, tuple) else n for n in given.shape)
+def _at(given: InputSpec, place: int, *, has_several: bool) -> dict[str, Any]:
+    if given.value is not None:
+        return {"value": given.value[place] if has_several else given.value}
+    return {"shape": tuple(n[place] if isinstance(n, tuple) else n for n in given.shape)}
 
 
 def tokens_of(inputs: Mapping[str, InputSpec]) -> int:
@@ -68,6 +68,10 @@ def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
         if len({len(n) for n in given.shape if isinstance(n, tuple)}) > 1:
             yield SpecError(f"{path} has lists of different sizes", where=path, fix="give each dim as many lengths")
     sizes = {len(lengths) for lengths in lists.values()}
+    for name, given in inputs.items():
+        if sizes and given.value is not None and sizes_of(given.value)[:1] != (min(sizes),):
+            path, what = f"inputs.{name}.value", "is no list with a value for each of the lengths of a sequence"
+            yield SpecError(f"{path} {what}", where=path, fix=f"write a list of {min(sizes)} values")
     if len(sizes) > 1:
         told = ", ".join(f"{path} has {len(lengths)}" for path, lengths in lists.items())
         path = list(lists)[-1]

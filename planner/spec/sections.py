@@ -113,6 +113,26 @@ class BatchSpec(Section):
     )
 
 
+def _nested(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_nested, value)) if isinstance(value, (list, tuple)) else value
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """The shape of nested tuples of numbers. Raises ValueError if they have none."""
+    if not isinstance(value, tuple):
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{value!r} is no number")
+        return ()
+    sizes = {sizes_of(inner) for inner in value}
+    if len(sizes) != 1:
+        raise ValueError("it has lists that are empty, or of different sizes")
+    return len(value), *sizes.pop()
+
+
+Value = Annotated[tuple[Any, ...], Field(min_length=1), BeforeValidator(_nested)]
+
+
 class InputSpec(Section):
     """One tensor of the batch. A Spec fills in the keys that it takes from the input that it is ``like``."""
 
@@ -121,11 +141,18 @@ class InputSpec(Section):
     )
     dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
     high: Size | None = key(None, "integers of the input are smaller than this")
+    joined: Flag = key(False, "samples lie one after another: shape [n, …] of one sample is [b · n, …] of a batch")
+    batch_dim: Count = key(0, "the dim of the batch in the tensor of a batch")
+    value: Value | None = key(
+        None, "in place of shape and high: the value of every sample; of several lengths a list of such values"
+    )
     like: Name | None = key(None, "another input, which gives the keys that are missing here")
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """``shape``, of an input of one length."""
+        """``shape``, or that of ``value``, of an input of one length."""
+        if self.value is not None:
+            return sizes_of(self.value)
         found = tuple(n for n in self.shape if isinstance(n, int))
         assert len(found) == len(self.shape), "one of several lengths is to be chosen first"
         return found

@@ -26,6 +26,7 @@ from pydantic import (
 from passes.errors import PlanError, SpecError, Where
 from passes.lowering import Options
 from passes.ops.gathered_attention import FLASH
+from planner.forms import Forms, forms_of, in_rows
 from planner.named_code import FUNCTION_FORMS, from_directory, is_named
 from planner.spec.audit import AuditSpec
 from planner.spec.auto import with_auto
@@ -260,6 +261,15 @@ class Spec(Section):
         """With as many sequences as ``batch.tokens`` makes."""
         sequences = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
         return self.model_copy(update={"batch": self.batch.model_copy(update={"global_size": sequences})})
+
+    @property
+    def forms(self) -> Forms:
+        """Of the inputs that have not one row for each sample, or have a value; of one length."""
+        return forms_of(self.inputs)
+
+    def in_rows(self, batch: Any) -> Any:
+        """A batch with one row of each input for a sample."""
+        return in_rows(self.forms, batch, {} if self.lengths else {name: i.sizes for name, i in self.inputs.items()})
 
     @property
     def telling_inputs(self) -> tuple[str, ...]:

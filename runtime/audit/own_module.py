@@ -29,6 +29,7 @@ from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
 from planner.capture.own_loss.with_loss import apply_loss
+from planner.forms import forms_of
 from planner.spec.spec import Spec
 from runtime.audit.tolerance import lowest_precision
 from runtime.weights.own_methods import generators_as_before
@@ -43,7 +44,7 @@ class OwnModule:
     """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
-        self._model, self._wanted = apply_loss(model, spec.loss)
+        self._model, self._wanted = apply_loss(model, spec.loss, forms_of(spec.inputs, with_values=False))
         self._modes = [(module, module.training) for module in model.modules()]
         cast = spec.precision.parameters
         self._dtype: torch.dtype | None = None if cast is None else getattr(torch, cast)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from passes.program.assumptions import Assumption
+from planner.forms import PLAIN, Form, Forms, in_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class BatchLayout:
 
     ``computed``: the dtype in which a graph reads an input, if precision casts the user's floats. ``ids``: which
     integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail. ``lengths``: all of
-    a plan with several, of which this is the greatest.
+    a plan with several, of which this is the greatest. ``forms``: of inputs that a batch has in other forms than rows.
     """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -42,6 +44,7 @@ class BatchLayout:
     ids: Mapping[str, tuple[IdRange, ...]] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     lengths: tuple[int, ...] = ()
+    forms: Forms = ()
 
     @property
     def local_size(self) -> int:
@@ -78,8 +81,7 @@ class BatchLayout:
             if not isinstance(value, Tensor):
                 raise PlanError(f"batch[{name!r}] is a {type(value).__name__}", where="batch", fix="give tensors")
             if tuple(value.shape) != (size, *shape):
-                what = f"batch[{name!r}] has shape {list(value.shape)}, the plan expects {[size, *shape]}"
-                raise PlanError(what, where="batch", fix=self._fix(size, shape, local))
+                raise self._unlike(name, value, size, shape, local)
             if value.dtype != dtype:
                 raise PlanError(
                     f"batch[{name!r}] is {value.dtype}, the plan expects {dtype}",
@@ -87,7 +89,21 @@ class BatchLayout:
                     fix=f"convert it to {dtype}",
                 )
             check_ids(name, value, self.ids.get(name, ()))
+            check_value(name, value, dict(self.forms).get(name, PLAIN))
         check_assumptions(batch, self.assumptions, self.micro)
+
+    def in_rows(self, batch: Any) -> Any:
+        """A user's batch with one row of each input for a sequence."""
+        return in_rows(self.forms, batch, {name: shape for name, (shape, _) in self.inputs.items()})
+
+    def _unlike(self, name: str, value: Tensor, size: int, shape: tuple[int, ...], local: bool) -> PlanError:
+        form = dict(self.forms).get(name, PLAIN)
+        is_in_rows = value.dim() == 1 + len(shape)
+        found = form.shape(len(value), tuple(value.shape[1:])) if is_in_rows else list(value.shape)
+        what = f"batch[{name!r}] has shape {found}, the plan expects {form.shape(size, shape)}"
+        if form.joined:
+            what += f": {shape[0]} rows for each of {size} sequences"
+        return PlanError(what, where="batch", fix=self._fix(size, shape, local))
 
     def _fix(self, size: int, shape: tuple[int, ...], local: bool) -> str:
         if self.lengths:
@@ -170,6 +186,21 @@ def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:
             bad &= part != ids.skipped
         if bad.any():
             raise _out_of_range(name, part, bad.nonzero()[0], ids)
+
+
+def check_value(name: str, value: Tensor, form: Form) -> None:
+    """Raise PlanError unless an input with a value has it in every sequence. A batch on a device is not looked at."""
+    if form.value is None or value.device.type != "cpu":
+        return
+    differs = (value != form.tensor).flatten(1).any(1) if value.dim() > 1 else value != form.tensor
+    if differs.any():
+        sample = int(differs.nonzero()[0])
+        raise PlanError(
+            f"batch[{name!r}] of sequence {sample} is {value[sample].tolist()}, and the plan was made for "
+            f"{form.tensor.tolist()} in every sequence",
+            where="batch",
+            fix=f"bring all to the planned number and size, or plan with another inputs.{name}.value",
+        )
 
 
 def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanError:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from planner.documents import telling_values
+from planner.forms import given_by
 from planner.frozen_plan import Plan
 from planner.spec.roles import role_of
 from planner.spec.sections import InputSpec
@@ -40,11 +41,13 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
             chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
             drawn = torch.rand(batch[name].shape, generator=generator)
             batch[name][(drawn.movedim(0, -1) < chance).movedim(-1, 0)] = ignored
-    return batch
+    return given_by(of.forms, batch)
 
 
 def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Generator) -> Tensor:
     shape, dtype = (size, *spec.sizes), getattr(torch, spec.dtype)
+    if spec.value is not None:
+        return torch.tensor(spec.value, dtype=dtype).expand(shape)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     if spec.high is not None:

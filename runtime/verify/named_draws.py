@@ -59,7 +59,7 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
         for name, given in spec.require_inputs().items()
     }
     dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
-    module, loss = apply_loss(model, spec.loss)
+    module, loss = apply_loss(model, spec.loss, spec.forms)
     program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype)
     simplify_masks(program)
     name_draws(program, size)

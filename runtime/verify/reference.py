@@ -113,7 +113,8 @@ class OneProcess:
         self.optimizer.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
-        drawn = nullcontext() if draws is None else draws.forward(self.num_updates, batch)
+        rows = self.spec.in_rows(batch)
+        drawn = nullcontext() if draws is None else draws.forward(self.num_updates, rows)
         with in_eager_mode(), caches_off(self.model), drawn:
             loss = loss_of(self._module(**in_its_dtype(batch, self.spec)), self._wanted)
         with in_eager_mode(), nullcontext() if draws is None else draws.backward():

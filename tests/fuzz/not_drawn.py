@@ -9,6 +9,9 @@ FOLLOWS = {
     "inputs.dtype": "the model",
     "inputs.high": "the model",
     "inputs.like": "the model",
+    "inputs.joined": "the model",
+    "inputs.batch_dim": "the model",
+    "inputs.value": "the model",
     "loss": "depends on the outputs of the model",
     "data.packing": "the model",
 }
