@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from passes.moe.layers import Asked, Experts
-from passes.moe.resting import asked_of
+from passes.moe.parts import asked_of
 from passes.ops.gathered_attention import FLASH
 from passes.partition.placements import Placements
 from passes.partition.type_changes import TypeChange

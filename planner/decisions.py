@@ -15,8 +15,7 @@ from torch import fx
 from passes.blocks.blocks import Block, Blocks
 from passes.lowering import Lowering
 from passes.moe.layers import Experts
-from passes.moe.parts import ExpertPart, expert_parts
-from passes.moe.resting import resting
+from passes.moe.parts import ExpertPart, expert_parts, resting
 from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.ignored_labels import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored

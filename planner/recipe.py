@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from passes.blocks.blocks import Blocks, find_blocks
 from passes.lowering import Lowering
-from passes.moe.dropped_rows import check_places
 from passes.moe.find import find_experts
 from passes.moe.layers import Experts
 from passes.moe.open import open_experts
+from passes.moe.token_rows import check_places
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.own_keys import keep_own_keys

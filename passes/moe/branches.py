@@ -14,11 +14,10 @@ from typing import Any
 from torch import fx
 
 from passes.moe.layers import ExpertWeight
-from passes.moe.picks import pick_of, picks
-from passes.moe.products import ends, product_of, sides
+from passes.moe.paths import ends, product_of, sides
+from passes.moe.rows import stays_zero
 from passes.moe.space import Space
-from passes.moe.weights import pick_of_weight
-from passes.moe.zeros import stays_zero
+from passes.moe.ties import pick_of, pick_of_weight, picks
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import in_order, operands, walk

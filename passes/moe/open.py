@@ -14,14 +14,13 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe.domain import domain_of
-from passes.moe.inside import apart_from
+from passes.moe.inside import apart_from, take_own_slices
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
-from passes.moe.opening import open_stacks
-from passes.moe.opening_branches import open_branches
-from passes.moe.opening_pairs import open_pairs
-from passes.moe.opening_slot_branches import open_slot_branches
-from passes.moe.opening_slots import open_slots
-from passes.moe.own_slices import take_own_slices
+from passes.moe.opening import Opening
+from passes.moe.opening_branches import Branches
+from passes.moe.opening_pairs import Pairs
+from passes.moe.opening_rows import SortedRows
+from passes.moe.opening_slots import BranchSlots, StackSlots
 from passes.moe.tokens_once import send_tokens_once
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -82,7 +81,7 @@ def _opened_here(program: Program, layer: ExpertLayer, apart: Set[fx.Node], dens
     before = set(nodes)
     marked = {node for node in nodes if "domain" in node.meta}
     try:
-        opened = open_branches(program, layer, apart, alone=True)
+        opened = Branches(program, layer, apart, alone=True).run()
     except PlanError as error:
         opened = replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
         for node in reversed([node for node in nodes if node not in before]):
@@ -100,12 +99,15 @@ def _opened_here(program: Program, layer: ExpertLayer, apart: Set[fx.Node], dens
 
 def _opened(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
     layer = take_own_slices(program, layer) if layer.beside else layer
+    return _opening_of(layer)(program, layer, apart).run()
+
+
+def _opening_of(layer: ExpertLayer) -> type[Opening]:
     if layer.dispatch is Dispatch.OFFSETS:
-        open_stacks(program, layer, apart)
-        return layer
+        return SortedRows
     if layer.capacity:
-        return (open_slot_branches if layer.tips else open_slots)(program, layer, apart)
-    return (open_branches if layer.tips else open_pairs)(program, layer, apart)
+        return BranchSlots if layer.tips else StackSlots
+    return Branches if layer.tips else Pairs
 
 
 def _slots_of_a_sequence(program: Program, layer: ExpertLayer, mesh: Sizes) -> PlanError:

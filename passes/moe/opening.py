@@ -1,150 +1,126 @@
-"""Opens a captured graph at products of rows sorted by expert with stacks of experts: inserts the exchange there.
+"""A layer of experts as it is opened, and the calls of its exchange, which every opening makes.
 
-    rows = tokens[order // k]  →  products with stacks [E, …]  →  times probs, back in order, summed
+    here  = meet(count_experts(chosen))                   the rows of each expert that come to this rank
+    order = argsort(chosen)    token = order // k         the pairs of token and choice, by expert
+    rows  = x[token], w[order], gate[token, expert]       → dispatch → experts → give_back → in the order of the pairs
 
-becomes ``dispatch`` before and ``give_back`` after the calls that depend on the expert (passes/moe/exchange.py).
-All before and after it stays the user's own: sorting, weighting, summing. A graph is opened only if its calls are shown
-to act row by row, and by the rows' own experts.
+A model that sorts its rows itself needs ``meet``, ``dispatch`` and ``give_back`` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Set
+from functools import cached_property
+from operator import getitem
 
 import torch
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.building import Builder, erase_unread
-from passes.moe.domain import Domain
-from passes.moe.inside import border_of, check_read, inside_of, made_of, outer_of
-from passes.moe.layers import ExpertLayer
-from passes.moe.own_slices import stacks_of
-from passes.moe.refusals import check_draws, refusal_of
+from passes.moe.domain import ROWS, STACK, Builder
+from passes.moe.layers import ExpertLayer, refusal_of
 from passes.moe.routing import Routing
-from passes.moe.rows import Rows, dims_of_stacks, keeps_rows
-from passes.moe.ties import is_grouped, lookup
-from passes.program.ops.aten import shape_of
+from passes.program.ops.aten import aten, shape_of
 from passes.program.program import Program
-from passes.program.weights import is_weight
-
-FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
 
 
-def open_stacks(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
-    """Put the exchange around the calls of ``layer`` that depend on the expert. Raises PlanError if they are not
-    understood.
+class Opening:
+    """Puts the exchange around the calls of ``layer`` that depend on the expert. ``run`` returns the layer with the
+    calls of now; it raises PlanError if the layer is not understood.
 
-    ``apart``: calls of other layers with the same stacks.
+    ``apart``: calls of other layers with the same weights.
     """
-    _Opening(program, layer, apart).run()
 
-
-class _Opening:
-    """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on rows."""
+    FIX = ""  # what to write instead
 
     def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
-        self.apart = apart
-        self.graph, self.layer = program.graph.graph, layer
+        self.program, self.graph, self.layer, self.apart = program, program.graph.graph, layer, apart
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
-        self.stacks = stacks_of(program, layer)
-        self.of_stacks = made_of(self.stacks)
-        self.inside = inside_of(self.of_stacks, apart)
-        self._refusal = refusal_of(layer, FIX)
+        self.refusal = refusal_of(layer, self.FIX)
 
-    def run(self) -> None:
-        self._check()
-        domains = self._domains()
-        last = border_of(self.inside)
-        first = min(self.inside)
-        here = self._meet(first)
-        self._bring_rows(here)
-        self._give_back(here, last)
-        for node, domain in domains.items():
-            node.meta["domain"] = domain
+    def run(self) -> ExpertLayer:
+        raise NotImplementedError
 
-    # ---- the inside
+    def check_distinct(self) -> None:
+        if not self.routing.are_distinct:
+            raise self.refusal(self.routing.chosen[0], "its choices are not the result of one topk")
 
-    def _outer(self, node: fx.Node) -> list[fx.Node]:
-        return outer_of(node, self.inside | self.of_stacks)
 
-    def _is_rows(self, value: fx.Node) -> bool:
-        shape = shape_of(value)
-        return bool(shape) and shape[0] == self.routing.num_rows and value.meta["val"].dtype.is_floating_point
+def read_outside(node: fx.Node, inside: Collection[fx.Node], back: fx.Node) -> None:
+    """All readers of ``node`` that are not ``inside`` read ``back``."""
+    for user in [u for u in node.users if u not in inside and u is not back]:
+        user.replace_input_with(node, back)
 
-    # ---- checks
 
-    def _check(self) -> None:
-        check_read(self.stacks, self.inside | self.of_stacks | self.apart, self._refusal)
-        check_draws(self.inside, "rows", self._refusal)
-        for node in sorted(self.inside):
-            for value in self._outer(node):
-                self._check_read(node, value)
+class Exchange:
+    """Of the rows of one layer. Owns its calls, each of which is made when it is first asked for.
 
-    def _check_read(self, node: fx.Node, value: fx.Node) -> None:
-        if is_weight(value) or not isinstance(value.meta["val"], torch.Tensor):
-            raise self._refusal(node, f"experts share {value.name}, which does not belong to one expert")
-        if self._is_ends(node, value):
-            if not self.routing.are_ends(value):
-                raise self._refusal(node, "its row counts do not come from the choices of the router")
-        elif self._is_ids(node, value):
-            if not self.routing.are_ids(value):
-                raise self._refusal(node, "its rows are not sorted by expert")
-        elif not self._is_rows(value):
-            raise self._refusal(
-                node, f"{value.name} {list(shape_of(value))} has neither a dim of rows nor one of experts"
-            )
+    ``build``: where they are made. ``top_k``: how many rows in turn are of one token, if not one for each choice.
+    """
 
-    @staticmethod
-    def _is_ends(node: fx.Node, value: fx.Node) -> bool:
-        return is_grouped(node) and node.all_input_nodes[2] is value
+    def __init__(self, build: Builder, routing: Routing, top_k: int = 0) -> None:
+        self.build, self.routing, self.top_k = build, routing, top_k or routing.top_k
 
-    @staticmethod
-    def _is_ids(node: fx.Node, value: fx.Node) -> bool:
-        found = lookup(node)
-        return found is not None and found[2] is value
+    @cached_property
+    def counts(self) -> fx.Node:
+        """Of the rows of each expert."""
+        val = torch.empty(self.routing.size, dtype=torch.int64, device="meta")
+        return self.build.call(exchange.count_experts, self.routing.size, *self.routing.chosen, val=val)
 
-    def _domains(self) -> dict[fx.Node, Domain]:
-        """Which dims of each value count experts and rows. Raises PlanError if rows are mixed."""
-        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
-        found = {n: Domain(experts=dim) for n, dim in dims.items()}
-        rows = Rows(self.routing.num_rows)
-        for node in sorted(self.inside):
-            for value in self._outer(node):
-                if self._is_rows(value) or self._is_ids(node, value):
-                    rows.known.setdefault(value, 0)
-            dim = rows.follow(node)
-            if dim is None or not keeps_rows(node, rows.known):
-                raise self._refusal(node, "the result of one row depends on other rows")
-            found[node] = Domain(rows=dim)
-        return found
+    @cached_property
+    def here(self) -> fx.Node:
+        """The rows of each expert that come to this rank, by an exchange of counts."""
+        val = self.counts.meta["val"]
+        return self.build.call(exchange.meet, self.counts, self.routing.num_rows, val=val, domain=STACK)
 
-    # ---- the rewrite
+    @cached_property
+    def _flat(self) -> fx.Node:
+        return self.build.call(aten.reshape.default, self.routing.chosen[0], [self.routing.num_rows])
 
-    def _meet(self, first: fx.Node) -> fx.Node:
-        return self.routing.meet(Builder(self.graph, first, self.routing.chosen[0]))
+    @cached_property
+    def order(self) -> fx.Node:
+        """The pairs of token and choice, by expert."""
+        return self._sorted(self._flat)
 
-    def _bring_rows(self, here: fx.Node) -> None:
-        brought: dict[tuple[fx.Node, str], fx.Node] = {}
-        for node in sorted(self.inside):
-            for value in self._outer(node):
-                kind = "ends" if self._is_ends(node, value) else "ids" if self._is_ids(node, value) else "rows"
-                if (value, kind) not in brought:
-                    brought[value, kind] = self._brought(node, value, kind, here)
-                node.replace_input_with(value, brought[value, kind])
-        erase_unread(self.graph, {value for value, _ in brought})
+    @cached_property
+    def token(self) -> fx.Node:
+        """That of each row."""
+        return self.build.call(aten.floor_divide.default, self.order, self.top_k)
 
-    def _brought(self, before: fx.Node, value: fx.Node, kind: str, here: fx.Node) -> fx.Node:
-        build, val = Builder(self.graph, before, value), value.meta["val"]
-        if kind == "ends":
-            return build.call(exchange.ends_of, here, val.dtype, val=val, domain=Domain(experts=0))
-        if kind == "ids":
-            return build.call(exchange.ids_of, here, self.routing.num_rows, val=val, domain=Domain(rows=0))
-        return build.call(exchange.dispatch, value, here, val=val, domain=Domain(rows=0))
+    @cached_property
+    def expert(self) -> fx.Node:
+        """That of each row."""
+        return self.build.call(aten.index.Tensor, self._flat, [self.order])
 
-    def _give_back(self, here: fx.Node, last: Iterable[fx.Node]) -> None:
-        for node in last:
-            users = [u for u in node.users if u not in self.inside]
-            back = Builder(self.graph, node.next, node).call(exchange.give_back, node, here, val=node.meta["val"])
-            for user in users:
-                user.replace_input_with(node, back)
+    @cached_property
+    def places(self) -> fx.Node:
+        """That of each pair among the rows."""
+        return self._sorted(self.order)
+
+    def _sorted(self, values: fx.Node) -> fx.Node:
+        return self.build.call(getitem, self.build.call(aten.sort.stable, values, stable=True), 1)
+
+    def dispatch(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
+        """Rows by expert, on the ranks of their experts."""
+        call = (build or self.build).call
+        return call(exchange.dispatch, rows, self.here, domain=ROWS, val=rows.meta["val"])
+
+    def bring(self, value: fx.Node, shape: list[int], *index: fx.Node) -> fx.Node:
+        """The rows of a value, seen in this shape, on the ranks of their experts; ``index``: of its first dims."""
+        return self.taken(self.build.call(aten.reshape.default, value, shape), *index)
+
+    def taken(self, value: fx.Node, *index: fx.Node) -> fx.Node:
+        """The same of a value with these first dims."""
+        return self.dispatch(self.build.call(aten.index.Tensor, value, list(index)))
+
+    def give_back(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
+        """The results of the rows, at their own places."""
+        return (build or self.build).call(exchange.give_back, rows, self.here, val=rows.meta["val"])
+
+    def returned(self, rows: fx.Node, *, summed: bool) -> fx.Node:
+        """The results given back: of each pair, or ``summed`` over the choices of each token."""
+        pairs = self.build.call(aten.index.Tensor, self.give_back(rows), [self.places])
+        if not summed:
+            return pairs
+        shape = [self.routing.num_rows // self.top_k, self.top_k, *shape_of(rows)[1:]]
+        return self.build.call(aten.sum.dim_IntList, self.build.call(aten.reshape.default, pairs, shape), [1])

@@ -16,56 +16,40 @@ from dataclasses import replace
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.branch_ends import check_hidden, end_of
-from passes.moe.building import Builder, erase_unread
-from passes.moe.chosen_values import Chosen, hides_nothing
-from passes.moe.domain import Domain
-from passes.moe.dropped_rows import DroppedRows
+from passes.moe.branch_facts import Chosen, check_hidden, end_of, hides_nothing
+from passes.moe.domain import ROWS, Builder, Domain, erase_unread
+from passes.moe.inside import weights_of_each
 from passes.moe.layers import Dispatch, ExpertLayer
-from passes.moe.one_expert import weights_of_each
-from passes.moe.refusals import refusal_of
-from passes.moe.routing import Routing
-from passes.moe.token_rows import TokenRows
-from passes.moe.zeros import stays_zero
+from passes.moe.opening import Exchange, Opening
+from passes.moe.rows import stays_zero
+from passes.moe.token_rows import DroppedRows, TokenRows
 from passes.program.ops.aten import aten, shape_of, without_reshapes
 from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
 from passes.program.weights import is_weight
 
-FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
-
-def open_branches(program: Program, layer: ExpertLayer, apart: Set[fx.Node], *, alone: bool = False) -> ExpertLayer:
-    """Put the exchange around the branches of ``layer``; returns it with the calls of now. Raises PlanError if they are
-    not understood.
-
-    ``apart``: calls of other layers with the same weights. ``alone``: every rank has all experts, so no other draws for
-    its rows.
-    """
-    return _Opening(program, layer, apart, alone).run()
-
-
-class _Opening:
+class Branches(Opening):
     """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
     their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
     that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
     ``of_choices``: the weights of each choice that are sent with its row.
     """
 
-    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node], alone: bool) -> None:
-        self.apart = apart
-        self.graph, self.layer, self.program, self.alone = program.graph.graph, layer, program, alone
-        self._refusal = refusal_of(layer, FIX)
-        chosen = [program.node(name) for name in layer.chosen]
-        self.routing, self.chosen = Routing(layer.num_experts, chosen), chosen[0]
-        self.top_k, self.num_tokens = self.routing.top_k, self.routing.num_rows // self.routing.top_k
+    FIX = "weight each expert's output with the router weights of its tokens, and add the results"
+
+    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node], *, alone: bool = False) -> None:
+        """``alone``: every rank has all experts, so no other draws for its rows."""
+        super().__init__(program, layer, apart)
+        self.alone, self.top_k = alone, self.routing.top_k
+        self.num_tokens = self.routing.num_rows // self.top_k
         every = [program.node(name) for name in layer.tips]
         each = len(every) // layer.num_experts
         self.tips = [every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
-        self.end = end_of(every, self.routing, self._refusal)
+        self.end = end_of(every, self.routing, self.refusal)
         self.tokens = self._tokens(every[0])
-        self.weights = weights_of_each(program, layer, self._refusal, alone=alone)
+        self.weights = weights_of_each(program, layer, self.refusal, alone=alone)
         self.bodies = [self._body(e) for e in range(layer.num_experts)]
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}
@@ -78,23 +62,19 @@ class _Opening:
         entries = self._without_masks(entries)
         shared = {n for own in entries for n in own if is_weight(n)}
         entries = [[n for n in own if n not in shared] for own in entries]
-        build = Builder(self.graph, self.end.node, self.end.node)
-        here = self.routing.meet(build)
+        build = self.build = Builder(self.graph, self.end.node, self.end.node)
+        self.exchange = Exchange(build, self.routing, self.top_k)
+        self.here = self.exchange.here
         self.shared = {n: n if self.alone else build.call(exchange.share, n, domain=Domain()) for n in sorted(shared)}
-        order, flat = self.routing.sorted(build)
-        token = build.call(aten.floor_divide.default, order, self.top_k)
-        columns = [_without_repeats(column) for column in zip(*entries, strict=True)]
-        brought = [self._bring(build, column, here, order, token, flat) for column in columns]
+        brought = [self._bring(_without_repeats(column)) for column in zip(*entries, strict=True)]
         names = self.dropped.names(build)
-        names = names and self._bring(build, [names], here, order, token, flat)
+        names = names and self._bring([names])
         parts = []
         for number, own in enumerate(entries):
             for weight in sorted(self.weights[number]):
                 weight.meta["domain"] = self.tokens.domain(-1, number)
-            parts.append(self._branch(build, number, dict(zip(own, brought, strict=True)), here, names))
-        joined = build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=Domain(rows=0))
-        back = build.call(exchange.give_back, joined, here, val=joined.meta["val"])
-        whole = self._sum(build, back, order)
+            parts.append(self._branch(number, dict(zip(own, brought, strict=True)), names))
+        whole = self._sum(build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=ROWS))
         products = [made.name for made in self.made if made.target in PRODUCTS]
         combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
         found = {"products": tuple(products), "combined": combined, "probs": self._probs()}
@@ -132,14 +112,13 @@ class _Opening:
     # ---- checks
 
     def _check(self) -> None:
-        if not self.routing.are_distinct:
-            raise self._refusal(self.chosen, "its choices are not the result of one topk")
+        self.check_distinct()
         if len({len(body) for body in self.bodies} | {0}) != 2:
-            raise self._refusal(self.end.node, "their branches differ")
+            raise self.refusal(self.end.node, "their branches differ")
         if not self.end.picks:
             gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
-            check_hidden(self.end, gates, self.num_tokens, self.routing, self._refusal)
-        self.dropped = DroppedRows(self.tokens, self.bodies, self._refusal, alone=self.alone)
+            check_hidden(self.end, gates, self.num_tokens, self.routing, self.refusal)
+        self.dropped = DroppedRows(self.tokens, self.bodies, self.refusal, alone=self.alone)
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
@@ -153,7 +132,7 @@ class _Opening:
                     zero.add(node)
             if tip in zero:
                 return entry
-        raise self._refusal(tip, "a token may get a result from an expert that it did not choose")
+        raise self.refusal(tip, "a token may get a result from an expert that it did not choose")
 
     # ---- the rewrite
 
@@ -175,37 +154,24 @@ class _Opening:
             return None
         return {node: value for node, value in found.items() if value is not None}
 
-    def _bring(
-        self, build: Builder, column: list[fx.Node], here: fx.Node, order: fx.Node, token: fx.Node, ids: fx.Node
-    ) -> fx.Node:
+    def _bring(self, column: list[fx.Node]) -> fx.Node:
         """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
-        shape = self.tokens.flat(column[0], self._refusal)
-        weight = Chosen(self.routing, self.num_tokens, column).weight() if len(set(column)) > 1 else None
+        shape, x = self.tokens.flat(column[0], self.refusal), self.exchange
+        if len(set(column)) == 1:
+            return x.bring(column[0], shape, x.token)
+        weight = Chosen(self.routing, self.num_tokens, column).weight()
         if weight is not None:
             self.of_choices.append(weight)
-            pairs = build.call(aten.reshape.default, weight, [self.routing.num_rows, *shape[1:]])
-            rows = build.call(aten.index.Tensor, pairs, [order])
-        elif len(set(column)) == 1:
-            flat = build.call(aten.reshape.default, column[0], shape)
-            rows = build.call(aten.index.Tensor, flat, [token])
-        else:
-            each = [build.call(aten.reshape.default, n, [1, *shape]) for n in column]
-            expert = build.call(aten.index.Tensor, ids, [order])
-            rows = build.call(aten.index.Tensor, build.call(aten.cat.default, each), [expert, token])
-        return build.call(exchange.dispatch, rows, here, domain=Domain(rows=0), val=rows.meta["val"])
+            return x.bring(weight, [self.routing.num_rows, *shape[1:]], x.order)
+        each = [self.build.call(aten.reshape.default, n, [1, *shape]) for n in column]
+        return x.taken(self.build.call(aten.cat.default, each), x.expert, x.token)
 
-    def _branch(
-        self, build: Builder, number: int, brought: dict[fx.Node, fx.Node], here: fx.Node, names: fx.Node | None
-    ) -> fx.Node:
+    def _branch(self, number: int, brought: dict[fx.Node, fx.Node], names: fx.Node | None) -> fx.Node:
         """The body of one expert on the rows that chose it; returns its result, flat over rows."""
-        if names is not None:
-            val = self.tokens.part(names)
-            names = build.call(exchange.part, names, here, number, val=val, domain=self.tokens.domain(0, number))
+        build, names = self.build, names and self._part(names, number)
         own: dict[fx.Node, fx.Node] = {}
         for entry, rows in brought.items():
-            val = self.tokens.part(rows)
-            part = build.call(exchange.part, rows, here, number, val=val, domain=self.tokens.domain(0, number))
-            own[entry] = self.tokens.shaped(build, part, entry, number)
+            own[entry] = self.tokens.shaped(build, self._part(rows, number), entry, number)
         for node in self.bodies[number]:
             if node in self.unhidden:
                 own[node] = own[self.unhidden[node]]
@@ -215,7 +181,7 @@ class _Opening:
                 rows = own[node.all_input_nodes[0]]
                 own[node] = self.dropped.dropped(at, node, rows, names, rows.meta["domain"])
             else:
-                own[node] = self.tokens.again(at, node, own, self.shared, number, self._refusal)
+                own[node] = self.tokens.again(at, node, own, self.shared, number, self.refusal)
             self.made.append(own[node])
         tips = [self.tokens.flattened(build, own[tip], number) for tip in self.tips[number]]
         summed = tips[0]
@@ -223,12 +189,14 @@ class _Opening:
             summed = build.call(aten.add.Tensor, summed, tip, domain=self.tokens.domain(0, number))
         return summed
 
-    def _sum(self, build: Builder, back: fx.Node, order: fx.Node) -> fx.Node:
+    def _part(self, rows: fx.Node, number: int) -> fx.Node:
+        given = {"val": self.tokens.part(rows), "domain": self.tokens.domain(0, number)}
+        return self.build.call(exchange.part, rows, self.here, number, **given)
+
+    def _sum(self, joined: fx.Node) -> fx.Node:
         """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
-        rows, end = self.routing.unsorted(build, back, order), self.end.node
-        if self.top_k > 1 and not self.end.picks:
-            pairs = [self.num_tokens, self.top_k, *shape_of(back)[1:]]
-            rows = build.call(aten.sum.dim_IntList, build.call(aten.reshape.default, rows, pairs), [1])
+        end, build = self.end.node, self.build
+        rows = self.exchange.returned(joined, summed=self.top_k > 1 and not self.end.picks)
         whole = build.call(aten.reshape.default, rows, list(shape_of(end)))
         for base in self.end.bases:
             whole = build.call(aten.add.Tensor, whole, base)

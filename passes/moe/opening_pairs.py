@@ -16,18 +16,14 @@ from math import prod
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.building import Builder, erase_unread
-from passes.moe.domain import Domain
-from passes.moe.inside import is_number, made_of
-from passes.moe.layers import Dispatch, ExpertLayer
+from passes.moe.domain import STACK, Builder, Domain, erase_unread
+from passes.moe.inside import is_number, made_of, stacks_of
+from passes.moe.layers import Dispatch, ExpertLayer, check_draws
 from passes.moe.layouts import Counts, Layout, Part, followed
-from passes.moe.own_slices import stacks_of
-from passes.moe.pair_ops import ROWS, STACK, Held, PairOps, stack_of
-from passes.moe.refusals import check_draws, refusal_of
-from passes.moe.routing import Routing
-from passes.moe.rows import dims_of_stacks
+from passes.moe.opening import Exchange, Opening
+from passes.moe.pair_ops import Held, PairOps, stack_of
+from passes.moe.rows import OF_STACKS, dims_of, stays_zero
 from passes.moe.ties import lookup
-from passes.moe.zeros import stays_zero
 from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
 from passes.program.ops.products import PRODUCTS
 from passes.program.program import Program
@@ -39,31 +35,23 @@ from passes.rules.table import rule_of
 from passes.rules.views import reshape
 
 MOST = 400  # calls of one layer
-FIX = "compute each token with only its experts, weighted by its router weights"
 
 
-def open_pairs(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> ExpertLayer:
-    """Put the exchange around the calls of ``layer``; returns it with the new calls. Raises PlanError if it is
-    not understood. ``apart``: calls of other layers with the same stacks."""
-    return _Opening(program, layer, apart).run()
+class Pairs(Opening):
+    """Owns ``way``: calls that depend on the stacks; ``zero``: values that are zero for pairs that nobody chose."""
 
-
-class _Opening:
-    """Owns ``way``: calls that depend on the stacks; ``end``: the one of them with the combined value."""
+    FIX = "compute each token with only its experts, weighted by its router weights"
 
     def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
-        self.apart = apart
-        self.graph, self.layer = program.graph.graph, layer
-        self._refusal = refusal_of(layer, FIX)
-        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        super().__init__(program, layer, apart)
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
         self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
         self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
-        seeds = {u for n in self.of_stacks | self.looked_up for u in n.users} - self.of_stacks - self.looked_up
-        self.seeds = seeds = seeds - apart
-        self.first = min(seeds)  # nodes of one graph are in its order: no walk beyond
-        self.way = sorted(set(self._below(seeds)) & set(self._above([self.combined])))
+        read = {u for n in self.of_stacks | self.looked_up for u in n.users}
+        self.seeds = read - self.of_stacks - self.looked_up - apart
+        self.first = min(self.seeds)  # nodes of one graph are in its order: no walk beyond
+        self.way = sorted(set(self._below(self.seeds)) & set(self._above([self.combined])))
         self.top_k = self.routing.top_k
         self.num_tokens = self.routing.num_rows // self.top_k
         self.scored = set(self._below([self.logits, *map(program.node, layer.router)]))
@@ -73,20 +61,13 @@ class _Opening:
     def run(self) -> ExpertLayer:
         self._check()
         end = self._end()
-        build = Builder(self.graph, end, end)
-        here = self.routing.meet(build)
-        self.order, self.token, self.expert = self._order(build)
-        sizes = {
-            Counts.TOKENS: self.num_tokens,
-            Counts.EXPERTS: self.layer.num_experts,
-            Counts.CHOICES: self.top_k,
-        }
-        self.ops = PairOps(build, here, self.routing.num_rows, sizes, self._refusal)
-        self.build, self.here = build, here
+        build = self.build = Builder(self.graph, end, end)
+        self.exchange = Exchange(build, self.routing)
+        here, num_rows = self.exchange.here, self.routing.num_rows
+        sizes = {Counts.TOKENS: self.num_tokens, Counts.EXPERTS: self.layer.num_experts, Counts.CHOICES: self.top_k}
+        self.ops = PairOps(build, here, num_rows, sizes, self.refusal)
         self._hold_stacks()
-        made = self._at_end(end)
-        back = build.call(exchange.give_back, made, here, val=made.meta["val"])
-        whole = self._whole(end, back)
+        whole = self._whole(end, self._at_end(end))
         end.replace_all_uses_with(whole)
         erase_unread(self.graph, [end])
         products = [n.name for n in self.graph.nodes if n.target is exchange.grouped_mm and n.args[2] is here]
@@ -104,13 +85,11 @@ class _Opening:
     # ---- checks
 
     def _check(self) -> None:
-        if not self.routing.are_distinct:
-            raise self._refusal(self.routing.chosen[0], "its choices are not the result of one topk")
-        for stack in self.stacks:
-            dim = self.layer.num_experts
-            if shape_of(stack)[self.stacks[stack]] != dim:
-                raise self._refusal(stack, "a stack does not have one slice per expert")
-        check_draws(self.way, "rows", self._refusal)
+        self.check_distinct()
+        for stack, dim in self.stacks.items():
+            if shape_of(stack)[dim] != self.layer.num_experts:
+                raise self.refusal(stack, "a stack does not have one slice per expert")
+        check_draws(self.way, "rows", self.refusal)
 
     def _reads_chosen(self, node: fx.Node) -> bool:
         found = lookup(node)
@@ -121,12 +100,12 @@ class _Opening:
         picks = [n for n in self.way if self._is_pick(n)]
         ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
         if len(ends) != 1:
-            raise self._refusal(self.combined, f"their results are combined in {len(ends)} places")
+            raise self.refusal(self.combined, f"their results are combined in {len(ends)} places")
         inside = set(self.way) & set(self._above(ends))
         left = [n for n in sorted(inside) if n not in ends and any(u not in inside for u in n.users)]
         beside = [s for s in sorted(self.seeds) if s not in inside]
         if left or beside:
-            raise self._refusal([*left, *beside][0], "a per-expert result is also read elsewhere")
+            raise self.refusal([*left, *beside][0], "a per-expert result is also read elsewhere")
         return ends[0]
 
     def _is_last(self, node: fx.Node) -> bool:
@@ -145,15 +124,9 @@ class _Opening:
 
     # ---- values
 
-    def _order(self, build: Builder) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """The pairs of token and choice by expert, and the token and the expert of each."""
-        order, flat = self.routing.sorted(build)
-        token = build.call(aten.floor_divide.default, order, self.top_k)
-        return order, token, build.call(aten.index.Tensor, flat, [order])
-
     def _hold_stacks(self) -> None:
         """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        dims = dims_of_stacks(self.stacks, self.of_stacks, self.layer.num_experts, self._refusal)
+        dims = dims_of(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS)
         for node, dim in dims.items():
             node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
@@ -163,12 +136,12 @@ class _Opening:
             assert found is not None
             table, dim, ids = found
             if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
-                raise self._refusal(node, "ids look up something other than experts")
+                raise self.refusal(node, "ids look up something other than experts")
             rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
             given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
             layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
             if layout is None:
-                raise self._refusal(node, "ids look up experts in an unsupported order")
+                raise self.refusal(node, "ids look up experts in an unsupported order")
             self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
 
     def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
@@ -197,9 +170,9 @@ class _Opening:
             if self._is_ready(value):
                 continue
             if count > MOST or value.op != "call_function" or is_weight(value):
-                raise self._refusal(node, f"experts share {value.name}, which does not belong to one token")
+                raise self.refusal(node, f"experts share {value.name}, which does not belong to one token")
             if is_random(value) or not any(n in self.ops.held for n in value.all_input_nodes):
-                raise self._refusal(value, f"{value.name} {list(shape_of(value))} has no dim of tokens")
+                raise self.refusal(value, f"{value.name} {list(shape_of(value))} has no dim of tokens")
             self.ops.held[value] = self.ops.again(value)
             if stays_zero(value, self.zero):
                 self.zero.add(value)
@@ -226,25 +199,24 @@ class _Opening:
 
     def _bring(self, node: fx.Node, lead: int, by: Counts) -> bool:
         """``by``: the things counted after the ``lead`` dims of tokens; with choices these may be one of them."""
-        shape, num_experts = shape_of(node), self.layer.num_experts
+        shape, num_experts, x = shape_of(node), self.layer.num_experts, self.exchange
         if by is Counts.EXPERTS:
             is_gate = self.routing.is_nothing_elsewhere(node)
             if not is_gate and node in self.by_choices:
                 return False
             layout = Layout.of(shape[:lead], [Part(by, num_experts)], shape[lead + 1 :])
-            flat, index = [self.num_tokens, num_experts, *shape[lead + 1 :]], [self.token, self.expert]
+            flat, index = [self.num_tokens, num_experts, *shape[lead + 1 :]], [x.token, x.expert]
             self.zero |= {node} if is_gate else set()
         elif by is Counts.CHOICES:
             rest = shape[lead:] if prod(shape[:lead]) == self.routing.num_rows else shape[lead + 1 :]
             found = self._by_choice(shape)
             if found is None:
                 return False
-            layout, flat, index = found, [self.routing.num_rows, *rest], [self.order]
+            layout, flat, index = found, [self.routing.num_rows, *rest], [x.order]
         else:
             layout = Layout.of(shape[:lead], features=shape[lead:])
-            flat, index = [self.num_tokens, *shape[lead:]], [self.token]
-        rows = self.build.call(aten.index.Tensor, self.build.call(aten.reshape.default, node, flat), index)
-        rows = self.build.call(exchange.dispatch, rows, self.here, domain=ROWS, val=rows.meta["val"])
+            flat, index = [self.num_tokens, *shape[lead:]], [x.token]
+        rows = x.bring(node, flat, *index)
         self.ops.held[node] = Held(self.ops.shaped(rows, self.ops.row_shape(layout, shape)), layout)
         return True
 
@@ -261,12 +233,12 @@ class _Opening:
             layout = self.ops.held[source].layout
             dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
             if layout.dim_of(Counts.EXPERTS) != dim or not layout.without(dim).is_by_token():
-                raise self._refusal(end, "the indexed results are not in the order of the tokens")
+                raise self.refusal(end, "the indexed results are not in the order of the tokens")
             return self.ops.held[source].node
         for n in end.all_input_nodes:
             self._rows_of(n)
         if not any(n in self.zero for n in end.all_input_nodes):
-            raise self._refusal(end, "a token may get a result from an expert that it did not choose")
+            raise self.refusal(end, "a token may get a result from an expert that it did not choose")
         return self._summed_product(end) if end.target in PRODUCTS else self._summed(end)
 
     def _summed(self, end: fx.Node) -> fx.Node:
@@ -276,9 +248,9 @@ class _Opening:
         dim = layout.dim_of(Counts.EXPERTS)
         same = end.meta["val"].dtype == source.meta["val"].dtype
         if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
-            raise self._refusal(end, "the results of experts are not summed directly")
+            raise self.refusal(end, "the results of experts are not summed directly")
         if not layout.without(dim).is_by_token():
-            raise self._refusal(end, "the results of experts are not in the order of the tokens")
+            raise self.refusal(end, "the results of experts are not in the order of the tokens")
         return self.ops.held[source].node
 
     def _summed_product(self, end: fx.Node) -> fx.Node:
@@ -288,18 +260,15 @@ class _Opening:
         layout = followed(rule, given, len(shape_of(end)), summed=Counts.EXPERTS) if rule is not None else None
         is_direct = len(summed) == 1 and layout is not None and layout.is_by_token()
         if rule is None or layout is None or not is_direct or any(h.is_stack for h in factors):
-            raise self._refusal(end, "the results of experts are not weighted and summed directly")
+            raise self.refusal(end, "the results of experts are not weighted and summed directly")
         return self.ops.multiplied(end, rule, layout)
 
-    def _whole(self, end: fx.Node, back: fx.Node) -> fx.Node:
-        """Rows in the order of the pairs: as they are, or summed over a token's choices."""
-        build, shape = self.build, list(shape_of(end))
-        rows = self.routing.unsorted(build, back, self.order)
-        if not self.looked_up and packet_of(end.target) is not aten.gather:
-            pairs = build.call(aten.reshape.default, rows, [self.num_tokens, self.top_k, *shape_of(rows)[1:]])
-            rows = build.call(aten.sum.dim_IntList, pairs, [1])
-        elif self.looked_up and not self.ops.held[end].layout.is_by_token():
-            raise self._refusal(end, "the results of experts are not in the order of the tokens")
-        if prod(shape) != rows.meta["val"].numel():
-            raise self._refusal(end, "the results of experts do not have one value per token")
-        return build.call(aten.reshape.default, rows, shape)
+    def _whole(self, end: fx.Node, made: fx.Node) -> fx.Node:
+        """The value of ``end``, from its rows: as they are, or summed over a token's choices."""
+        summed = not self.looked_up and packet_of(end.target) is not aten.gather
+        rows = self.exchange.returned(made, summed=summed)
+        if self.looked_up and not self.ops.held[end].layout.is_by_token():
+            raise self.refusal(end, "the results of experts are not in the order of the tokens")
+        if prod(shape_of(end)) != rows.meta["val"].numel():
+            raise self.refusal(end, "the results of experts do not have one value per token")
+        return self.build.call(aten.reshape.default, rows, list(shape_of(end)))

@@ -18,10 +18,9 @@ import torch
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.building import Builder
-from passes.moe.domain import Domain
+from passes.moe.domain import ROWS, STACK, Builder
+from passes.moe.layers import Refusal
 from passes.moe.layouts import Counts, Layout, Part, followed, sizes_of
-from passes.moe.refusals import Refusal
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import VIEWS
 from passes.program.ops.products import PRODUCTS
@@ -29,7 +28,6 @@ from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, OpRule, Role
 from passes.rules.table import rule_of
 
-ROWS, STACK = Domain(rows=0), Domain(experts=0)
 FREE = (Counts.EXPERTS, Counts.CHOICES)
 UNKNOWN = "the effect of this op on one token of one expert is unknown"
 

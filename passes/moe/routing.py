@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
-from passes.moe.building import Builder
-from passes.moe.domain import Domain
 from passes.program.constants import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import BEST, FILLED, RESHAPES
@@ -35,22 +33,6 @@ class Routing:
     def __init__(self, size: int, chosen: list[fx.Node]) -> None:
         self.size, self.chosen = size, chosen
         self.num_rows = sum(n.meta["val"].numel() for n in chosen)
-
-    def meet(self, build: Builder) -> fx.Node:
-        """Count the rows of each expert, and exchange the counts."""
-        val = torch.empty(self.size, dtype=torch.int64, device="meta")
-        counts = build.call(exchange.count_experts, self.size, *self.chosen, val=val)
-        return build.call(exchange.meet, counts, self.num_rows, val=val, domain=Domain(experts=0))
-
-    def sorted(self, build: Builder) -> tuple[fx.Node, fx.Node]:
-        """The pairs of token and choice by expert, and the expert of each pair in their own order."""
-        flat = build.call(aten.reshape.default, self.chosen[0], [self.num_rows])
-        return build.call(getitem, build.call(aten.sort.stable, flat, stable=True), 1), flat
-
-    def unsorted(self, build: Builder, rows: fx.Node, order: fx.Node) -> fx.Node:
-        """Rows by expert, in the order of the pairs."""
-        inverse = build.call(getitem, build.call(aten.sort.stable, order, stable=True), 1)
-        return build.call(aten.index.Tensor, rows, [inverse])
 
     def are_ends(self, node: fx.Node) -> bool:
         """Whether it holds the ends of each expert's rows, sorted by expert."""

@@ -2,8 +2,8 @@
 
 A model may find the order of its rows in any way. What equals one of these for random choices is replaced by it:
 
-    order   sort(choices)     pairs of token and choice, by expert       ids      choices[order]
-    tokens  order // k        the token of each of them                  counts   of the rows of each expert
+    order   sort(choices)     pairs of token and choice, by expert       expert   choices[order]
+    token   order // k        the token of each of them                  counts   of the rows of each expert
     places  sort(order)       the place of each pair in the order        ends     cumsum(counts)
 
 Over cp each rank sorts its own pairs (passes.partition.sequence.sorted_rows): these calls, and no others, may be
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import getitem
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from passes.moe import exchange
-from passes.moe.building import Builder, erase_unread
+from passes.moe.domain import Builder, erase_unread
 from passes.moe.layers import Dispatch, Experts
+from passes.moe.opening import Exchange
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten
 from passes.program.program import Program
@@ -60,7 +60,8 @@ class _Layer:
         (self.chosen,) = routing.chosen
         self.combined = combined
         self.build = Builder(self.graph, self.chosen.next, self.chosen)
-        self.made: dict[str, fx.Node] = {}
+        self.rows = Exchange(self.build, routing)
+        self.made: dict[tuple[str, torch.dtype], fx.Node] = {}
 
     def rewrite(self) -> None:
         """Of values that depend on the choices alone, the known ones."""
@@ -72,6 +73,7 @@ class _Layer:
                 order = node if name == "order" and order is self.chosen else order
         for node, name in names.items():
             node.replace_all_uses_with(self._as(name, node.meta["val"].dtype))
+        self._note()
         erase_unread(self.graph, names)
 
     def _name_of(self, node: fx.Node, order: fx.Node) -> str:
@@ -93,49 +95,24 @@ class _Layer:
         return left[0] if self.routing.holds([node, order], holds) else ""
 
     def _as(self, name: str, dtype: torch.dtype) -> fx.Node:
-        node = self._known(name)
-        return node if node.meta["val"].dtype == dtype else self._call(f"{name} as {dtype}", aten.to.dtype, node, dtype)
+        node = self._ends if name == "ends" else getattr(self.rows, name)
+        if node.meta["val"].dtype == dtype:
+            return node
+        if (name, dtype) not in self.made:
+            self.made[name, dtype] = self.build.call(aten.to.dtype, node, dtype)
+        return self.made[name, dtype]
 
-    def _known(self, name: str) -> fx.Node:
-        if name not in self.made:
-            self.made[name] = getattr(self, f"_{name}")()
-        return self.made[name]
-
-    def _call(self, key: str, *call: object) -> fx.Node:
-        if key not in self.made:
-            self.made[key] = self.build.call(*call)
-        return self.made[key]
-
-    def _order(self) -> fx.Node:
-        order, self.made["flat"] = self.routing.sorted(self.build)
-        self.found.sorts.update(order.all_input_nodes)
-        self.found.pairs.add(order)
-        return order
-
-    def _tokens(self) -> fx.Node:
-        made = self.build.call(aten.floor_divide.default, self._known("order"), self.routing.top_k)
-        self.found.tokens.add(made)
-        return made
-
-    def _places(self) -> fx.Node:
-        sort = self.build.call(aten.sort.stable, self._known("order"), stable=True)
-        made = self.build.call(getitem, sort, 1)
-        self.found.sorts.add(sort)
-        self.found.places.add(made)
-        return made
-
-    def _ids(self) -> fx.Node:
-        order = self._known("order")
-        made = self.build.call(aten.index.Tensor, self.made["flat"], [order])
-        self.found.ids.add(made)
-        return made
-
-    def _counts(self) -> fx.Node:
-        val = torch.empty(self.routing.size, dtype=torch.int64, device="meta")
-        return self.build.call(exchange.count_experts, self.routing.size, self.chosen, val=val)
-
+    @cached_property
     def _ends(self) -> fx.Node:
-        return self.build.call(aten.cumsum.default, self._known("counts"), 0)
+        return self.build.call(aten.cumsum.default, self.rows.counts, 0)
+
+    def _note(self) -> None:
+        """What was made."""
+        made = vars(self.rows)
+        for name, kind in (("order", "pairs"), ("token", "tokens"), ("places", "places"), ("expert", "ids")):
+            getattr(self.found, kind).update({made[name]} if name in made else ())
+        for name in ("order", "places"):
+            self.found.sorts.update(made[name].all_input_nodes if name in made else ())
 
 
 class Trial(NamedTuple):
@@ -163,13 +140,13 @@ def _sorted(values: Tensor) -> Tensor:
 
 Facts = Mapping[str, Callable[[Trial], bool]]
 OF_COUNTS: Facts = {
-    "ids": lambda trial: torch.equal(trial.value, _sorted(trial.flat)),
+    "expert": lambda trial: torch.equal(trial.value, _sorted(trial.flat)),
     "counts": lambda trial: torch.equal(trial.value, trial.counts),
     "ends": lambda trial: torch.equal(trial.value, trial.counts.cumsum(0)),
 }
 OF_THE_ORDER: Facts = {
     "order": lambda trial: torch.equal(trial.value, trial.order),
-    "tokens": lambda trial: torch.equal(trial.value, trial.order // trial.top_k),
+    "token": lambda trial: torch.equal(trial.value, trial.order // trial.top_k),
     "places": lambda trial: torch.equal(trial.value, torch.argsort(trial.order)),
 }
 WITHOUT_ORDER: Facts = {"order": _sorts} | OF_COUNTS

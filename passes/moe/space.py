@@ -1,24 +1,38 @@
 """One numbering of experts: the dims of the graph that count it, from the scores of its router on.
 
-The scores' dim, and every dim that ids of chosen experts make, are tied to others by the ops between (ties); a stack of
-weights is one with such a tied dim. Numberings of other routers are kept apart, even if a loss adds their counts.
+    chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
+    one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
+    grouped_mm(rows, W, ends) with ends [E] that are computed of ids                              too
+
+The scores' dim, and every dim that ids make, are tied to others by the ops between (ties); a stack of weights is one
+with such a tied dim. Numberings of other routers are kept apart, even if a loss adds their counts. Stacks may have no
+such dim, as places of slots are computed from the numbers of experts:
+
+    at = expert · C + place     buffer[at] += rows     buffer[E, C, d] @ W[E, d, h]
+    rows[expert, place] = x                            rows[E, C, d] @ W[E, d, h]
+
+Such a buffer, through views, is multiplied with stacks in products that keep one dim of them as a batch dim: the dim of
+experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import getitem
 
-from torch import fx
+from torch import Tensor, fx
 
-from passes.moe.ids import dims_of_experts, selections, spread
-from passes.moe.slots import stacks_of_slots
-from passes.moe.ties import Place, Ties
-from passes.program.ops.aten import aten, packet_of, shape_of
+from passes.moe.ties import Place, Ties, is_grouped, lookup, origin_of
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, PLACING, SORTS, SPLITS
 from passes.program.ops.products import PRODUCTS
 from passes.program.walks import ancestors, readers, walk
 from passes.program.weights import is_parameter, is_weight
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
 
 
 @dataclass
@@ -60,7 +74,7 @@ def spaces(graph: fx.Graph) -> list[Space]:
     """One for each router; whether it has experts is decided later."""
     known = Ties()
     found: dict[tuple[fx.Node, int], Space] = {}
-    for node, dim, chosen in selections(graph):
+    for node, dim, chosen in _selections(graph):
         scores = node.all_input_nodes[0]
         size = shape_of(scores)[dim]
         root = _root(known, scores, dim, size)
@@ -70,7 +84,7 @@ def spaces(graph: fx.Graph) -> list[Space]:
         space.chosen += chosen
     roots = {space.root for space in found.values()}
     for space in found.values():
-        space.ids = spread(space.chosen)
+        space.ids = _spread(space.chosen)
         _grow(known, space, roots)
     return list(found.values())
 
@@ -79,7 +93,7 @@ def takings(graph: fx.Graph) -> list[Space]:
     """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = Ties(), list[Space]()
-    for node, ranked, chosen in selections(graph):
+    for node, ranked, chosen in _selections(graph):
         scores = node.all_input_nodes[0]
         for dim, size in enumerate(shape_of(scores)):
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
@@ -111,7 +125,7 @@ def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
     others = [r for r in roots if r is not space.root and r not in space.above]
     above = {n for n in space.above if n.op != "placeholder" and not is_weight(n)}
     closed = set(walk(others, readers)) | above - {space.root}
-    of_ids = [*dims_of_experts(space.ids, space.size), *stacks_of_slots(space.ids, space.size, space.below)]
+    of_ids = [*_dims_of_experts(space.ids, space.size), *_stacks_of_slots(space.ids, space.size, space.below)]
     work = [(node, (dim, 1)) for node, dim in [*space.seeds, *of_ids]]
     while work:
         node, place = work.pop()
@@ -120,3 +134,148 @@ def _grow(known: Ties, space: Space, roots: Iterable[fx.Node]) -> None:
             continue
         mine.add(place)
         work.extend(known.next_to(node, place, space.size))
+
+
+# ---- integers that are numbers of experts
+
+
+def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
+    """(call, dim, nodes of its indices) of calls that choose along a dim, with a choice that is read."""
+    for node in graph.nodes:
+        given = named(node) if node.target in BEST | SORTS else {}
+        if given.get("dim") is None or len(node.all_input_nodes) != 1:
+            continue
+        shape = shape_of(node.all_input_nodes[0])
+        is_alone = isinstance(node.meta["val"], Tensor)
+        found = [node] if is_alone else [n for n in node.users if n.target is getitem and n.args[1] == 1]
+        if found and shape and _chooses(node, shape[int(given["dim"]) % len(shape)]):
+            yield node, int(given["dim"]) % len(shape), found
+
+
+def _chooses(node: fx.Node, size: int) -> bool:
+    """Whether it is by floating-point scores, the best of them or all in their order, and they are several."""
+    floats = bool(node.all_input_nodes[0].meta["val"].dtype.is_floating_point)
+    return floats and size > 1
+
+
+def _spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:
+    """All values with such ids as elements."""
+    known: set[fx.Node] = set()
+    work = list(chosen)
+    while work:
+        node = work.pop()
+        if node not in known:
+            known.add(node)
+            work += [user for user in node.users if user.op == "call_function" and _is_same(user, node, known)]
+    return known
+
+
+def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
+    packet, found = packet_of(user.target), lookup(user)
+    if user.target in JOINS:
+        return all(n in known for n in user.all_input_nodes)
+    if user.target is getitem:
+        return packet_of(node.target) is not aten.sort or user.args[1] in (0,)
+    if found is not None:
+        return found[0] is node
+    is_taken = packet in (aten.sort, aten.clamp) or (packet in (aten.gather, aten.index) and user.args[0] is node)
+    return is_taken or user.target in LAID_OUT | CUTS | SPLITS
+
+
+def _dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
+    """(node, dim) that count experts since ids say which."""
+    for node in sorted(ids):
+        for user in node.users:
+            if user.op == "call_function":
+                yield from _dims_made(user, node, size)
+    for node in walk(ids, _counting):
+        if shape_of(node) == (size,) and any(is_grouped(user) and user.args[2] is node for user in node.users):
+            yield node, 0
+
+
+def _counting(node: fx.Node) -> Iterator[fx.Node]:
+    """What is computed of ids without a gradient: the ends of the rows of each expert, however they are counted."""
+    yield from (user for user in node.users if user.op == "call_function" and not user.meta["grad"])
+
+
+def _dims_made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
+    packet, given, shape = packet_of(user.target), named(user), shape_of(user)
+    found = lookup(user)
+    if found is not None and found[2] is ids:
+        yield found[0], found[1]
+    elif given.get("index") is ids and "dim" in given:
+        table = given["self"]
+        yield table, int(given["dim"]) % len(shape_of(table))
+    elif user.target in BINS and shape[-1] == size:
+        yield user, len(shape) - 1
+    elif packet is aten.eq and isinstance(other := user.args[1 - user.args.index(ids)], fx.Node):
+        base = next((n for n in walk([other], _through) if not n.all_input_nodes), None)
+        if base is not None and packet_of(base.target) is aten.arange and shape_of(base) == (size,):
+            yield from (
+                (user, d) for d, n in enumerate(shape_of(user)) if n == size and _from_last(other, user, d) == n
+            )
+
+
+def _from_last(x: fx.Node, user: fx.Node, dim: int) -> int:
+    position = dim - len(shape_of(user)) + len(shape_of(x))
+    return shape_of(x)[position] if position >= 0 else 1
+
+
+def _through(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes if node.target in LAID_OUT else ()
+
+
+# ---- stacks that meet slots
+
+
+def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
+    depend on the router, so a residual ends the path to them.
+    """
+
+    def through(node: fx.Node) -> Iterator[fx.Node]:
+        return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
+
+    numbers = set(walk(ids, readers, into=lambda n: n.op != "output" and not _is_float(n)))
+    placed = [u for n in sorted(numbers) for u in n.users if u not in numbers and _is_placed(u, numbers)]
+    for product in sorted(u for n in walk(placed, through) for u in n.users if u.target in PRODUCTS):
+        yield from _kept_apart(product, size)
+
+
+def _kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
+    rule, read = rule_of(product), operands_of(product)
+    if rule is None:
+        return
+    for factor in rule.factors:
+        if factor.size == size and all(factor.at(i) is not None for i in (RESULT, *range(len(read)))):
+            inside = [p for p in factor.places if p.operand != RESULT and rule.sole(p.operand, p.dim) is factor]
+            origins = [origin_of(read[p.operand], p.dim) for p in inside]
+            yield from (origin for origin in origins if origin is not None)
+
+
+def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
+    """Whether a call puts or picks values at places that ``numbers`` say."""
+    if call.op != "call_function" or not _is_float(call):
+        return False
+    found, given = lookup(call), named(call)
+    if found is not None:
+        return found[2] in numbers and not is_weight(found[0])
+    if call.target in PLACING or packet_of(call.target) in (aten.gather, aten.index):
+        index = given.get("index", given.get("indices"))
+        return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
+    return False
+
+
+def _passes(call: fx.Node) -> bool:
+    return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether it is no value of tokens: a weight, or made of numbers alone."""
+    return is_weight(node) or not node.all_input_nodes
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = next(tensors_of(node), None)
+    return value is None or value.dtype.is_floating_point

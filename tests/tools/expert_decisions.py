@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from passes.moe.dropped_rows import check_places
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
+from passes.moe.token_rows import check_places
 from passes.partition.sequence.cut import cut_sequence
 from passes.program.copied import copied
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.walks import ancestors
 from planner import Captured, Plan, PlanError, plan
 from planner.captured import prepare
 from planner.mesh import Mesh
@@ -144,9 +145,10 @@ def _opened(captured: Program, mesh: Mesh, nodes: int) -> dict[str, Any]:
     cut_sequence(program, mesh.cp, found)
     made = open_experts(program, found, mesh, nodes=nodes)
     check_places(program)
-    numbers = {n.name: f"%{i}" for i, n in enumerate(program.graph.graph.nodes) if n.op == "call_function"}
-    graph = _digest(*(_line(node, numbers) for node in program.graph.graph.nodes))
-    return {"layers": [_numbered(str(part), numbers) for part in (*made.layers, *made.doubts)], "graph": graph}
+    words = _words(program.graph.graph)
+    read = ancestors([program.graph.graph.output_node()])
+    graph = _digest(*sorted(words[node.name] for node in read))
+    return {"layers": [_renamed(str(part), words) for part in (*made.layers, *made.doubts)], "graph": graph}
 
 
 def planned(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -178,18 +180,20 @@ def _or_refused(decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def _line(node: fx.Node, numbers: Mapping[str, str]) -> str:
-    """A node with all that later steps read of it."""
-    val, kept = node.meta.get("val"), [str(node.meta.get(key)) for key in ("grad", "domain", "draw")]
-    seen = [(tuple(x.shape), x.dtype) for x in tree_leaves(val) if isinstance(x, Tensor)]
-    read = repr(fx.map_arg((node.args, node.kwargs), lambda n: f"{n}"))
-    target = getattr(node.target, "__name__", node.target)
-    return f"{node.op} {target} {_numbered(read, numbers)} {seen} {kept} {where_of(node)}"
+def _words(graph: fx.Graph) -> dict[str, str]:
+    """Node → a digest of all that later steps read of it and of what it is made of: not of its name and place."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        val, kept = node.meta.get("val"), [str(node.meta.get(key)) for key in ("grad", "domain", "draw")]
+        seen = [(tuple(x.shape), x.dtype) for x in tree_leaves(val) if isinstance(x, Tensor)]
+        read = _renamed(repr(fx.map_arg((node.args, node.kwargs), lambda n: n.name)), found)
+        target = getattr(node.target, "__name__", node.target)
+        found[node.name] = _digest(f"{node.op} {target} {read} {seen} {kept} {where_of(node)}")
+    return found
 
 
-def _numbered(text: str, numbers: Mapping[str, str]) -> str:
-    """With the places of calls for their names, which depend on the order in which they were made."""
-    return re.sub(r"'(\w+)'", lambda found: numbers.get(found[1], found[0]), text)
+def _renamed(text: str, words: Mapping[str, str]) -> str:
+    return re.sub(r"'(\w+)'", lambda found: words.get(found[1], found[0]), text)
 
 
 def _digest(*texts: str) -> str:

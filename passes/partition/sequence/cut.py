@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.moe.building import Builder
+from passes.moe.domain import Builder
 from passes.moe.layers import Experts
 from passes.moe.sorting import sort_plainly
 from passes.partition.loss.loss_ops import MEAN, SUM

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.building import COPIED
+from passes.moe.domain import COPIED
 from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
 from passes.types.types import P, Placement

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.building import Builder
+from passes.moe.domain import Builder
 from passes.partition.options.forms import Form
 from passes.partition.writer import Rewrite, Scene
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of

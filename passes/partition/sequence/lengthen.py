@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.building import Builder, erase_unread
+from passes.moe.domain import Builder, erase_unread
 from passes.partition.options.base import Option, Site
 from passes.partition.options.forms import Form
 from passes.partition.sequence.rules import options_over_cp

@@ -275,7 +275,7 @@ def test_sizes_that_are_equal_or_odd_do_not_confuse(way, num_experts, hidden, wi
     (only,) = found.layers
     up, down = only.weights[:2]
     is_loop = way in experts.LOOPS
-    assert (only.num_experts, only.top_k, only.is_stacked) == (num_experts, top_k, not is_loop)
+    assert (only.num_experts, only.top_k, only.weights[0].dim >= 0) == (num_experts, top_k, not is_loop)
     assert (up.style, up.shape[up.hidden], up.shape[up.width]) == ("column", hidden, width)
     assert (down.style, down.shape[down.hidden], down.shape[down.width]) == ("row", hidden, width)
     if is_loop:
@@ -291,7 +291,7 @@ def test_loops_over_selected_rows_are_branches(way):
     found = find_experts(capture(experts.Net(selected_rows.Selecting(way)), experts.batch()))
     assert found.doubts == ()
     (only,) = found.layers
-    assert (only.num_experts, only.top_k, only.is_stacked, only.tokens) == (4, 2, False, "layer_norm")
+    assert (only.num_experts, only.top_k, only.weights[0].dim >= 0, only.tokens) == (4, 2, False, "layer_norm")
     styles = [w.style for w in only.weights if len(w.shape) == 2]
     assert sorted(styles) == ["column", "column", "row"]
     assert len(only.probs) in (1, 4, 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.moe.picks import picks
+from passes.moe.ties import picks
 from passes.program.ops.aten import aten
 
 SHAPE = (3, 4, 5)

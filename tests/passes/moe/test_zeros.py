@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from passes.moe.zeros import stays_zero
+from passes.moe.rows import stays_zero
 
 KEEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "factor": lambda g, y: y * g,

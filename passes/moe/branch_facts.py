@@ -1,20 +1,27 @@
-"""The end of the branches of a layer of experts: their sum, or their concatenation with a pick of the chosen.
+"""Facts of the branches of a layer of experts: how their results end, and inputs that need no stack over the experts.
 
-end = base + Σ_e tip_e                          in any order; an overwritten row is where(mask_e, 0, before) + tip_e
-end = cat([tip_0, tip_1, …]).gather(ids)        for each token the results of its choices
+    end = base + Σ_e tip_e                          in any order; an overwritten row is where(mask_e, 0, before) + tip_e
+    end = cat([tip_0, tip_1, …]).gather(ids)        for each token the results of its choices
+
+Inputs that are known at the tokens that chose an expert are found by trials of values and gradients, so a model may
+write them in any way:
+
+    where(chosen == e, w, 0).sum(-1)                w of the pair of token and choice, a value [tokens, choices]
+    (chosen == e).any(-1)                           True: where(it, y, 0) is y
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
+import torch
 from torch import Tensor, fx
 
-from passes.moe.refusals import Refusal
-from passes.moe.routing import Routing
+from passes.moe.layers import Refusal
+from passes.moe.routing import Routing, leaves_of
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import meetings
@@ -172,3 +179,65 @@ def is_zero(value: object) -> bool:
         number = value.args[0 if packet is aten.scalar_tensor else 1]
         return isinstance(number, int | float) and number == 0
     return value.target in LAID_OUT and is_zero(value.all_input_nodes[0])
+
+
+# ---- inputs that are known where a token chose the expert
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The same input of each branch, ``column``, read at the pairs of a token and an expert that it chose."""
+
+    routing: Routing
+    num_tokens: int
+    column: Sequence[fx.Node]
+
+    def weight(self) -> fx.Node | None:
+        """The value of each choice that the input is at its tokens; None if it is none."""
+        first = self.column[0].meta["val"]
+        if first.numel() != self.num_tokens or not first.dtype.is_floating_point:
+            return None
+        outside = [
+            n
+            for n in self.routing.inputs(self.column)
+            if n.meta["val"].numel() == self.routing.num_rows and n.meta["val"].dtype == first.dtype
+        ]
+        for values, ids in self.routing.tried(self.column):
+            rows = self._rows(values, ids)
+            outside = [n for n in outside if rows is not None and _is_of(rows, values[n])]
+        return outside[0] if outside else None
+
+    def is_true(self) -> bool:
+        """Whether it is True at all of them."""
+        if self.column[0].meta["val"].dtype is not torch.bool:
+            return False
+        found = [self._rows(values, ids) for values, ids in self.routing.tried(self.column)]
+        return bool(found) and all(rows is not None and bool(rows.all()) for rows in found)
+
+    def _rows(self, values: Mapping[fx.Node, Tensor], ids: list[Tensor]) -> Tensor | None:
+        """At each pair in their own order [pairs, rest]; None if a branch reads another value."""
+        if any(n not in values or shape_of(n) != shape_of(self.column[0]) for n in self.column):
+            return None
+        expert = ids[0].flatten().long()
+        token = torch.arange(len(expert)) // (len(expert) // self.num_tokens)
+        return torch.stack([values[n].reshape(self.num_tokens, -1) for n in self.column])[expert, token]
+
+
+def _is_of(rows: Tensor, weight: Tensor) -> bool:
+    """Whether rows [pairs, 1] are a weight's elements, and so are their gradients; no other value gets one."""
+    if not torch.equal(rows.flatten(), weight.flatten()):
+        return False
+    drawn, leaves = torch.rand_like(rows), list(leaves_of(rows))
+    grads = torch.autograd.grad((rows * drawn).sum(), leaves, allow_unused=True)
+    wanted = [drawn.view_as(leaf) if leaf is weight else torch.zeros_like(leaf) for leaf in leaves]
+    return all(torch.equal(w if g is None else g, w) for g, w in zip(grads, wanted, strict=True))
+
+
+def hides_nothing(node: fx.Node, true: fx.Node) -> fx.Node | None:
+    """The value that a call gives where ``true`` is True, if the call only chooses by it."""
+    if packet_of(node.target) is not aten.where or len(node.args) < 2 or node.args[0] is not true:
+        return None
+    kept = node.args[1]
+    if not isinstance(kept, fx.Node) or shape_of(kept) != shape_of(node):
+        return None
+    return kept if kept.meta["val"].dtype == node.meta["val"].dtype else None
