@@ -1,4 +1,4 @@
-"""A layer of experts as it is opened, and the calls of its exchange, which every opening makes.
+"""The opening of a layer of experts: its choices and errors, and the calls of the exchange that all openings make.
 
     here  = meet(count_experts(chosen))                   the rows of each expert that come to this rank
     order = argsort(chosen)    token = order // k         the pairs of token and choice, by expert

@@ -38,7 +38,7 @@ MOST = 400  # calls of one layer
 
 
 class Pairs(Opening):
-    """Owns ``way``: calls that depend on the stacks; ``zero``: values that are zero for pairs that nobody chose."""
+    """Owns ``way``: calls that depend on the stacks; ``zero``: values that are zero for experts not chosen."""
 
     FIX = "compute each token with only its experts, weighted by its router weights"
 

@@ -225,7 +225,7 @@ def _through(node: fx.Node) -> Iterable[fx.Node]:
     return node.all_input_nodes if node.target in LAID_OUT else ()
 
 
-# ---- stacks that meet slots
+# ---- stacks that are multiplied with slots
 
 
 def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
