@@ -32,33 +32,34 @@ class EngineLoss:
     _step: Any
 
     @shared_call("evaluation")
-    def score(self, batch: Mapping[str, Tensor]) -> Scores:
+    def score(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Scores:
         """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
 
         The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        ``local``: each dp rank gives its own rows of a batch of the planned size, and gets the scores of these.
         Logits are not gathered.
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._ready()
         batch = self.layout.in_rows(batch)
-        variant = self._variants.of(batch, local=False, any_number=True)
-        rounds = variant.rounds.of(batch, local=False, scored=True)
-        found = [variant.scoring.score(self._step(variant, each, local=False)) for each in rounds]
+        variant = self._variants.of(batch, local=local, any_number=True)
+        rounds = variant.rounds.of(batch, local=local, scored=True)
+        found = [variant.scoring.score(self._step(variant, each, local), local=local) for each in rounds]
         return Scores.joined(found, len(batch[found[0].key]))
 
     def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
         """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
         return self._variants.of(self.layout.in_rows(batch), local=False, any_number=True).scoring.executor
 
-    def log_probs(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def log_probs(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Tensor:
         """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
         dropout; 0 where the loss takes no target.
 
         The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
-        Tensors that the plan does not read may be in the batch: they are ignored. Raises PlanError, with the source
-        line, for a loss that is not a cross-entropy over a vocabulary.
+        ``local``: as of ``score``. Tensors that the plan does not read may be in the batch: they are ignored. Raises
+        PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
-        return self.score(self._planned(batch)).log_probabilities
+        return self.score(self._planned(batch), local=local).log_probabilities
 
     def _planned(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of a batch that the plan reads."""

@@ -66,9 +66,9 @@ class Scoring:
             stages[place] = scoring
         self.executor = Executor(stages, executor.order, executor.transport, executor.random)
 
-    def score(self, step: Step) -> Scores:
+    def score(self, step: Step, *, local: bool = False) -> Scores:
         """Scores of the batch of ``step``, the same on every rank: each has those of its own tokens, and one sum joins
-        them."""
+        them. ``local``: those of this dp rank's rows alone are returned."""
         self.executor.evaluate(step)
         shape, _ = self.layout.inputs[self.key]
         total = torch.zeros((FIGURES, self.layout.global_size, *shape), dtype=torch.float64, device=self.groups.device)
@@ -78,7 +78,9 @@ class Scoring:
             total[:, first : first + found.shape[1]] = found
         if self.groups.world is not None:
             dist.all_reduce(total, group=self.groups.world)
-        return self._checked(total.cpu())
+        size = self.layout.global_size // self.layout.dp
+        rows = slice(self.layout.dp_rank * size, (self.layout.dp_rank + 1) * size) if local else slice(None)
+        return self._checked(total.cpu()[:, rows])
 
     def _checked(self, total: Tensor) -> Scores:
         times = total[COUNT]

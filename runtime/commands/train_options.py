@@ -81,6 +81,21 @@ class Checking:
         ),
     ] = None
 
+    validation_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="Text or token file to validate on; give it several times. The first decides --keep-best, --patience.",
+        ),
+    ] = None
+    metric: Annotated[
+        Text,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="At each validation, figures of yours: function(log_probs, labels, batch) returns {name: (sum, "
+            "count)}.",
+        ),
+    ] = None
     patience: Annotated[
         Number, typer.Option(min=1, metavar="N", help="Stop after N validations without a lower loss.")
     ] = None
@@ -160,13 +175,14 @@ def job_of(model: str, spec: Path, running: Running, *groups: Reading | Checking
     from planner.capture.model.with_adapters import named
     from runtime.training.data import steps_of
     from runtime.training.job import Job, saves_directory
-    from runtime.training.mixture import mixture_of_spec, read_mixture
+    from runtime.training.mixture import mixture_of_spec, named_files, read_mixture
 
     given: dict[str, Any] = {
         name: str(v) if isinstance(v, Path) else v for group in groups for name, v in asdict(group).items()
     }
     given["save"] = saves_directory(given["save"], given["save_every"], given["resume"], given["keep_best"])
     given["sample_prompt"] = tuple(given.get("sample_prompt") or ())
+    given["validation_data"] = named_files(given.get("validation_data") or [])
     texts = given["data"]
     given["data"], given["mixture"] = read_mixture(texts) if texts else mixture_of_spec(str(spec))
     plan = None if running.plan is None else str(running.plan)

@@ -84,5 +84,5 @@ def check_best(job: Job) -> None:
     """Raise PlanError for options that need a validation if there is none."""
     for option, is_asked in (("--keep-best", job.keep_best), ("--patience", job.patience is not None)):
         if is_asked and job.validate_every is None:
-            fix = "add --validate-every N, and `data: {validation: 0.05}` to the spec"
+            fix = "add --validate-every N, and --validation-data NAME=FILE"
             raise PlanError(f"{option} needs a validation loss, but nothing is validated", where=option, fix=fix)

@@ -8,22 +8,20 @@ Rank 0 alone knows what was asked; the sum of the next update says that somethin
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
-from passes.errors import PlanError, Where, first_line
+from passes.errors import PlanError, first_line
+from planner.named_code import NamedCode, line_of
 from runtime.distributed.stopping import announce_orders
 from runtime.report.step_row import StepRow
 
-FIX = (
-    "write FILE.py:FUNCTION, a function of the row of a step (loss, validation_loss, step …) and, if it takes two "
-    "arguments, of the run (stop, set_lr, save, log)"
+FORMS = (
+    "FILE.py:FUNCTION, a function of the row of a step (loss, validation_loss, step …) and, if it takes two arguments, "
+    "of the run (stop, set_lr, save, log)"
 )
 
 
@@ -94,39 +92,16 @@ class Callback:
 
     def __init__(self, reference: str) -> None:
         """Runs the file. Raises PlanError if that fails, or has no such function."""
-        file, _, name = reference.rpartition(":")
-        self._file = Path(file)
-        if not file.endswith(".py") or not self._file.is_file():
-            raise PlanError(f"--callback {reference}: no Python file {file!r}", where="--callback", fix=FIX)
-        self._function = self._found(name)
+        self._function: Callable[..., Any] = NamedCode(reference, "--callback", FORMS).load()
         self._takes_run = _takes_two(self._function)
 
     def __call__(self, row: StepRow, run: Run) -> None:
         try:
             self._function(row, run) if self._takes_run else self._function(row)
         except Exception as error:
-            raise self._error(f"the callback failed after step {row.step}", error) from error
-
-    def _found(self, name: str) -> Callable[..., Any]:
-        spec = importlib.util.spec_from_file_location(self._file.stem, self._file.resolve())
-        assert spec is not None, self._file
-        assert spec.loader is not None, self._file
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise self._error("the file of --callback cannot be imported", error) from error
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise PlanError(f"no function {name!r} for --callback", where=Where(file=str(self._file)), fix=FIX)
-        return function
-
-    def _error(self, what: str, error: Exception) -> PlanError:
-        own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == self._file.resolve()]
-        where = Where(file=str(self._file), line=own[-1].lineno or 0, code=own[-1].line or "") if own else None
-        return PlanError(
-            f"{what}: {first_line(error)}", where=where or str(self._file), fix="correct it, or remove --callback"
-        )
+            what = f"the callback failed after step {row.step}: {first_line(error)}"
+            fix = "correct it, or remove --callback"
+            raise PlanError(what, where=line_of(error) or "--callback", fix=fix) from error
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

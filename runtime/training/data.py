@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.data.batches import BatchLayout
 from runtime.data.buckets import BucketBatches, OfLength, batches_of, token_batches_in
 from runtime.data.reading import read_tokens
 from runtime.data.roles import length_of, roles_of
 from runtime.data.stream import is_stream, stream_function
 from runtime.data.text.sources import STDLIB, files_of
-from runtime.data.token_batches import OwnRows
 from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
 from runtime.data.validation_split import split
 from runtime.data.vocabulary import check_vocabulary
 from runtime.training.job import Job
+from runtime.training.validation import HeldOut
 
-MOST_VALIDATED = 16  # batches of one validation
+_ADD = "add --validate-every N"
 _MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``validation``: None if the spec holds nothing out; ``validate_every``: steps between two, None for none.
+    """``held_out``: the sets of a validation; ``validate_every``: steps between two, None for none.
 
     ``identity``: goes with each save. ``told``: what was cut or left out of the training data. ``training``: None for a
     stream.
     """
 
     training: OfLength | BucketBatches | None
-    validation: OfLength | BucketBatches | None
+    held_out: tuple[HeldOut, ...]
     identity: dict[str, Any]
     validate_every: int | None = None
     told: tuple[str, ...] = ()
 
     def is_validated_after(self, step: int) -> bool:
-        return self.validation is not None and self.validate_every is not None and step % self.validate_every == 0
-
-    def validation_loss(self, evaluate: Callable[..., float], layout: BatchLayout) -> float:
-        """The mean over the same batches each time: all of the held-out text, or a part of it. ``evaluate``: as of an
-        Engine; each rank reads the rows that ``layout`` gives it."""
-        assert self.validation is not None, "nothing is held out"
-        rows = OwnRows(self.validation, layout)
-        num_batches = min(MOST_VALIDATED, self.validation.num_batches)
-        return fmean(evaluate(rows.batch(step), local=rows.is_local) for step in range(num_batches))
+        return self.validate_every is not None and step % self.validate_every == 0
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
@@ -60,7 +49,8 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
     if is_stream(job.data):
         check_source(job)
         check_stream(job, spec)
-        return RunData(None, None, {"data": job.data, "seed": spec.seed, "batch.global": spec.batch.global_size})
+        identity = {"data": job.data, "seed": spec.seed, "batch.global": spec.batch.global_size}
+        return RunData(None, _named_sets(job, spec, plan), identity, job.validate_every)
     texts = [read_tokens(source, job.tokenizer) for source in job.sources]
     for tokens in texts:
         _check_ids(tokens, spec, plan)
@@ -76,10 +66,11 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
         steps = zip(spec.lengths, specs, strict=True)
         identity["inputs"] = ", ".join(f"{each.batch.global_size} of {length}" for length, each in steps)
     training = batches_of([tokens for tokens, _ in parts], weights, specs)
-    held_out = [tokens for _, tokens in parts if tokens is not None]
-    validation = _validation(held_out, weights, specs) if held_out else None
+    sets = _named_sets(job, spec, plan)
+    if rest := [tokens for _, tokens in parts if tokens is not None]:
+        sets += (HeldOut("held_out" if sets else "", _validation(rest, weights, specs)),)
     told = filter(None, (getattr(each.objective, "told", "") for each in token_batches_in(training)))
-    return RunData(training, validation, identity, job.validate_every, tuple(told))
+    return RunData(training, sets, identity, job.validate_every, tuple(told))
 
 
 def steps_of(job: Job, epochs: float) -> int:
@@ -97,12 +88,29 @@ def steps_of(job: Job, epochs: float) -> int:
 
 
 def check_validation(job: Job, spec: Spec) -> None:
-    """Raise PlanError if nothing is held out that a validation could read."""
-    if job.validate_every is not None and not spec.data.validation:
-        fix = "add `data: {validation: 0.05}` to the spec"
-        raise PlanError(
-            "--validate-every needs held-out text, but the spec holds out none", where="--validate-every", fix=fix
-        )
+    """Raise PlanError if nothing is held out that a validation could read, or no validation reads what is given."""
+    for option, is_given in (("--validation-data", job.validation_data), ("--metric", job.metric)):
+        if is_given and job.validate_every is None:
+            raise PlanError(f"{option} is for validations, and there are none", where=option, fix=_ADD)
+    if job.validate_every is not None and not spec.data.validation and not job.validation_data:
+        fix = "add --validation-data NAME=FILE, or `data: {validation: 0.05}` to the spec"
+        what = "--validate-every needs held-out text, but the spec holds out none"
+        raise PlanError(what, where="--validate-every", fix=fix)
+    for _, file in job.validation_data:
+        _check_text(file)
+
+
+def _named_sets(job: Job, spec: Spec, plan: Plan) -> tuple[HeldOut, ...]:
+    """Those of ``--validation-data``. Raises PlanError if a text does not serve the spec."""
+    found = []
+    for name, file in job.validation_data:
+        tokens = read_tokens(file, job.tokenizer)
+        _check_ids(tokens, spec, plan)
+        try:
+            found.append(HeldOut(name, batches_of([tokens], [], _of_lengths(spec, plan))))
+        except PlanError as error:
+            raise PlanError(error.what, where=f"--validation-data {name}={file}", fix="give a longer text") from None
+    return tuple(found)
 
 
 def check_stream(job: Job, spec: Spec) -> None:
@@ -131,16 +139,21 @@ def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:
 def check_source(job: Job) -> None:
     """Raise PlanError for a source that is not there, or a token file that is damaged: before anything takes long."""
     for source in job.sources:
-        path = Path(source)
         if is_stream(source):
             stream_function(source)
             if job.mixture:
                 fix = "mix inside the function, and name it alone"
                 raise PlanError(f"{source} is a stream, which has no share", where="--data", fix=fix)
-        elif source == STDLIB or not is_token_file(path):
-            files_of(source)
-        elif read_header(path).num_bytes <= _MOST_CHECKED:
-            check_content(path)
+        else:
+            _check_text(source)
+
+
+def _check_text(source: str) -> None:
+    path = Path(source)
+    if source == STDLIB or not is_token_file(path):
+        files_of(source)
+    elif read_header(path).num_bytes <= _MOST_CHECKED:
+        check_content(path)
 
 
 def _validation(texts: list[Tokens], weights: list[float], specs: list[Spec]) -> OfLength | BucketBatches:

@@ -65,7 +65,8 @@ class Job:
     ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to. ``plan``: a saved
     plan that the ranks run in place of a capture; ``planned``: the file of the launcher's plan
     (``runtime.shared_plan``). ``save_adapters``, ``save_merged``: directories for the adapters of
-    peft, and for the base with these merged, at the end.
+    peft, and for the base with these merged, at the end. ``validation_data``: names and files of sets that every
+    validation reads; ``metric``: ``file.py:function``, for further figures of these.
     """
 
     model: str
@@ -98,6 +99,8 @@ class Job:
     save_merged: str | None = None
     sample_every: int | None = None
     sample_prompt: tuple[str, ...] = ()
+    validation_data: tuple[tuple[str, str], ...] = ()
+    metric: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

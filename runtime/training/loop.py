@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner.capture.model.reference import pretrained_directory
 from planner.capture.model.with_adapters import OPTION, adapter_directory
 from planner.frozen_plan import Plan
@@ -37,6 +38,7 @@ from runtime.training.planned import FRESH, plan_of
 from runtime.training.samples import Samples
 from runtime.training.saving import RunSaves
 from runtime.training.showing import Seen, Showing
+from runtime.training.validation import Metric, Validation, validate
 from runtime.verify.reference import OneProcess, with_values
 
 LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
@@ -63,9 +65,11 @@ class _Run:
         self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
         self.saves, self.profile, self.rows = saves, profile, rows
         self.is_stopped = self.is_over = False
-        self.validation_loss: float | None = None
+        self.validation: Validation | None = None
+        self.failure: PlanError | None = None  # the same on every rank
         self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
         self._guard = NonFiniteGuard(engine)
+        self._metric = None if showing.job.metric is None else Metric(showing.job.metric)
         self._lag = int(engine.groups.device.type != "cpu")
 
     def step(self, batch: dict[str, Tensor]) -> None:
@@ -77,9 +81,9 @@ class _Run:
         alone = None
         if self.beside is not None and self.data.training is not None:
             alone = self.beside.train_step(self.data.training.batch(self.engine.step_index - 1))
-        self.validation_loss = self._validated()
+        self.validation = self._validated()
         place = self.engine.place_of(batch)
-        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation_loss, place)
+        seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation, place)
         self._waiting.append((batch, report, seen))
         self.show(self._lag)
 
@@ -91,12 +95,19 @@ class _Run:
                 return batches.batch(step)
             return self.rows.agreed(self.engine.groups, lambda: batches.batch(step))
 
-    def _validated(self) -> float | None:
-        """The validation loss, by the running mean of the weights if there is one. None after most steps."""
+    def _validated(self) -> Validation | None:
+        """By the running mean of the weights if there is one. None after most steps. A metric that fails ends the run
+        after this step, with a save."""
         if not self.data.is_validated_after(self.engine.step_index):
             return None
         with nullcontext() if self.engine.optimizer.average is None else self.engine.averaged_weights():
-            return self.data.validation_loss(self.engine.evaluate, self.engine.layout)
+            try:
+                return validate(self.data.held_out, self.engine, self._metric)
+            except PlanError as error:
+                if self._metric is None or error.where == "batch":
+                    raise
+                self.failure, self.is_over = error, True
+                return None
 
     def finish(self) -> None:
         """After the last step."""
@@ -178,7 +189,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
                             break
                         run.step(batch)
                         samples.after_step(engine)
-                        best.see(run.validation_loss)
+                        best.see(None if run.validation is None else run.validation.loss)
                         saves.after_step()
                 run.finish()
             except (NonFiniteError, AuditError) as error:  # of all ranks at the same step
@@ -191,8 +202,8 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
                 engine.save_merged(job.save_merged)
             if leads:
                 _write_files(job)
-    if showing.failure is not None:
-        raise showing.failure
+    if (failure := showing.failure or run.failure) is not None:
+        raise failure
     return Trained(showing.rows, stopped)
 
 

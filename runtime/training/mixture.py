@@ -66,3 +66,13 @@ def _part(text: str) -> tuple[str, float | None]:
         return source, float(weight)
     except ValueError:
         return text, None
+
+
+def named_files(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """``NAME=FILE`` of ``--validation-data``. Raises PlanError for another form, or a name twice."""
+    found = [(name, file) for name, _, file in (text.partition("=") for text in given)]
+    for place, (name, file) in enumerate(found):
+        if not (name and file) or name in [other for other, _ in found[:place]]:
+            what = f"--validation-data {given[place]}: " + ("a name comes twice" if file else "no NAME=FILE")
+            raise PlanError(what, where="--validation-data", fix="write --validation-data NAME=FILE, each name once")
+    return tuple(found)

@@ -13,6 +13,7 @@ from runtime.report.curve import SUFFIXES
 from runtime.training.best import check_best
 from runtime.training.callback import Callback
 from runtime.training.job import Job
+from runtime.training.validation import Metric
 
 
 def check_outputs(job: Job) -> None:
@@ -34,6 +35,8 @@ def check_outputs(job: Job) -> None:
         _check_package("wandb", "--wandb")
     if job.callback is not None:
         Callback(job.callback)
+    if job.metric is not None:
+        Metric(job.metric)
     check_best(job)
     if job.profile is not None:
         Window.parse(job.profile, job.num_steps)

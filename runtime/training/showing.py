@@ -20,20 +20,21 @@ from runtime.report.step_row import StepRow, make_row
 from runtime.report.trackers import TensorBoard, WandB
 from runtime.training.callback import Callback, Run
 from runtime.training.job import Job
+from runtime.training.validation import Validation
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
 
-    ``one_process_loss``: of the single process, if it runs; ``validation_loss``: after the step, if due. ``place``: of
+    ``one_process_loss``: of the single process, if it runs; ``validation``: after the step, if due. ``place``: of
     the batch's length among those of the plan.
     """
 
     step: int
     one_process_loss: float | None
     data_seconds: float
-    validation_loss: float | None
+    validation: Validation | None
     place: int = -1
 
 
@@ -96,14 +97,15 @@ class Showing:
             one_process_loss=seen.one_process_loss,
             data_seconds=seen.data_seconds,
             seconds_left=self.pace.seconds_left(seen.step),
-            validation_loss=seen.validation_loss,
+            validation_loss=None if seen.validation is None else seen.validation.loss,
         )
         self.rows.append(row)
+        own = {} if seen.validation is None else dict(seen.validation.figures)
         if self.failure is None:
             try:
                 if self._callback is not None:
                     self._callback(row, self.run)
-                self._progress.show(row, self.run.figures())
+                self._progress.show(row, own | self.run.figures())
             except PlanError as error:
                 self.failure = error
 

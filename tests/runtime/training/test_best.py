@@ -129,8 +129,8 @@ def test_what_a_callback_raises_is_one_error_at_its_line(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "what", "where"),
     [
-        ({"callback": "calls.py"}, "no Python file", "--callback"),
-        ({"callback": "{}/calls.py:none"}, "no function 'none'", None),
+        ({"callback": "calls.py"}, "--callback 'calls.py' has an unknown form", "--callback"),
+        ({"callback": "{}/calls.py:none"}, "no 'none' in calls", None),
         ({"wandb": "p"}, "needs the package wandb", "--wandb"),
         ({"keep_best": True, "save": "{}/run"}, "needs a validation loss", "--keep-best"),
         ({"patience": 2}, "needs a validation loss", "--patience"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from runtime.data.token_batches import TokenBatches
 from runtime.training.data import check_source, run_data
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.training.validation import validate
 from tests.tools.tokenizer_files import bpe_file
 
 MODEL = """
@@ -101,7 +103,7 @@ def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path
     job = job_in(tmp_path, section={"validation": 0.1}, validate_every=1)
     spec = Spec.load(job.spec)
     data = run_data(job, spec, plan_of(job, spec))
-    assert data.validation is not None
+    (held_out,) = data.held_out
     seen: list[list[int]] = []
 
     def evaluate(batch: Any, *, local: bool) -> float:
@@ -109,12 +111,14 @@ def test_validation_is_the_mean_loss_of_the_part_that_is_held_out(tmp_path: Path
         seen.extend(batch["input_ids"].tolist())
         return float(len(seen))
 
-    num_batches = data.validation.objective.num_samples // 4
-    alone = BatchLayout({}, 4, 2, 1, 0)
-    assert data.validation_loss(evaluate, alone) == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
+    num_batches = held_out.batches.objective.num_samples // 4
+    alone: Any = SimpleNamespace(evaluate=evaluate, layout=BatchLayout({}, 4, 2, 1, 0))
+    found = validate(data.held_out, alone, None)
+    assert found.loss == pytest.approx(sum(range(4, 4 * num_batches + 1, 4)) / num_batches)
+    assert found.figures == {}
     assert len({tuple(window) for window in seen}) == 4 * num_batches
-    held_out = bytes(Path(job.data).read_bytes())[-(len(seen) * 8 + 40) :]
-    assert all(bytes(window) in held_out + b"\0" for window in seen)
+    text = bytes(Path(job.data).read_bytes())[-(len(seen) * 8 + 40) :]
+    assert all(bytes(window) in text + b"\0" for window in seen)
 
 
 def plan_of(job: Job, spec: Spec) -> Any:

@@ -1,0 +1,108 @@
+"""Several validation sets, and figures of the user's own: over dp ranks they are those of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from passes.errors import PlanError
+from runtime.checkpoint.saves import saves_in
+from runtime.train import train
+from runtime.training.job import Job, Trained
+from runtime.training.mixture import named_files
+from tests.runtime.training.test_best import MODEL, SPEC
+
+METRICS = """
+def figures(log_probs, labels, batch):
+    assert log_probs.shape == labels.shape == batch["input_ids"].shape
+    return {"vowels": (log_probs[(labels == 97) | (labels == 101)].sum(), ((labels == 97) | (labels == 101)).sum()),
+            "log_prob": (log_probs.sum(), labels.numel())}
+
+def fails(log_probs, labels, batch):
+    raise ValueError("no such label")
+
+def list_of(log_probs, labels, batch):
+    return [1, 2]
+
+def taken(log_probs, labels, batch):
+    return {"loss": (1, 1)}
+
+def no_number(log_probs, labels, batch):
+    return {"mine": (float("nan"), 1)}
+
+def nothing(log_probs, labels, batch):
+    return {"mine": (1.0, 0)}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for name, text in (("tokens.py", MODEL), ("metrics.py", METRICS)):
+        (tmp_path / name).write_text(text)
+    for name, words in (
+        ("text.txt", "all that is said here. "),
+        ("a.txt", "once more. "),
+        ("b.txt", "and then again. "),
+    ):
+        (tmp_path / name).write_text(words * 200)
+    return tmp_path
+
+
+def run(files: Path, dp: int = 1, function: str = "figures", **options: Any) -> Trained:
+    held_out = "data: {validation: 0.2}"
+    assert held_out in SPEC
+    text = (SPEC % ("3.0e-2", "0.0")).replace("mesh: {}", f"mesh: {{dp: {dp}}}").replace(held_out, "")
+    (files / "spec.yaml").write_text(text.replace("micro: 4", "micro: 2"))
+    given = {"num_steps": 2, "quiet": True, "validate_every": 2, "metric": f"{files / 'metrics.py'}:{function}"}
+    given["validation_data"] = (("first", str(files / "a.txt")), ("second", str(files / "b.txt")))
+    names = f"{files / 'tokens.py'}:Tokens", str(files / "spec.yaml"), str(files / "text.txt")
+    return train(Job(*names, **given, **options), dp)
+
+
+def test_figures_of_two_sets_are_the_same_on_two_dp_ranks(files: Path) -> None:
+    logged = []
+    for dp in (1, 2):
+        log = files / f"log-{dp}.jsonl"
+        trained = run(files, dp, log=str(log))
+        row = json.loads(log.read_text().splitlines()[1])
+        assert row["validation_loss"] == trained.rows[1].validation_loss
+        assert row["validation_loss"] == pytest.approx(-row["log_prob"], rel=1e-6)
+        assert row["loss/second"] == pytest.approx(-row["log_prob/second"], rel=1e-6)
+        logged.append([row[name] for name in ("vowels", "log_prob", "vowels/second", "log_prob/second")])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-6)
+    assert len({round(value, 6) for value in logged[0]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fails", "--metric failed: ValueError: no such label"),
+        ("list_of", "--metric returned [1, 2]"),
+        ("taken", "--metric returned 'loss'"),
+        ("no_number", "--metric: mine is nan / 1"),
+        ("nothing", "--metric: mine is"),
+    ],
+)
+def test_a_metric_that_fails_ends_the_run_with_a_save(files: Path, function: str, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        run(files, function=function, save=str(files / "run"))
+    assert words in caught.value.what
+    assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("given", [["a.txt"], ["=a.txt"], ["a="], ["a=1.txt", "a=2.txt"]])
+def test_names_of_sets_are_given_once(given: list[str]) -> None:
+    with pytest.raises(PlanError, match=r"NAME=FILE|comes twice"):
+        named_files(given)
+
+
+def test_sets_and_metrics_need_a_validation(files: Path) -> None:
+    job = Job("m", "s", str(files / "text.txt"), 2, validation_data=(("a", str(files / "a.txt")),))
+    (files / "spec.yaml").write_text(SPEC % ("3.0e-2", "0.0"))
+    names = f"{files / 'tokens.py'}:Tokens", str(files / "spec.yaml"), str(files / "text.txt")
+    for options in ({"validation_data": job.validation_data}, {"metric": f"{files / 'metrics.py'}:figures"}):
+        with pytest.raises(PlanError, match="is for validations, and there are none"):
+            train(Job(*names, num_steps=2, **options))
