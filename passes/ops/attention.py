@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from passes.ops.axis import AxisHandle
-from passes.ops.documents import attention_by_documents
+from passes.ops.documents import MaskRows, attention_by_documents
 
 Tensor = torch.Tensor
 
@@ -24,13 +25,16 @@ def shared_key_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     documents: int = 0,
+    rows: MaskRows | None = None,
+    inputs: Sequence[Tensor] = (),
 ) -> Tensor:
     """q [b, h/tp, s, d] of this rank, k and v [b, g, t, d] replicated: attention of its query heads (type V over
-    heads). ``documents``: if not 0, as of ``attention_by_documents``.
+    heads). ``documents``: if not 0, as of ``attention_by_documents``, with ``rows`` and ``inputs``.
     """
     k, v = key_heads_of(q, k, v, axis)
     if documents and mask is not None:
-        return attention_by_documents(q, k, v, mask, documents, scale, k.shape[1] != q.shape[1])
+        gqa = k.shape[1] != q.shape[1]
+        return attention_by_documents(q, k, v, mask, documents, scale, gqa, rows, inputs)
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -55,6 +55,26 @@ class Block(NamedTuple):
     def is_square(self) -> bool:
         return self.rows == self.num_keys
 
+    def tiles(self, num_rows: int) -> Iterator[tuple[slice, slice]]:
+        """At most ``num_rows`` of its rows, and the keys that any of them may read."""
+        left, right = self.band or WHOLE
+        for first in range(self.first, self.stop, num_rows):
+            stop = min(first + num_rows, self.stop)
+            at, at_last = (self.end - self.stop + row for row in (first, stop - 1))
+            keys = self.keys if left < 0 else max(self.keys, at - left)
+            end = self.end if right < 0 else min(self.end, at_last + right + 1)
+            yield slice(first, stop), slice(keys, end)
+
+    def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """[rows, keys] of such a tile, by the band."""
+        assert self.band is not None
+        stands = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1) + self.end - self.stop
+        key = torch.arange(keys.start, keys.stop, device=device)
+        seen = torch.ones(len(stands), len(key), dtype=torch.bool, device=device)
+        if self.band.left >= 0:
+            seen &= key >= stands - self.band.left
+        return seen & (key <= stands + self.band.right) if self.band.right >= 0 else seen
+
     def follows(self, band: Band) -> bool:
         """Whether ``band``, which another block may have, says of this one what its own does."""
         assert self.band is not None
@@ -62,14 +82,21 @@ class Block(NamedTuple):
         return all(o == b or (o < 0 and b >= m) for o, b, m in zip(self.band, band, most, strict=True))
 
 
-def blocks_of(mask: Tensor) -> list[Block]:
-    """Of a mask [.., s, t] that all heads share, booleans or addends; [] if its blocks do not say all of it."""
+def runs_of(mask: Tensor) -> Tensor:
+    """[sequences, s, 3] of a mask [.., s, t], booleans or addends: the first and the last key of each row, and their
+    number; 0 keys if heads differ, or addends do more than hide keys."""
     seen = _seen(mask)
     if seen is None:
-        return []
-    count, size = seen.sum(-1), seen.shape[-1]
-    first = seen.to(torch.uint8).argmax(-1)
-    last = size - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+        sequences = mask.shape[0] if mask.dim() == 4 else 1
+        return torch.zeros((sequences, mask.shape[-2], 3), dtype=torch.int64, device=mask.device)
+    marks = seen.to(torch.uint8)
+    last = seen.shape[-1] - 1 - marks.flip(-1).argmax(-1)
+    return torch.stack([marks.argmax(-1), last, seen.sum(-1)], -1)
+
+
+def blocks_of(runs: Tensor) -> list[Block]:
+    """Of the ``runs_of`` a mask; [] if its blocks do not say all of it."""
+    first, last, count = runs.unbind(-1)
     if bool((count == 0).any()):
         return []  # what a row without keys becomes depends on the kind of mask
     is_run = count == last - first + 1

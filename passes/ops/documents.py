@@ -2,33 +2,91 @@
 
 The blocks are read off the values of the mask, once for all attentions of a microbatch that share it, so the result is
 that of the whole mask, whatever it is: a mask of another form, or of so many small blocks that calls would cost more
-than they save, is applied in one call. A GPU computes all blocks in one call (passes.ops.varlen), or applies the mask:
+than they save, is applied itself. A GPU computes all blocks in one call (passes.ops.varlen), or applies the mask:
 calls of many sizes took seven times as long there as the mask of all (benchmarks/RESULTS.md, "On a GPU").
+
+A mask that is made of smaller tensors, as of the numbers of documents, is never whole: ``runs_of_rows`` computes some
+of its rows at a time, and keeps the first and the last key of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.ops.document_blocks import CAUSAL, WHOLE, Block, blocks_of
+from passes.ops.axis import widened
+from passes.ops.document_blocks import CAUSAL, WHOLE, Block, blocks_of, runs_of
+from passes.ops.flash import flash, flash_backward, merged, takes
 from passes.ops.varlen import Segments, attention_of_segments, has_kernel, segments_of
 
 CALL = 1 << 15  # scores of all heads that could be computed in the time that a call takes
+TILE = 1 << 22  # elements of a mask that are computed at a time
+
+
+class MaskRows:
+    """A mask of ``shape`` [.., s, t], some of its rows at a time: ``module(*inputs)`` gives it as a tuple of one.
+
+    ``is_cut``: of each input, whether its dim -2 has the rows of the mask.
+    """
+
+    def __init__(self, module: Callable[..., Any], is_cut: Sequence[bool], shape: Sequence[int]) -> None:
+        self.module, self.is_cut, self.shape = module, tuple(is_cut), tuple(shape)
+
+    def at(self, inputs: Sequence[Tensor], rows: slice) -> Tensor:
+        given = (x[..., rows, :] if is_cut else x for x, is_cut in zip(inputs, self.is_cut, strict=True))
+        (found,) = self.module(*given)
+        return found.expand(*self.shape[:-2], rows.stop - rows.start, self.shape[-1])
+
+    @property
+    def whole(self) -> slice:
+        return slice(0, self.shape[-2])
+
+    def tiles(self) -> Iterator[slice]:
+        step = max(1, TILE * self.shape[-2] // prod(self.shape))
+        for first in range(0, self.shape[-2], step):
+            yield slice(first, min(first + step, self.shape[-2]))
+
+    def __repr__(self) -> str:
+        return f"mask_{'x'.join(map(str, self.shape))}"
+
+
+def runs_of_rows(mask: MaskRows, inputs: Sequence[Tensor]) -> Tensor:
+    """[sequences, s, 3] int64: as ``runs_of`` the mask."""
+    if any(not _has_values(x) for x in inputs):
+        sequences = mask.shape[0] if len(mask.shape) == 4 else 1
+        return inputs[0].new_empty((sequences, mask.shape[-2], 3), dtype=torch.int64)
+    return torch.cat([runs_of(mask.at(inputs, rows)) for rows in mask.tiles()], 1)
+
+
+class Masked(NamedTuple):
+    """A mask: ``tensor`` itself, or ``rows`` of ``inputs`` and, as ``tensor``, its runs."""
+
+    tensor: Tensor
+    rows: MaskRows | None
+    inputs: Sequence[Tensor]
+
+    @property
+    def whole(self) -> Tensor:
+        return self.tensor if self.rows is None else self.rows.at(self.inputs, self.rows.whole)
+
+    def at(self, sequence: slice, rows: slice, keys: slice) -> Tensor:
+        found = self.tensor[..., rows, :] if self.rows is None else self.rows.at(self.inputs, rows)
+        return (found if found.dim() < 4 or found.shape[0] == 1 else found[sequence])[..., keys]
 
 
 class Known:
     """What is known of a mask while it lives: its blocks, and their segments for each number of sequences and keys."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.blocks = tuple(blocks_of(mask))
-        self.device = mask.device
+    def __init__(self, mask: Masked) -> None:
+        self.blocks = tuple(blocks_of(runs_of(mask.tensor) if mask.rows is None else mask.tensor))
+        self.device = mask.tensor.device
         self._segments: dict[tuple[int, int], Segments | None] = {}
 
     def segments(self, sequences: int, keys: int) -> Segments | None:
@@ -48,27 +106,38 @@ def attention_by_documents(
     documents: int,
     scale: float | None = None,
     enable_gqa: bool = False,
+    rows: MaskRows | None = None,
+    inputs: Sequence[Tensor] = (),
 ) -> Tensor:
     """q [b, h, s, d], k and v [b, g, t, d], mask [.., s, t] → [b, h, s, d]: as scaled_dot_product_attention.
 
-    ``documents``: tokens of one, on average, for operands without values.
+    ``documents``: tokens of one, on average, for operands without values. ``rows``, ``inputs``: the mask, if ``mask``
+    has its runs.
     """
-    if type(mask) is not Tensor or mask.is_meta:
-        return _in_calls(q, k, v, mask, list(_expected(q.shape[2], k.shape[2], documents)), scale, enable_gqa)
+    masked, options = Masked(mask, rows, inputs), {"scale": scale, "enable_gqa": enable_gqa}
+    if not _has_values(mask):
+        return _in_calls(q, k, v, masked, list(_expected(q.shape[2], k.shape[2], documents)), options)
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph reads no values
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    known = _known(mask)
+        return F.scaled_dot_product_attention(q, k, v, masked.whole, **options)
+    known = _known(masked)
     if has_kernel(q, k, v) and (segments := known.segments(q.shape[0], k.shape[2])):
         return attention_of_segments(q, k, v, segments, scale)
-    if _are_worth_calls(known.blocks, q, k):
-        return _in_calls(q, k, v, mask, known.blocks, scale, enable_gqa)
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    blocks = known.blocks
+    if not blocks and rows is not None:
+        blocks = (Block(-1, 0, q.shape[2], 0, k.shape[2], None),)
+    if _are_worth_calls(blocks, q, k) or (rows is not None and q.shape[2] * k.shape[2] > TILE and not q.is_cuda):
+        return _in_calls(q, k, v, masked, blocks, options)
+    return F.scaled_dot_product_attention(q, k, v, masked.whole, **options)
 
 
-def _known(mask: Tensor) -> Known:
-    known = _KNOWN.get(mask)
+def _has_values(x: Tensor) -> bool:
+    return type(x) is Tensor and not x.is_meta
+
+
+def _known(mask: Masked) -> Known:
+    known = _KNOWN.get(mask.tensor)
     if known is None:
-        known = _KNOWN[mask] = Known(mask)
+        known = _KNOWN[mask.tensor] = Known(mask)
     return known
 
 
@@ -81,23 +150,53 @@ def _are_worth_calls(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
 
 
 def _in_calls(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Sequence[Block], scale: float | None, enable_gqa: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Masked, blocks: Sequence[Block], options: dict[str, Any]
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     found = []
     for sequence, of_sequence in groupby(blocks, lambda block: block.sequence):
         here = slice(None) if sequence < 0 else slice(sequence, sequence + 1)
-        operands = q[here], k[here], v[here], mask if mask.dim() < 4 or mask.shape[0] == 1 else mask[here]
+        operands = q[here], k[here], v[here], mask, here
         found.append(torch.cat([_attended(block, *operands, options) for block in of_sequence], 2))
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _attended(block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+def _attended(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Masked, here: slice, options: dict[str, Any]
+) -> Tensor:
     rows, keys = slice(block.first, block.stop), slice(block.keys, block.end)
-    given: dict[str, Any] = {"is_causal": block.band == CAUSAL and block.is_square, **options}
-    if not given["is_causal"] and block.band != WHOLE:
-        given["attn_mask"] = mask[..., rows, keys]
-    return F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], **given)
+    given = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    if block.band == WHOLE or (block.band == CAUSAL and block.is_square):
+        return F.scaled_dot_product_attention(*given, is_causal=block.band == CAUSAL, **options)
+    if block.band == CAUSAL and takes(*given):
+        return _Suffix.apply(*given, options["scale"])
+    found = []
+    for rows, keys in block.tiles(max(1, TILE // block.num_keys)):
+        seen = mask.at(here, rows, keys) if block.band is None else block.mask(rows, keys, q.device)
+        found.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, **options))
+    return torch.cat(found, 2) if len(found) > 1 else found[0]
+
+
+class _Suffix(torch.autograd.Function):
+    """Causal attention of a document's last tokens: to all keys before them, and to their own, merged."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Any:
+        ctx.scale, before = scale, k.shape[2] - q.shape[2]
+        ctx.parts = ((slice(0, before), False), (slice(before, None), True))
+        parts = [flash(q, k[:, :, keys], v[:, :, keys], None, is_causal, scale) for keys, is_causal in ctx.parts]
+        out, lse = merged(parts)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        of_q, of_k, of_v = torch.zeros_like(widened(q)), torch.zeros_like(widened(k)), torch.zeros_like(widened(v))
+        for keys, is_causal in ctx.parts:
+            given = (grads[0], q, out, lse, k[:, :, keys], v[:, :, keys], None, is_causal, ctx.scale)
+            for total, addend in zip((of_q, of_k[:, :, keys], of_v[:, :, keys]), flash_backward(*given), strict=True):
+                total += addend
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
 
 
 def _expected(rows: int, keys: int, documents: int) -> Iterator[Block]:

@@ -78,6 +78,17 @@ def flash_backward(
     return of_q, of_k, of_v
 
 
+def merged(parts: list[Result]) -> Result:
+    """Attention to all keys, from that to each part of them; sums in no less than float32."""
+    (out, lse), *rest = parts
+    dtype = out.dtype
+    for other, other_lse in rest:
+        total = torch.logaddexp(lse, other_lse)
+        out = out * (lse - total).exp().unsqueeze(-1) + other * (other_lse - total).exp().unsqueeze(-1)
+        lse = total
+    return Result(out.to(dtype), lse)
+
+
 def added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """The addend of scores, of two or four dims: −∞ for a key that a boolean mask hides."""
     if mask is None:

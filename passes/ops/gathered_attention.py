@@ -15,7 +15,7 @@ dtype. Without a kernel that returns log-sum-exps, the backward recomputes atten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle, widened
 from passes.ops.context import gathered_together, scattered_sums
 from passes.ops.cudnn import cudnn, cudnn_backward
-from passes.ops.documents import attention_by_documents
-from passes.ops.flash import Result, flash, flash_backward, takes
+from passes.ops.documents import MaskRows, attention_by_documents
+from passes.ops.flash import Result, flash, flash_backward, merged, takes
 from passes.partition.sequence import zigzag
 
 FLASH, CUDNN = "flash", "cudnn"
@@ -44,14 +44,16 @@ def gathered_attention(
     enable_gqa: bool = False,
     documents: int = 0,
     kernel: str = FLASH,
+    rows: MaskRows | None = None,
+    inputs: Sequence[Tensor] = (),
 ) -> Tensor:
     """q [b, h, s/cp, d], k and v [b, g, t/cp, d] of this rank → [b, h, s/cp, d]; ``mask`` [.., s/cp, t], no gradient.
 
-    ``is_causal``: there is no mask, and s = t. ``documents``: if not 0, as of ``attention_by_documents``. ``kernel``:
-    one of ``KERNELS``; flash where it takes the operands, cuDNN always.
+    ``is_causal``: there is no mask, and s = t. ``documents``: if not 0, as of ``attention_by_documents``, with
+    ``rows`` and ``inputs``. ``kernel``: one of ``KERNELS``; flash where it takes the operands, cuDNN always.
     """
     function = _InParts if is_in_parts(q, k, v, mask, kernel) and not documents else _Again
-    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa, documents, kernel)
+    return function.apply(q, k, v, mask, axis, scale, is_causal, True, enable_gqa, documents, kernel, rows, inputs)
 
 
 def is_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: str) -> bool:
@@ -60,7 +62,7 @@ def is_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: st
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: float | None, kernel: str) -> Tensor:
     """Causal attention, by one of ``KERNELS``, to keys and values that are gathered: k and v [b, g, s, d]."""
-    return _InParts.apply(q, k, v, None, axis, scale, True, False, False, 0, kernel)
+    return _InParts.apply(q, k, v, None, axis, scale, True, False, False, 0, kernel, None, ())
 
 
 def masked_causal_attention(
@@ -107,13 +109,13 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Any:
         ctx.axis = axis
-        ctx.scale, ctx.is_causal, ctx.gathers, *_, kernel = options
+        ctx.scale, ctx.is_causal, ctx.gathers, _, _, kernel, *_ = options
         forward, ctx.of_kernel = KERNELS[kernel]
         whole_k, whole_v = gathered_together((k, v), 2, axis, "forward") if ctx.gathers else (k, v)
         found = []
         for parts in parts_of(whole_k.shape[2], axis, ctx.is_causal):
             operands = ((p.of_rows(q), p.of_keys(whole_k), p.of_keys(whole_v), mask, p.is_causal) for p in parts)
-            found.append(_merged([forward(*given, ctx.scale) for given in operands]))
+            found.append(merged([forward(*given, ctx.scale) for given in operands]))
         out, lse = _joined(found)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
@@ -133,7 +135,7 @@ class _InParts(torch.autograd.Function):
         of_q, of_k, of_v = of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
         if ctx.gathers:
             of_k, of_v = scattered_sums((of_k, of_v), 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None, None, None
+        return of_q, of_k, of_v, *[None] * 10
 
 
 class _Again(torch.autograd.Function):
@@ -155,15 +157,15 @@ class _Again(torch.autograd.Function):
             out = _plain(leaves[0], leaves[1], leaves[2], mask, ctx.axis, *ctx.options)
         of_q, *others = torch.autograd.grad(out, leaves, grads[0])
         of_k, of_v = scattered_sums(others, 2, ctx.axis, "backward")
-        return of_q, of_k, of_v, None, None, None, None, None, None, None, None
+        return of_q, of_k, of_v, *[None] * 10
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis: AxisHandle, *options: Any) -> Tensor:
-    scale, is_causal, _, gqa, documents, _ = options
+    scale, is_causal, _, gqa, documents, _, rows, inputs = options
     if is_causal:
         return masked_causal_attention(q, k, v, axis, 0.0, scale, gqa)
     if documents and mask is not None:
-        return attention_by_documents(q, k, v, mask, documents, scale, gqa)
+        return attention_by_documents(q, k, v, mask, documents, scale, gqa, rows, inputs)
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
 
 
@@ -173,14 +175,3 @@ def _joined(chunks: list[Result]) -> Result:
         return chunks[0]
     rows = torch.cat([chunk.out.transpose(1, 2) for chunk in chunks], 1)
     return Result(rows.transpose(1, 2), torch.cat([chunk.lse for chunk in chunks], 2))
-
-
-def _merged(parts: list[Result]) -> Result:
-    """Attention to all keys, from that to each part of them; sums in no less than float32."""
-    (out, lse), *rest = parts
-    dtype = out.dtype
-    for other, other_lse in rest:
-        total = torch.logaddexp(lse, other_lse)
-        out = out * (lse - total).exp().unsqueeze(-1) + other * (other_lse - total).exp().unsqueeze(-1)
-        lse = total
-    return Result(out.to(dtype), lse)

@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.ops import documents as ops
 from passes.ops.document_blocks import CAUSAL, WHOLE, Block
+from passes.program.ops.aten import tensors_of
+from planner.lower import lower
 from planner.spec.data import DataSpec
 from planner.spec.roles import NAMES
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokens
-from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, build
+from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, Attention, build
 from tests.tools.captures import plan_again
 from tests.tools.hand_tokens import by_hand
 from tests.tools.simulated_mesh import run_mesh, spec_of
@@ -123,6 +126,55 @@ def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: st
     for fqn, parameter in model.named_parameters():
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert (ran.gradients[fqn] - wanted).norm() <= limit * norm, fqn
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["own", "own, of ends", "modernbert"])
+def test_in_bfloat16_a_layout_rounds_no_more_than_one_process(name: str, mesh: dict[str, int]) -> None:
+    batch = packed(by_hand(*documents(1)), INPUTS[name], 2 * mesh.get("dp", 1))
+    truth, plain = (gradients_of(build(name).to(dtype), batch) for dtype in (torch.float64, torch.bfloat16))
+    found = run_mesh(lambda: build(name).bfloat16(), batch, mesh, data={"packing": "documents"}).gradients
+    assert distance(found, truth) <= 1.5 * distance(plain, truth)
+
+
+def gradients_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model(**batch).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Of all gradients together, as a share of the truth's norm."""
+    both = [(found[name].double() - x, x) for name, x in truth.items()]
+    return float(torch.cat([a.flatten() for a, _ in both]).norm() / torch.cat([b.flatten() for _, b in both]).norm())
+
+
+class Long(nn.Module):
+    """One layer over tokens of documents, without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.attention = nn.Embedding(VOCABULARY, 8), Attention(8, 2)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor, document_ids: Tensor) -> Tensor:
+        causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        mask = (causal & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+        x = self.tokens(tokens) + self.attention(self.tokens(tokens), mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_the_graph_of_a_cp_rank_has_no_value_of_the_square_of_32k_tokens() -> None:
+    length, cp = 32768, 8
+    with torch.device("meta"):
+        model, batch = (
+            Long(),
+            {name: torch.zeros(2, length, dtype=torch.int64) for name in INPUTS["own"] if "p" not in name},
+        )
+    made = plan_again(model, spec_of(batch, {"cp": cp}, data={"packing": "documents"}))
+    (stage,) = lower(made, 3, torch.device("cpu")).stages
+    values = [x for node in stage.module.graph.nodes for x in tensors_of(node)]
+    assert max(x.numel() for x in values) < length**2 // cp // 16
 
 
 @pytest.mark.thorough
