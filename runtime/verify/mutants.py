@@ -21,6 +21,7 @@ from passes.ops import collectives, context, meeting, slots
 from passes.ops.axis import AxisHandle
 from passes.ops.causal_attention import causal_attention
 from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.documents import Masked
 from passes.ops.gathered_attention import gathered_attention
 from passes.ops.meeting import Meeting
 from passes.ops.recompute import BlockCall
@@ -137,8 +138,10 @@ def _own_keys(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: AxisHandle, *_: 
     if options.pop("is_causal", False):
         return causal_attention(q, _own_tokens(k, 2, axis), _own_tokens(v, 2, axis), axis, **options)
     k, v = (_own_tokens(t, 2, axis) for t in (k, v))
-    options.pop("kernel", None)
-    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    for name in ("kernel", "documents"):
+        options.pop(name, None)
+    whole = Masked(mask, options.pop("rows", None), options.pop("inputs", ())).whole if mask is not None else None
+    return F.scaled_dot_product_attention(q, k, v, whole, **options)
 
 
 def _unsummed_gradient(x: Tensor, axis: AxisHandle, *args: Any) -> Any:

@@ -58,7 +58,7 @@ FAULTS = {
         gathered_attention, "scattered_sums", _on_wrong_axis, seed=69
     ),
     "attention: keys before a chunk left out": Fault(
-        gathered_attention, "_merged", lambda whole: _last_part_alone, seed=177
+        gathered_attention, "merged", lambda whole: _last_part_alone, seed=177
     ),
     "sequence: chunks in the order of ranks": Fault(context, "_in_order", lambda whole: _chunks_as_they_come, seed=0),
     "sequence: all-gather left out": Fault(
