@@ -102,8 +102,7 @@ def _members(mask: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
 
 
 def _is_by_rows(node: fx.Node) -> bool:
-    """Whether a row of the result comes of that row of each operand, whose dims are those of the result from the
-    last."""
+    """Whether a row of the result is made of that row of each operand: dims are aligned from the last."""
     if node.target is aten.reshape.default:
         return shape_of(node.all_input_nodes[0])[-2:] == shape_of(node)[-2:]
     return is_pointwise(node.target) or node.target is aten.expand.default
