@@ -198,3 +198,11 @@ def test_examples_learn():
     assert sum(rewards[-3:]) > sum(rewards[:3])
     for ours, theirs in train_with_a_reader(2):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_preferences_with_the_base_as_reference_equal_one_process():
+    from runtime.verify.run import verify
+
+    assert verify("examples/dpo_lora.py:build", "examples/dpo_lora.yaml", steps=2).passed
