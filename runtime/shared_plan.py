@@ -31,9 +31,10 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from planner.stored.plan_file import SUFFIX
 from planner.stored.skeleton import difference
-from runtime.distributed.default_group import next_store
+from runtime.distributed.default_group import faults_board, next_store
 from runtime.distributed.devices import known_rank, launched
 from runtime.distributed.loopback import stay_on_one_host
+from runtime.distributed.meeting import came
 from runtime.distributed.signatures import Signer
 
 NONE = ""  # in place of a file: each rank plans by itself
@@ -128,13 +129,12 @@ def _lead(store: Store, model: nn.Module, spec: Spec) -> Planned:
 
 
 def _told(store: Store, timeout: timedelta) -> str | None:
-    """The file of this host's first rank; None if it has none, or this process cannot see it."""
+    """The file of this host's first rank; None if it has none, or this process cannot see it. Raises the error of a
+    rank that has failed."""
     key = _key()
-    try:
-        store.wait([key], timeout)
-        stored = store.get(key)
-    except RuntimeError:  # time is up, or the host of the store is gone
+    if not came(store, [key], timeout, faults_board()):  # time is up, or the host of the store is gone
         return None
+    stored = store.get(key)
     file = Path(Signer.of(os.environ).checked(key, stored, "the file of the plan"))
     return str(file) if _is_own(file.parent, stat.S_ISDIR) and _is_own(file, stat.S_ISREG) else None
 

@@ -66,20 +66,20 @@ def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     return PrefixStore(part, _rendezvous_store)
 
 
-def faults_board() -> Board:
+def faults_board(*, of_any_session: bool = False) -> Board:
     """A store for messages outside all groups, on its own connection: a wait in another store blocks that connection.
 
     After ``next_store``, with its number of the rendezvous.
     """
-    signer = Signer.of(os.environ)
+    signer, session = Signer.of(os.environ), None if of_any_session else _num_meetings
     if place := os.environ.get(BOARD):
         host, _, port = place.rpartition(":")
-        return Board(TCPStore(host, int(port), None, False, BOARD_TIMEOUT), _num_meetings, signer)
+        return Board(TCPStore(host, int(port), None, False, BOARD_TIMEOUT), session, signer)
     base: Any = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _rendezvous_store
     assert base is not None, "next_store comes first"
     store = base.clone()
     store.set_timeout(BOARD_TIMEOUT)
-    return Board(PrefixStore(f"meshwright/faults/{attempt()}", store), _num_meetings, signer)
+    return Board(PrefixStore(f"meshwright/faults/{attempt()}", store), session, signer)
 
 
 def attempt() -> str:

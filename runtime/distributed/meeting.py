@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,9 +22,12 @@ from torch.distributed import Store
 
 from passes.errors import PlanError
 from runtime.distributed.devices import ON_THE_CPU
+from runtime.distributed.faults.board import Board
 from runtime.distributed.signatures import SECRET, Signer
 
 StageSet = tuple[int, ...]
+LOOK_SECONDS = 1.0  # between two looks at the board
+HEARD = "meshwright/heard"  # how many ranks have read a failure there
 _has_warned = False
 LATE = timedelta(seconds=10)  # rank 0 names the missing ranks a moment after the others stopped waiting for it
 
@@ -59,19 +63,32 @@ class Verdict:
 
 
 def meet(
-    store: Store, seat: Seat, rank: int, world_size: int, pp: int, timeout: timedelta, signer: Signer | None = None
+    store: Store,
+    seat: Seat,
+    rank: int,
+    world_size: int,
+    pp: int,
+    timeout: timedelta,
+    signer: Signer | None = None,
+    board: Board | None = None,
 ) -> Verdict:
-    """The same verdict, or the same PlanError, on every rank. ``signer``: of seats and the verdict."""
+    """The same verdict, or the same PlanError, on every rank. ``signer``: of seats and the verdict. ``board``: on which
+    a rank that will not come has left its failure.
+    """
     signer = signer or Signer()
     if rank == 0:
-        told = _lead(store, seat, world_size, pp, timeout, signer)
+        told = _lead(store, seat, world_size, pp, timeout, signer, board)
         store.set("verdict", signer.signed("verdict", json.dumps(told)))
+        if told["error"]:  # the store may end with this rank
+            came(store, [f"heard/{r}" for r in range(1, world_size) if store.check([_key(r)])], LATE)
     else:
         key = _key(rank)
         store.set(key, signer.signed(key, json.dumps(asdict(seat))))
-        if not _came(store, ["verdict"], timeout + LATE):
+        if not came(store, ["verdict"], timeout + LATE, board):
             raise _absent([0], world_size, timeout)
         told = json.loads(signer.checked("verdict", store.get("verdict"), "the decision of rank 0"))
+        if told["error"]:
+            store.set(f"heard/{rank}", "")
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)
@@ -81,7 +98,7 @@ def meet(
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
     """The joint decision of the ranks. Raises PlanError, naming ranks, if their facts do not fit together."""
     _raise_told(seats)
-    for name in seats[0].identity:
+    for name in dict.fromkeys(name for seat in seats for name in seat.identity):
         require_equal(name, {rank: seat.identity.get(name) for rank, seat in enumerate(seats)}, len(seats))
     types = Counter(seat.device_type for seat in seats)
     if len(types) > 1:
@@ -97,10 +114,12 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
 # ---- in the store
 
 
-def _lead(store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta, signer: Signer) -> dict[str, Any]:
+def _lead(
+    store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta, signer: Signer, board: Board | None
+) -> dict[str, Any]:
     keys = [_key(rank) for rank in range(1, world_size)]
     try:
-        if not _came(store, keys, timeout):
+        if not came(store, keys, timeout, board):
             raise _absent([rank for rank, key in enumerate(keys, 1) if not store.check([key])], world_size, timeout)
         told = enumerate(zip(keys, store.multi_get(keys), strict=True), 1)
         seats = [seat, *(_seat(signer.checked(*given, f"the seat of rank {rank}")) for rank, given in told)]
@@ -129,9 +148,20 @@ def _warn_without_a_secret(seats: Sequence[Seat], signer: Signer) -> None:
         )
 
 
-def _came(store: Store, keys: list[str], timeout: timedelta) -> bool:
+def came(store: Store, keys: list[str], timeout: timedelta, board: Board | None = None) -> bool:
+    """Whether ``keys`` came before time was up. Raises the failure of a rank that has left it on the board."""
     try:
-        store.wait(keys, timeout)
+        if board is None:
+            store.wait(keys, timeout)
+            return True
+        begin = time.monotonic()
+        while not store.check(keys):  # torch warns of each wait that ends for time
+            if (failure := board.first()) is not None:
+                board.store.add(HEARD, 1)
+                raise failure.plan_error
+            if (waited := time.monotonic() - begin) > timeout.total_seconds():
+                return False
+            time.sleep(min(0.005 + waited / 8, LOOK_SECONDS))
     except RuntimeError:  # of every kind of store, when time is up or its host is gone
         return False
     return True
@@ -169,11 +199,12 @@ def require_equal(name: str, values: Mapping[int, str | None], world_size: int) 
 
     Raises PlanError if values differ.
     """
-    usual, _ = Counter(values.values()).most_common(1)[0]
-    odd = [rank for rank, value in values.items() if value != usual]
+    shown = {rank: "nothing" if value is None else value for rank, value in values.items()}
+    usual, _ = Counter(shown.values()).most_common(1)[0]
+    odd = [rank for rank, value in shown.items() if value != usual]
     if odd:
         raise PlanError(
-            f"{name} differs between ranks: {listed(odd)} of {world_size} (rank {odd[0]} has {values[odd[0]]}, "
+            f"{name} differs between ranks: {listed(odd)} of {world_size} (rank {odd[0]} has {shown[odd[0]]}, "
             f"most have {usual})",
             fix="start every rank with the same model, spec, data, options and versions",
         )

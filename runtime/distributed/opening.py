@@ -60,7 +60,7 @@ def open_groups(
     faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
     try:
-        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout, Signer.of(os.environ))
+        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout, Signer.of(os.environ), faults.board)
         own = _begin_on(torch.device(seat.device))
         world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
     except BaseException as error:

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
 from passes.errors import PlanError
-from runtime.distributed.default_group import next_store
+from planner.named_code import is_named
+from planner.spec.spec import Spec
+from runtime.distributed.default_group import faults_board, next_store
 from runtime.distributed.devices import known_rank, launched
 from runtime.distributed.exchange_json import all_gather_json
+from runtime.distributed.faults.board import Board
+from runtime.distributed.faults.failure import Failure
+from runtime.distributed.faults.faults import is_published
 from runtime.distributed.groups import Groups
 from runtime.distributed.loopback import stay_on_one_host
-from runtime.distributed.meeting import Seat, meet, require_equal
+from runtime.distributed.meeting import HEARD, LATE, Seat, meet, require_equal
 from runtime.distributed.signatures import Signer
 
 _PREFIXES = ("num_", "is_")
+_left: list[tuple[Board, str]] = []  # failures that this process has left for others, and their boards
 
 
 def require_same_options(
@@ -33,16 +41,22 @@ def require_same_options(
     timeout_seconds: float = 600.0,
     check: Callable[[], object] | None = None,
 ) -> None:
-    """The same call on every rank. ``options``: a dataclass. ``own``: its fields that concern one rank alone.
+    """The same call on every rank. ``options``: a dataclass; its field ``spec`` is a file, of which the keys are
+    compared. ``own``: its fields that concern one rank alone.
 
     ``places``: files and directories, which hosts may name in different ways: ranks compare whether one is given.
     ``check``: of this rank's own options. Raises its PlanError, or that of options that differ, on every rank.
     """
+    while _left:  # this process continues after all
+        board, name = _left.pop()
+        board.withdraw(name)
     place = launched(os.environ)
-    rank, error = known_rank(place), None
+    rank, error, keys = known_rank(place), None, {}
     try:
         if check is not None:
             check()
+        if place.world_size > 1 and (spec := getattr(options, "spec", None)) is not None:
+            keys = keys_of(Spec.load(spec))
     except PlanError as found:
         if place.world_size == 1:
             raise
@@ -53,12 +67,33 @@ def require_same_options(
         _named(field.name): _text(getattr(options, field.name), is_place=field.name in places)
         for field in fields(options)
         if field.name not in own
-    }
+    } | keys
     seat = Seat(socket.gethostname(), identity={"WORLD_SIZE": str(place.world_size), **texts}, error=error)
     stay_on_one_host()
     timeout = timedelta(seconds=timeout_seconds)
     store = next_store(rank, place.world_size, timeout)
     meet(store, seat, rank, place.world_size, 1, timeout, Signer.of(os.environ))
+
+
+@contextmanager
+def told_to_all() -> Iterator[None]:
+    """An error of this rank before it has groups is one of all ranks, which find it while they wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        place = launched(os.environ)
+        if place.world_size > 1 and not is_published():
+            with suppress(Exception):  # without a store nobody waits in it
+                _leave(faults_board(of_any_session=True), known_rank(place), place.world_size, error)
+        raise
+
+
+def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> None:
+    """The store may end with rank 0, which stays until the others have read, for a while."""
+    _left.append((board, board.publish(Failure.of(rank, f"rank {rank}", error))))
+    end = time.monotonic() + LATE.total_seconds()
+    while rank == 0 and board.store.add(HEARD, 0) < world_size - 1 and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def require_same_data(identity: str, groups: Groups) -> None:
@@ -75,6 +110,20 @@ def _named(field: str) -> str:
     for prefix in _PREFIXES:
         field = field.removeprefix(prefix)
     return f"--{field.replace('_', '-')}"
+
+
+def keys_of(spec: Spec) -> dict[str, str]:
+    """Each key of ``spec`` that is no default, and its value. Hosts may name files in different ways."""
+    return dict(_keys_in(spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)))
+
+
+def _keys_in(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        at = f"{path}.{name}".lstrip(".")
+        if isinstance(value, Mapping):
+            yield from _keys_in(value, at)
+        elif at != "cluster":
+            yield f"{at} of the spec", str(value).rpartition("/")[2] if is_named(value) else str(value)
 
 
 def _text(value: Any, *, is_place: bool) -> str:

@@ -23,7 +23,7 @@ from runtime.data.vocabulary import check_vocabulary
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.distributed.num_ranks import num_ranks_of
-from runtime.distributed.same_options import require_same_data, require_same_options
+from runtime.distributed.same_options import require_same_data, require_same_options, told_to_all
 from runtime.engine import Engine
 from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
 from runtime.evaluation.measures import Cloze, Perplexity
@@ -106,14 +106,16 @@ def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> i
 
 def run_rank(asked: Evaluation, made: Planned | None = None) -> Perplexity | Cloze | None:
     """The evaluation of one rank; the first returns the result. ``made``: the plan, if this process has it."""
-    spec = asked.read_spec()
-    asked.weights.check_load()
-    tokens = read_tokens(asked.data, asked.tokenizer)
-    leads = not launched(os.environ).rank
-    made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
-    made.model = None
-    num_rows = _num_rows(asked, spec, made.plan, tokens)
-    with Engine(made.plan, mode="evaluate") as engine:
+    with told_to_all():
+        spec = asked.read_spec()
+        asked.weights.check_load()
+        tokens = read_tokens(asked.data, asked.tokenizer)
+        leads = not launched(os.environ).rank
+        made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
+        made.model = None
+        num_rows = _num_rows(asked, spec, made.plan, tokens)
+        engine = Engine(made.plan, mode="evaluate")
+    with engine:
         made.forget_file()
         require_same_data(tokens.identity, engine.groups)
         asked.weights.into(engine, leads=leads)

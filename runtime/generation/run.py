@@ -15,7 +15,7 @@ from runtime.compiled.compiler import check_compiler_here
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
 from runtime.distributed.num_ranks import num_ranks_of
-from runtime.distributed.same_options import require_same_options
+from runtime.distributed.same_options import require_same_options, told_to_all
 from runtime.engine import Engine
 from runtime.evaluation.weights import Weights
 from runtime.next_tokens.choice import Choice
@@ -79,13 +79,18 @@ def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued]
 
 def run_rank(asked: Generation, made: Planned | None = None) -> list[Continued] | None:
     """The part of one rank; the first returns the texts. ``made``: the plan, if this process has it."""
-    spec = Spec.load(asked.spec)
-    asked.weights.check_load()
-    made, leads = made or planned(asked.weights.model(spec.seed), spec, asked.planned), not launched(os.environ).rank
-    made.model = None
-    codec, choice = codec_of(asked.tokenizer), asked.choice
-    sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
-    with Engine(made.plan, mode="evaluate") as engine:
+    with told_to_all():
+        spec = Spec.load(asked.spec)
+        asked.weights.check_load()
+        made, leads = (
+            made or planned(asked.weights.model(spec.seed), spec, asked.planned),
+            not launched(os.environ).rank,
+        )
+        made.model = None
+        codec, choice = codec_of(asked.tokenizer), asked.choice
+        sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
+        engine = Engine(made.plan, mode="evaluate")
+    with engine:
         made.forget_file()
         asked.weights.into(engine, leads=leads)
         found = engine.generate(sequences, count, stop=codec.ends, cache=asked.cache, **asdict(choice))

@@ -22,7 +22,7 @@ from runtime.data.stream import Stream
 from runtime.data.token_batches import Batches, OwnRows
 from runtime.distributed.devices import launched
 from runtime.distributed.exchange_json import broadcast_json
-from runtime.distributed.same_options import require_same_data
+from runtime.distributed.same_options import require_same_data, told_to_all
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine import Engine
 from runtime.profiling.profile import Profile
@@ -145,18 +145,20 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
     rank ends it after a complete step, with a save if the job has saves.
     """
-    spec = spec_of(job)
-    weights = pretrained_directory(job.model)
-    leads = not launched(os.environ).rank
-    made = made or plan_of(job, spec)
-    decided, model = made.plan, made.model
-    alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
-    made.model = model = None
-    data = run_data(job, spec, decided)
-    _say("\n".join(data.told), leads=leads)
-    showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
-    profile = _profile_of(job, decided, spec, leads=leads)
-    with Engine(decided, timeout_seconds=job.timeout) as engine, RunSaves(engine, job, data.identity) as saves:
+    with told_to_all():
+        spec = spec_of(job)
+        weights = pretrained_directory(job.model)
+        leads = not launched(os.environ).rank
+        made = made or plan_of(job, spec)
+        decided, model = made.plan, made.model
+        alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
+        made.model = model = None
+        data = run_data(job, spec, decided)
+        _say("\n".join(data.told), leads=leads)
+        showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
+        profile = _profile_of(job, decided, spec, leads=leads)
+        engine = Engine(decided, timeout_seconds=job.timeout)
+    with engine, RunSaves(engine, job, data.identity) as saves:
         made.forget_file()
         require_same_data(str(data.identity["data"]), engine.groups)
         if leads and job.save is not None:

@@ -59,6 +59,10 @@ class RunSaves:
                 check_saves(self.job, goes_on=bool(self._of_an_earlier_start()))
                 if self.job.save is not None:
                     self._stack.enter_context(owned(self.job.save))
+        with agreed(self.engine.groups):
+            if self.job.save is not None and not Path(self.job.save).is_dir():
+                what = f"{self.job.save} is not the directory of rank 0, which has been made"
+                raise PlanError(what, where="--save", fix="name one directory that all ranks share, on every rank")
         return self
 
     def __exit__(self, *exception: object) -> None:

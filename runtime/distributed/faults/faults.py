@@ -147,6 +147,11 @@ class Faults:
         return first
 
 
+def is_published() -> bool:
+    """Whether a failure of this process is on the board."""
+    return bool(_standing)
+
+
 def withdraw() -> None:
     """This process continues after all: its caller has handled the error."""
     while _standing:

@@ -143,6 +143,23 @@ def test_every_rank_hears_the_same_error():
     assert str(heard[2]).startswith("rank 2 of 3 would run on cpu (host node7), the others on cuda:0")
 
 
+def test_rank_0_which_may_host_the_store_ends_after_the_others_have_heard_an_error():
+    store = HashStore()
+    seats, order = [*gpus("a"), CPU], []
+
+    def one(rank: int) -> None:
+        with pytest.raises(PlanError):
+            meet(store, seats[rank], rank, 2, 1, timedelta(seconds=HANG_SECONDS))
+        order.append((rank, store.check(["heard/1"])))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    assert (0, True) in order
+
+
 SHORT_SECONDS = 0.2
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
+from planner.mesh import Mesh
+from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
+from runtime.distributed.meeting import Seat, judge
+from runtime.distributed.opening import open_groups
+from runtime.distributed.same_options import keys_of, require_same_options, told_to_all
 from runtime.evaluation.run import Evaluation, evaluate
 from runtime.train import train
 from runtime.training.job import OWN, Job
@@ -47,6 +52,59 @@ def test_each_option_that_changes_exchanges_is_refused_on_all_ranks_by_name() ->
         assert told == of_rank_1, name
         option = f"--{name.removeprefix('num_').replace('_', '-')}"
         assert told.startswith(f"{option} differs between ranks: rank 1 of 2"), told
+
+
+SPEC: dict[str, Any] = {
+    "mesh": {"dp": 2},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"ids": {"shape": [16], "dtype": "int64", "high": 9}},
+    "optimizer": {"lr": 1e-3},
+}
+CHANGED = {
+    "mesh.dp": {"mesh": {"tp": 2}},
+    "batch.micro": {"batch": {"global": 4, "micro": 1}},
+    "inputs.ids.high": {"inputs": {"ids": {"shape": [16], "dtype": "int64", "high": 8}}},
+    "optimizer.lr": {"optimizer": {"lr": 2e-3}},
+    "optimizer.bucket_size": {"optimizer": {"lr": 1e-3, "bucket_size": 64}},
+    "seed": {"seed": 5},
+    "recompute": {"recompute": "full"},
+    "audit.every": {"audit": {"every": 2}},
+    "data.validation": {"data": {"validation": 0.1}},
+    "loss": {"loss": "b/file.py:other"},
+}
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_a_key_of_the_spec_that_differs_is_named(key: str):
+    """Ranks of a host run the plan of their first rank: another spec of theirs would be ignored."""
+    seats = [Seat(identity=keys_of(Spec.load(values))) for values in (SPEC, SPEC, SPEC | CHANGED[key])]
+    with pytest.raises(PlanError, match=f"^{key} of the spec differs between ranks: rank 2 of 3"):
+        judge(seats, 1)
+
+
+def test_hosts_may_have_the_files_of_a_spec_in_other_directories():
+    first, second = (keys_of(Spec.load(SPEC | {"loss": f"{at}/file.py:function"})) for at in ("/home/one", "/data/two"))
+    assert first == second
+
+
+def fails_before_groups(failing: int) -> str:
+    require_same_options(Evaluation("model.py:build", NONE, "stdlib"), own=("spec",))
+    try:
+        with told_to_all():
+            if os.environ["RANK"] == str(failing):
+                raise PlanError("no text", where="--data", fix="give one")
+            open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
+    except PlanError as error:
+        return str(error)
+    return "open"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_before_there_are_groups_is_that_of_the_ranks_that_wait(failing: int):
+    told = launch(fails_before_groups, 2, failing, timeout_seconds=HANG_SECONDS)
+    assert told[failing] == "no text\n  at:  --data\n  fix: give one"
+    assert told[1 - failing] == f"rank {failing}: {told[failing]}"
 
 
 @pytest.mark.slow
