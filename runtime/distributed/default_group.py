@@ -183,10 +183,14 @@ def within(seconds: float, make: Callable[[], T]) -> T:
     return results[0]
 
 
+def hosts_store() -> bool:
+    """Whether the store ends with rank 0: it is neither that of ``launch`` nor torchrun's own."""
+    return not os.environ.get(BOARD) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _hosted_here(world_size: int, timeout: timedelta) -> Store | None:
     """The store, if rank 0 hosts it and all ranks are on its host; None if torch is to make or find it."""
-    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_launchers or not is_loopback(os.environ["MASTER_ADDR"]):
+    if not hosts_store() or not is_loopback(os.environ["MASTER_ADDR"]):
         return None
     try:
         return hosted_store(timeout, int(os.environ["MASTER_PORT"]), world_size)

@@ -18,7 +18,7 @@ from typing import Any
 from passes.errors import PlanError
 from planner.named_code import is_named
 from planner.spec.spec import Spec
-from runtime.distributed.default_group import faults_board, next_store
+from runtime.distributed.default_group import faults_board, hosts_store, next_store
 from runtime.distributed.devices import known_rank, launched
 from runtime.distributed.exchange_json import all_gather_json
 from runtime.distributed.faults.board import Board
@@ -89,10 +89,12 @@ def told_to_all() -> Iterator[None]:
 
 
 def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> None:
-    """The store may end with rank 0, which stays until the others have read, for a while."""
+    """If rank 0 hosts the store, it stays until the others have read this, or have failed too, for a while."""
     _left.append((board, board.publish(Failure.of(rank, f"rank {rank}", error))))
+    if rank:
+        board.store.add(HEARD, 1)
     end = time.monotonic() + LATE.total_seconds()
-    while rank == 0 and board.store.add(HEARD, 0) < world_size - 1 and time.monotonic() < end:
+    while rank == 0 and hosts_store() and board.store.add(HEARD, 0) < world_size - 1 and time.monotonic() < end:
         time.sleep(0.05)
 
 

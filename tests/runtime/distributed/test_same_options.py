@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +22,33 @@ from runtime.train import train
 from runtime.training.job import OWN, Job
 from tests.tools.limits import HANG_SECONDS
 
-NONE = "spec.yaml"  # none is there: the next thing that a rank reads
-JOB = Job("model.py:build", NONE, "stdlib", 4, timeout=HANG_SECONDS)
+NONE = "no_such_model.py:build"  # the next thing that a rank reads after the options
+JOB = Job(NONE, "spec.yaml", "stdlib", 4, timeout=HANG_SECONDS)
 OTHER: dict[str, Any] = {  # of rank 1
     field.name: {"str": "other", "int": 5, "float": 9.0, "bool": True}.get(str(field.type).partition(" ")[0], ("x",))
     for field in fields(Job)
 }
+
+
+SPEC: dict[str, Any] = {
+    "mesh": {"dp": 2},
+    "batch": {"global": 4, "micro": 2},
+    "inputs": {"ids": {"shape": [16], "dtype": "int64", "high": 9}},
+    "optimizer": {"lr": 1e-3},
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))
+    return str(tmp_path / "spec.yaml")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of a command without a spec."""
+
+    steps: int = 3
 
 
 def errors_of(jobs: list[Any], others: list[Any]) -> list[str]:
@@ -39,27 +62,22 @@ def errors_of(jobs: list[Any], others: list[Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_option_that_changes_exchanges_is_refused_on_all_ranks_by_name() -> None:
+def test_each_option_that_changes_exchanges_is_refused_on_all_ranks_by_name(spec: str) -> None:
     names = sorted({field.name for field in fields(Job)} - {"spec"})
-    jobs: list[Any] = [*(JOB for _ in names), Evaluation("model.py:build", NONE, "stdlib")]
-    others = [*(replace(JOB, **{name: OTHER[name]}) for name in names), replace(jobs[-1], is_cloze=True)]
+    job = replace(JOB, spec=spec)
+    jobs: list[Any] = [*(job for _ in names), Evaluation(NONE, spec, "stdlib")]
+    others = [*(replace(job, **{name: OTHER[name]}) for name in names), replace(jobs[-1], is_cloze=True)]
     first, second = launch(errors_of, 2, jobs, others, timeout_seconds=HANG_SECONDS)
     assert len(first) == len(jobs)
     for name, told, of_rank_1 in zip([*names, "cloze"], first, second, strict=True):
         if name in OWN:
-            assert NONE in told
+            assert "at:  MODEL" in told
             continue
         assert told == of_rank_1, name
         option = f"--{name.removeprefix('num_').replace('_', '-')}"
         assert told.startswith(f"{option} differs between ranks: rank 1 of 2"), told
 
 
-SPEC: dict[str, Any] = {
-    "mesh": {"dp": 2},
-    "batch": {"global": 4, "micro": 2},
-    "inputs": {"ids": {"shape": [16], "dtype": "int64", "high": 9}},
-    "optimizer": {"lr": 1e-3},
-}
 CHANGED = {
     "mesh.dp": {"mesh": {"tp": 2}},
     "batch.micro": {"batch": {"global": 4, "micro": 1}},
@@ -88,7 +106,7 @@ def test_hosts_may_have_the_files_of_a_spec_in_other_directories():
 
 
 def fails_before_groups(failing: int) -> str:
-    require_same_options(Evaluation("model.py:build", NONE, "stdlib"), own=("spec",))
+    require_same_options(Options())
     try:
         with told_to_all():
             if os.environ["RANK"] == str(failing):
@@ -108,8 +126,8 @@ def test_an_error_before_there_are_groups_is_that_of_the_ranks_that_wait(failing
 
 
 @pytest.mark.slow
-def test_an_error_of_rank_0_about_its_own_files_is_that_of_all() -> None:
-    job = replace(JOB, log="no/such/directory/log")
-    first, second = launch(errors_of, 2, [job], [JOB], timeout_seconds=HANG_SECONDS)
+def test_an_error_of_rank_0_about_its_own_files_is_that_of_all(spec: str) -> None:
+    job = replace(JOB, spec=spec, log="no/such/directory/log")
+    first, second = launch(errors_of, 2, [job], [replace(JOB, spec=spec)], timeout_seconds=HANG_SECONDS)
     assert first == second
     assert first[0].startswith("rank 0: cannot write the log")
