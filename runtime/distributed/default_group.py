@@ -35,6 +35,7 @@ T = TypeVar("T")
 BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
 BOARD_TIMEOUT = timedelta(seconds=10)
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+MOST_PORTS = 65535
 _num_meetings = 0
 _rendezvous_store: Store | None = None
 
@@ -144,6 +145,10 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same on every rank; "
             "torchrun sets both",
         )
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or int(port) > MOST_PORTS:
+        fix = f"set it to a free port of the host of rank 0, from 0 to {MOST_PORTS}"
+        raise PlanError(f"MASTER_PORT is {port[:40]!r}, which is no port", where="MASTER_PORT", fix=fix)
     try:
         if rank == 0 and (store := _hosted_here(world_size, timeout)):
             return store

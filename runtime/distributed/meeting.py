@@ -86,9 +86,9 @@ def meet(
         store.set(key, signer.signed(key, json.dumps(asdict(seat))))
         if not came(store, ["verdict"], timeout + LATE, board):
             raise _absent([0], world_size, timeout)
-        told = json.loads(signer.checked("verdict", store.get("verdict"), "the decision of rank 0"))
-        if told["error"]:
-            store.set(f"heard/{rank}", "")
+        verdict = store.get("verdict")
+        store.set(f"heard/{rank}", "")
+        told = json.loads(signer.checked("verdict", verdict, "the decision of rank 0"))
     if told["error"]:
         what, where, fix = told["error"]
         raise PlanError(what, where=where, fix=fix)

@@ -226,6 +226,15 @@ def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):
     assert "set MASTER_ADDR to the host of rank 0" in caught.value.fix
 
 
+@pytest.mark.parametrize("port", ["abc", "-3", "99999999"])
+def test_a_port_that_is_none_is_named(port: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    for rank in (0, 1):
+        with pytest.raises(PlanError, match=f"MASTER_PORT is '{port}', which is no port"):
+            _rendezvous(rank, 2, timedelta(seconds=MOMENT))
+
+
 def test_a_server_that_accepts_and_never_answers_is_refused_when_time_is_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
