@@ -83,7 +83,7 @@ def told_to_all() -> Iterator[None]:
     except BaseException as error:
         place = launched(os.environ)
         if place.world_size > 1 and not is_published():
-            with suppress(Exception):  # without a store nobody waits in it
+            with suppress(Exception):  # no store: no rank waits in it
                 _leave(faults_board(of_any_session=True), known_rank(place), place.world_size, error)
         raise
 
