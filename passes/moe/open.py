@@ -17,10 +17,10 @@ from passes.moe.domain import domain_of
 from passes.moe.inside import apart_from, take_own_slices
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
 from passes.moe.opening import Opening
-from passes.moe.opening_branches import Branches
-from passes.moe.opening_pairs import Pairs
-from passes.moe.opening_rows import SortedRows
-from passes.moe.opening_slots import BranchSlots, StackSlots
+from passes.moe.opening_branches import BranchOpening
+from passes.moe.opening_pairs import PairOpening
+from passes.moe.opening_rows import RowOpening
+from passes.moe.opening_slots import SlotBranchOpening, SlotOpening
 from passes.moe.tokens_once import send_tokens_once
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -81,7 +81,7 @@ def _opened_here(program: Program, layer: ExpertLayer, apart: Set[fx.Node], dens
     before = set(nodes)
     marked = {node for node in nodes if "domain" in node.meta}
     try:
-        opened = Branches(program, layer, apart, alone=True).run()
+        opened = BranchOpening(program, layer, apart, alone=True).run()
     except PlanError as error:
         opened = replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
         for node in reversed([node for node in nodes if node not in before]):
@@ -104,10 +104,10 @@ def _opened(program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> Expert
 
 def _opening_of(layer: ExpertLayer) -> type[Opening]:
     if layer.dispatch is Dispatch.OFFSETS:
-        return SortedRows
+        return RowOpening
     if layer.capacity:
-        return BranchSlots if layer.tips else StackSlots
-    return Branches if layer.tips else Pairs
+        return SlotBranchOpening if layer.tips else SlotOpening
+    return BranchOpening if layer.tips else PairOpening
 
 
 def _slots_of_a_sequence(program: Program, layer: ExpertLayer, mesh: Sizes) -> PlanError:

@@ -30,7 +30,7 @@ from passes.program.walks import operands, readers, walk
 from passes.program.weights import is_weight
 
 
-class Branches(Opening):
+class BranchOpening(Opening):
     """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
     their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
     that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.

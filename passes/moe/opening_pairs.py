@@ -37,7 +37,7 @@ from passes.rules.views import reshape
 MOST = 400  # calls of one layer
 
 
-class Pairs(Opening):
+class PairOpening(Opening):
     """Owns ``way``: calls that depend on the stacks; ``zero``: values that are zero for experts not chosen."""
 
     FIX = "compute each token with only its experts, weighted by its router weights"

@@ -25,7 +25,7 @@ from passes.program.ops.aten import shape_of
 from passes.program.weights import is_weight
 
 
-class SortedRows(Opening):
+class RowOpening(Opening):
     """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on rows; ``read``: each call that
     reads a value from outside, the value, and its kind."""
 

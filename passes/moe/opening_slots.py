@@ -107,7 +107,7 @@ class _Slots(Opening):
         return 0, 1
 
 
-class StackSlots(_Slots):
+class SlotOpening(_Slots):
     """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on slots; ``entries``: values read
     from outside, and the first call that reads each."""
 
@@ -161,7 +161,7 @@ class StackSlots(_Slots):
                 raise self.refusal(self.entries.get(value, value), told)
 
 
-class BranchSlots(_Slots):
+class SlotBranchOpening(_Slots):
     """Owns the branches: for each expert ``weights`` with values made of them alone, the ``tip`` that it ends in, its
     calls (``bodies``), and its part of the slots."""
 

@@ -19,7 +19,7 @@ from passes.moe import exchange
 from passes.program.constants import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import BEST, FILLED, RESHAPES
-from passes.program.walks import in_order, readers, walk
+from passes.program.walks import in_order
 from passes.rules.flops import node_flops
 
 TRIALS = 3
@@ -28,10 +28,12 @@ FLOPS = 1 << 34  # of a trial for figures only
 
 
 class Routing:
-    """Choices ``chosen`` of ``size`` experts, each of all tokens. Owns: the random ones that were tried."""
+    """Choices ``chosen`` of ``size`` experts, each of all tokens. Owns: the random ones that were tried, and which of
+    the values that were asked for depend on the choices."""
 
     def __init__(self, size: int, chosen: list[fx.Node]) -> None:
         self.size, self.chosen = size, chosen
+        self._asked, self._dependent = set[fx.Node](), set(chosen)
         self.num_rows = sum(n.meta["val"].numel() for n in chosen)
 
     def are_ends(self, node: fx.Node) -> bool:
@@ -147,9 +149,13 @@ class Routing:
         return [n for n in order if n not in self.chosen and not _is_computed(n, below)]
 
     def _order(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The nodes to compute for them, and all that depend on the choices up to the last of them."""
-        last = max(nodes)  # nodes of one graph are in its order: no walk beyond
-        below = set(walk(self.chosen, readers, into=lambda n: n <= last))
+        """The nodes to compute for them, and all of those that depend on the choices."""
+        first, below = min(self.chosen), self._dependent  # nodes of one graph are in its order: no walk beyond
+        for node in in_order(
+            nodes, step=lambda n: [x for x in n.all_input_nodes if x > first and x not in self._asked]
+        ):
+            self._asked.add(node)
+            below |= {node} if any(x in below for x in node.all_input_nodes) else set()
         step = lambda n: n.all_input_nodes if _computes(n, below) else ()  # noqa: E731
         return in_order(nodes, given=self.chosen, step=step), below
 

@@ -104,10 +104,13 @@ class TokenRows:
             raise refusal(node, "the result of one token depends on others")
         given: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, shared.get(n, n)))
         args, kwargs = given
+        length = next(shape_of(own[n])[own[n].meta["domain"].rows] for n in node.all_input_nodes if n in own)
+        sizes, val = [1] * (lead - 1) + [length, *shape_of(node)[lead:]], node.meta["val"]
         if node.target in WITH_SIZES:
-            length = next(shape_of(own[n])[own[n].meta["domain"].rows] for n in node.all_input_nodes if n in own)
-            args = (args[0], [1] * (lead - 1) + [length, *shape_of(node)[lead:]], *args[2:])
-        made = build.call(node.target, *args, **kwargs, domain=self.domain(lead - 1, number))
+            args = (args[0], sizes, *args[2:])
+        is_known = number > 0 and isinstance(val, Tensor)  # the same call of the first branch was run
+        val = torch.empty(sizes, dtype=val.dtype, device="meta") if is_known else None
+        made = build.call(node.target, *args, **kwargs, val=val, domain=self.domain(lead - 1, number))
         made.meta["grad"] = node.meta["grad"]
         return made
 
