@@ -136,7 +136,7 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
     above = {n: set(walk([n], operands, into=is_near)) for n in tips}
     holders: dict[fx.Node, set[int]] = {}
     for tip, nodes in above.items():
-        for node in sorted(nodes):
+        for node in nodes:
             holders.setdefault(node, set()).add(tips[tip])
     return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
 
@@ -152,9 +152,6 @@ def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int
     part of other values."""
     position = {node: i for i, node in enumerate(order)}
 
-    def token(node: fx.Node) -> Any:
-        return position.get(node, node.name)
-
     def line(node: fx.Node) -> tuple[Any, ...]:
         if node.op == "placeholder" or _is_own_weight(node, position):
             return ("weight", shape_of(node), str(node.meta["val"].dtype))
@@ -163,18 +160,9 @@ def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int
             return ("part", pick.whole.name, pick.dim, pick.keeps)
         asks = node in values and not any(n in values for n in node.all_input_nodes)
         given = (node.args[:1] if asks else node.args, dict(node.kwargs))
-        return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: _Token(token(n)))))
+        return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: f"<{position.get(n, n.name)}>")))
 
     return tuple(line(node) for node in order)
-
-
-class _Token(str):
-    """The token of a node in a form."""
-
-    __slots__ = ()
-
-    def __new__(cls, of: Any) -> _Token:
-        return super().__new__(cls, f"<{of}>")
 
 
 def _branches(
@@ -188,7 +176,7 @@ def _branches(
     held.sort(key=lambda nodes: order_of.get(nodes[0][0], len(order_of)))
     side_of = {p.weight: sides(p, *edges[0]) for p in whole[0]}
     weights = [
-        ExpertWeight(_names(nodes), shape_of(nodes[0]), dim, *side_of.get(nodes[0], (-1, -1, "")))
+        ExpertWeight(names_of(nodes), shape_of(nodes[0]), dim, *side_of.get(nodes[0], (-1, -1, "")))
         for nodes, dim in held
     ]
     given = [
@@ -234,5 +222,5 @@ def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
     return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None
 
 
-def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)

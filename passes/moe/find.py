@@ -10,13 +10,13 @@ read. Values stay the same to the bit; gradients are added up before the call's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.moe.branches import Branches, branches_of
+from passes.moe.branches import Branches, branches_of, names_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
 from passes.moe.paths import (
     Product,
@@ -105,7 +105,7 @@ def _of_branches(space: Space) -> ExpertLayer | str:
         return found or ""
     dispatch = (Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN, found.capacity)
     made = _made(space, found, lambda _: dispatch, "branches")
-    return made if isinstance(made, str) else replace(made, tips=_names(found.last))
+    return made if isinstance(made, str) else replace(made, tips=names_of(found.last))
 
 
 def _made(
@@ -132,19 +132,15 @@ def _made(
         dispatch,
         capacity,
         logits=space.root.name,
-        router=_names(n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1),
-        chosen=_names(chosen),
-        probs=_names(probs_of(space, way, carried) or probs_of(space, before, before | {tokens[0]})),
-        orders=_names(n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids),
+        router=names_of(n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1),
+        chosen=names_of(chosen),
+        probs=names_of(probs_of(space, way, carried) or probs_of(space, before, before | {tokens[0]})),
+        orders=names_of(n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids),
         weights=tuple(parts.weights),
-        products=_names(parts.products),
+        products=names_of(parts.products),
         tokens=tokens[0].name,
         combined=combined.name,
     )
-
-
-def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    return tuple(n.name for n in nodes)
 
 
 # ---- calls that experts share

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from passes.moe import exchange
 from passes.moe.domain import ROWS, Builder, erase_unread
 from passes.moe.layers import ExpertLayer
+from passes.moe.opening import Opening
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import CASTS, RESHAPES
@@ -38,7 +39,7 @@ def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> Expert
     """Rewrite an opened ``layer`` if a token has several experts; ep spans ``nodes``. Returns it with the new calls."""
     for here in program.graph.graph.find_nodes(op="call_function", target=exchange.meet):
         if tuple(n.name for n in here.args[0].all_input_nodes) == layer.chosen and len(here.args) == 2:
-            return _Layer(program, layer, here, nodes).rewritten()
+            return _TokensOnce(program, layer, here, nodes).run()
     return layer
 
 
@@ -51,12 +52,12 @@ class _Copy:
     times: int = 1
 
 
-class _Layer:
+class _TokensOnce(Opening):
     """Owns ``copies``: the dispatches of copies of tokens."""
 
     def __init__(self, program: Program, layer: ExpertLayer, here: fx.Node, nodes: int) -> None:
-        self.graph, self.layer, self.here, self.nodes = program.graph.graph, layer, here, nodes
-        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        super().__init__(program, layer, frozenset())
+        self.here, self.nodes = here, nodes
         self.num_tokens = self.routing.num_rows // self.routing.top_k
         self.copies = {node: found for node in here.users if (found := self._copy(node)) is not None}
 
@@ -70,7 +71,7 @@ class _Layer:
         tokens = _repeated(source, self.num_tokens, self.routing.top_k)
         return tokens and _Copy(tokens, index, self.routing.top_k)
 
-    def rewritten(self) -> ExpertLayer:
+    def run(self) -> ExpertLayer:
         places = {(copy.index, copy.times) for copy in self.copies.values()}
         first = min(self.here.users)
         if self.routing.top_k == 1 or len(places) != 1 or not max(places)[0] < first:
@@ -89,11 +90,9 @@ class _Layer:
             erase_unread(self.graph, [node])
         backs = [node for node in here.users if node.target is exchange.give_back]
         found = sum_of(backs[0], self.routing) if len(backs) == 1 else None
-        return (
-            self.layer
-            if found is None or not found.is_by(token, self.routing)
-            else self._summed(found, backs[0], token)
-        )
+        if found is None or not found.is_by(token, self.routing):
+            return self.layer
+        return self._summed(found, backs[0], token)
 
     def _summed(self, found: RowSum, back: fx.Node, token: fx.Node) -> ExpertLayer:
         """The results of experts, weighted there, summed by token."""
