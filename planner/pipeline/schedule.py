@@ -158,7 +158,7 @@ def check_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
 ) -> tuple[str, int]:
     """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError if it would."""
-    kind = kind or ("interleaved_1f1b" if vpp > 1 else "1f1b")
+    kind = kind or default_kind(vpp)
     group_size = pp if group_size is None else group_size
     check_sizes(kind, pp, num_microbatches, vpp, group_size)
     return kind, group_size
@@ -301,7 +301,9 @@ class Kind:
     ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
     stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
     ``orders(pp, microbatches, costs)``: of a kind without a table, in which the order of each rank depends on the
-    others.
+    others. ``vpp``: the only one that it runs, if it runs chunks. ``repeats``: after its warm-up the ranks do the same
+    for each group of microbatches. A search tries the kinds that are a default, and others with pp to
+    ``searched_up_to``: what waits is placed by simulating all ranks, in a time that grows with pp².
     """
 
     num_warmup: Callable[[int, int, int, int], int]
@@ -310,17 +312,29 @@ class Kind:
     fold: Fold = LOOP
     waits: bool = False
     orders: Callable[[int, int, StageCosts], tuple[Order, ...]] | None = None
+    vpp: int | None = None
+    repeats: bool = True
+    is_default: bool = False
+    searched_up_to: int = 0
+    not_searched: str = ""  # why
 
 
 KINDS = {
-    "gpipe": Kind(lambda behind, total, vpp, group_size: total),
-    "1f1b": Kind(lambda behind, total, vpp, group_size: behind),
+    "gpipe": Kind(
+        lambda behind, total, vpp, group_size: total,
+        repeats=False,
+        not_searched="has the same bubble and needs more memory",
+    ),
+    "1f1b": Kind(lambda behind, total, vpp, group_size: behind, is_default=True),
     "interleaved_1f1b": Kind(
         lambda behind, total, vpp, group_size: behind * 2 + (vpp - 1) * group_size,
         _check_interleaved,
         runs_chunks=True,
+        is_default=True,
     ),
-    "zero_bubble": Kind(lambda behind, total, vpp, group_size: behind, _check_zero_bubble, waits=True),
+    "zero_bubble": Kind(
+        lambda behind, total, vpp, group_size: behind, _check_zero_bubble, waits=True, searched_up_to=16
+    ),
     "zero_bubble_v": Kind(
         lambda behind, total, vpp, group_size: total,
         _check_zero_bubble_v,
@@ -328,8 +342,33 @@ KINDS = {
         fold=V,
         waits=True,
         orders=folded_orders,
+        vpp=2,
+        searched_up_to=8,
     ),
 }
+
+
+def default_kind(vpp: int) -> str:
+    """The kind for ``vpp`` chunks on a rank if none is asked for."""
+    return next(name for name, kind in KINDS.items() if kind.is_default and kind.runs_chunks == (vpp > 1))
+
+
+def searched_kinds(pp: int, vpp: int, *, may_wait: bool) -> tuple[str, ...]:
+    """The kinds that a search tries. ``may_wait``: gradients of weights may be actions of their own."""
+
+    def is_tried(kind: Kind) -> bool:
+        runs = kind.runs_chunks == (vpp > 1) and kind.vpp in (None, vpp)
+        return runs and (kind.is_default or (1 < pp <= kind.searched_up_to and (may_wait or not kind.waits)))
+
+    return tuple(name for name, kind in KINDS.items() if is_tried(kind))
+
+
+def searched_words() -> tuple[str, str]:
+    """Which kinds a search tries, and why not others; and those that it tries up to some pp."""
+    others = ", ".join(f"{name} {kind.not_searched}" for name, kind in KINDS.items() if kind.not_searched)
+    bounded = [f"{name} to pp {kind.searched_up_to}" for name, kind in KINDS.items() if kind.searched_up_to]
+    up_to = ", ".join(bounded).replace(" to", " up to", 1)
+    return f"{default_kind(1)}, or {default_kind(2)} if vpp > 1 ({others})", f"{up_to}, without CUDA graphs"
 
 
 def unknown_kind(kind: str) -> PlanError:

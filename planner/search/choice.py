@@ -96,6 +96,6 @@ class Point:
         words += [f"micro {layout.micro}"]
         words += [f"zero {layout.zero}"] * (layout.zero > 1)
         words += [f"{layout.recompute} recompute"] * (layout.recompute != "none")
-        words += [layout.schedule] * (layout.schedule not in ("1f1b", "interleaved_1f1b"))
+        words += [layout.schedule] * (not KINDS[layout.schedule].is_default)
         words += [f"order {mesh.order}"] * (mesh.order != DEFAULT_ORDER)
         return ", ".join(words)

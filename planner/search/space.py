@@ -20,7 +20,7 @@ from typing import Any
 from passes.errors import PlanError
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
-from planner.pipeline.schedule import check_sizes, fold_of
+from planner.pipeline.schedule import check_sizes, fold_of, searched_kinds, searched_words
 from planner.pipeline.split import layout_of
 from planner.placement.divisibility import divisors
 from planner.ranks import DEFAULT_ORDER
@@ -31,8 +31,6 @@ from planner.spec.spec import Spec
 DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
 LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
 MOST_CHUNKS, MOST_MICRO = 8, 64
-MOST_WAITING = 16  # pp of a schedule that places W by simulating all ranks: the time grows with pp²
-MOST_FOLDED = 8  # pp of a v schedule, for which many variants are simulated
 MOST_NODES = 2  # nodes of a tp group: each further node costs more
 BOUNDS = (
     f"tp: at most {MOST_NODES} times the devices of the innermost link",
@@ -41,9 +39,9 @@ BOUNDS = (
     f"batch.micro: at most {MOST_MICRO} sequences",
     "etp: tp, or 1",
     f"order: {PP_OUTSIDE}, or {DP_OUTSIDE} if pipelines may lie inside dp groups",
-    "pipeline.schedule: 1f1b, or interleaved_1f1b if vpp > 1 (gpipe has the same bubble and needs more memory)",
+    f"pipeline.schedule: {searched_words()[0]}",
     "optimizer.zero: 1, or more where a layout does not fit with less, without CUDA graphs",
-    f"pipeline.schedule: zero_bubble up to pp {MOST_WAITING}, zero_bubble_v to pp {MOST_FOLDED}, without CUDA graphs",
+    f"pipeline.schedule: {searched_words()[1]}",
 )
 
 
@@ -182,20 +180,13 @@ class Space:
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
         given, group = self.spec.pipeline.schedule, self.spec.pipeline.group_size
-        for schedule in self._kinds(mesh) if given == AUTO else (given,):
+        kinds = searched_kinds(mesh.pp, mesh.vpp, may_wait=self.spec.cuda_graphs.impl == "none")  # no W inside of them
+        for schedule in kinds if given == AUTO else (given,):
             try:
                 check_sizes(schedule, mesh.pp, num_microbatches, mesh.vpp, mesh.pp if group is None else group)
                 yield schedule
             except PlanError as error:
                 self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1
-
-    def _kinds(self, mesh: Mesh) -> tuple[str, ...]:
-        """Within graphs of CUDA no gradient waits."""
-        waits = 1 < mesh.pp <= MOST_WAITING and self.spec.cuda_graphs.impl == "none"
-        if mesh.vpp > 1:
-            folds = waits and mesh.vpp == 2 and mesh.pp <= MOST_FOLDED
-            return ("interleaved_1f1b", "zero_bubble_v") if folds else ("interleaved_1f1b",)
-        return ("1f1b", "zero_bubble") if waits else ("1f1b",)
 
     def _recompute(self) -> Sequence[str]:
         given = self.spec.recompute

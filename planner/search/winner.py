@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from planner.cluster.cluster import Cluster
+from planner.pipeline.schedule import default_kind
 from planner.ranks import DEFAULT_ORDER
 from planner.search.best_first import Candidate
 from planner.search.choice import Point
@@ -71,7 +72,7 @@ def with_layout(values: Mapping[str, Any], point: Point, *, written: bool = Fals
     found["batch"] = {**found["batch"], "micro": layout.micro}
     _set(found, ("recompute",), layout.recompute, "none", written)
     _set(found, ("tensor_parallel", "sequence_parallel"), layout.sequence_parallel, False, written)
-    _set(found, ("pipeline", "schedule"), layout.schedule, "1f1b", written)
+    _set(found, ("pipeline", "schedule"), layout.schedule, default_kind(1), written)
     _set(found, ("optimizer", "zero"), layout.zero, 1, written)
     return found
 

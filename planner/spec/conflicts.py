@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from passes.errors import PlanError, SpecError
-from planner.pipeline.schedule import KINDS
+from planner.pipeline.schedule import KINDS, default_kind
 from planner.pipeline.split import stage_problems
 from planner.spec.fields import AUTO
 from planner.spec.lengths import batch_problems, length_problems, tokens_of
@@ -49,7 +49,7 @@ def _auto_problems(spec: Spec) -> Iterator[PlanError]:
         "batch.micro": (spec.batch.micro, 1),
         "recompute": (spec.recompute, "none"),
         "tensor_parallel.sequence_parallel": (spec.tensor_parallel.sequence_parallel, "false"),
-        "pipeline.schedule": (spec.pipeline.schedule, "1f1b"),
+        "pipeline.schedule": (spec.pipeline.schedule, default_kind(1)),
         "optimizer.zero": (spec.optimizer.zero, 1),
     }
     yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
@@ -148,7 +148,7 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
         yield SpecError(
             f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
             where="mesh.vpp",
-            fix="set pipeline.schedule: interleaved_1f1b, or mesh.vpp: 1",
+            fix=f"set pipeline.schedule: {default_kind(2)}, or mesh.vpp: 1",
         )
     elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
         try:

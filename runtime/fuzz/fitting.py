@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.pipeline.schedule import KINDS, default_kind
 from planner.spec.update_rules import keys_read
 from runtime.fuzz.fields import Choices
 from runtime.fuzz.specs import FIELDS
 
 _AXES = ("mesh.tp", "mesh.pp", "mesh.dp", "mesh.cp")
-_NO_PIPELINE = {"mesh.vpp": 1, "pipeline.schedule": "1f1b", "pipeline.group_size": None, "pipeline.split": "auto"}
+_NO_PIPELINE = {
+    "mesh.vpp": 1,
+    "pipeline.schedule": default_kind(1),
+    "pipeline.group_size": None,
+    "pipeline.split": "auto",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +99,11 @@ def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -
 def _fit_pipeline(found: Choices, facts: Facts) -> None:
     if found["mesh.pp"] == 1:
         found |= _NO_PIPELINE
-    if found["pipeline.schedule"] == "interleaved_1f1b" or found["mesh.vpp"] > 1:
-        found |= {"mesh.vpp": 2, "pipeline.schedule": "interleaved_1f1b"}
+    kind = KINDS[found["pipeline.schedule"]]
+    if found["mesh.vpp"] > 1 or (kind.runs_chunks and kind.vpp is None):
+        found |= {"mesh.vpp": 2, "pipeline.schedule": default_kind(2)}
     else:
-        found["pipeline.group_size"] = None
-    if found["pipeline.schedule"] == "zero_bubble_v":
-        found["mesh.vpp"] = 2
+        found |= {"mesh.vpp": kind.vpp or 1, "pipeline.group_size": None}
     if found["mesh.pp"] * found["mesh.vpp"] > facts.num_blocks:
         found |= _NO_PIPELINE
 

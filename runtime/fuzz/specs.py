@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.pipeline.schedule import KINDS, default_kind
+
 AXES = ("tp", "pp", "dp", "cp")
 ORDERS = ("tp-cp-ep-dp-pp", "dp-tp-pp-cp-ep")
 
@@ -22,7 +24,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "tensor_parallel.regather": (True, False),
     "tensor_parallel.overrides": ("none", "mlp", "attention", "head"),
     "tensor_parallel.vocabulary_multiple": (8, 1, 128),
-    "pipeline.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"),
+    "pipeline.schedule": tuple(dict.fromkeys((default_kind(1), *KINDS))),
     "pipeline.split": ("auto", "uneven", "ends", "layout"),
     "pipeline.group_size": (None, 2, 3),
     "optimizer.name": ("adamw", "adam", "sgd", "adagrad"),

@@ -92,7 +92,7 @@ def _peak(
     pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp
     count = layout.num_microbatches
-    if layout.schedule != "gpipe":
+    if KINDS[layout.schedule].repeats:
         few = 2 * pp + 2 * group
         count = min(count, few + (count - few) % group) if count > few else count
     waits = KINDS[layout.schedule].waits

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.pipeline.schedule import num_warmup, schedule_table
+from planner.pipeline.schedule import KINDS, num_warmup, schedule_table
 
 PICO = 1e12
 _ALIKE = 3  # periods in a row
@@ -50,7 +50,7 @@ def run_pipeline(
     delays = tuple(round(x * PICO) for x in sent or none), tuple(round(x * PICO) for x in returned or none)
     period = group if vpp > 1 else 1
     few = num_microbatches
-    if kind != "gpipe":
+    if KINDS[kind].repeats:
         least = 2 * pp + 6 * period
         few = min(num_microbatches, least + (num_microbatches - least) % period)
     while True:
