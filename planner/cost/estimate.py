@@ -1,6 +1,6 @@
 """Seconds and bytes of one layout: the cost of a cut on a cluster.
 
-    step    the pipeline's run (planner.cost.seconds.pipeline)
+    step    the pipeline's run (planner.pipeline.clock)
             + what of the gradients' sums is not hidden, the norm, the update, what of the gather is not hidden
     parts   of the rank that works longest: compute, recompute, tp_comm, cp_comm, ep_comm; what messages between stages
             add is pp_comm, and what is left of the pipeline's run its bubble. They sum to step_seconds.
@@ -25,12 +25,12 @@ from planner.cost.memory import MemoryRow
 from planner.cost.seconds.buffers import RankHolds, rank_holds
 from planner.cost.seconds.held import memory_row, stage_bytes
 from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
-from planner.cost.seconds.pipeline import Run, run_pipeline
 from planner.cost.seconds.roofline import peak_of
 from planner.cost.seconds.sharded import Exchanged
-from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds, run_waiting
+from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
 from planner.cost.step_time import CostPlan
 from planner.mesh import Mesh
+from planner.pipeline.clock import Delays, Run, run_table, run_waiting
 from planner.pipeline.schedule import KINDS
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
@@ -147,15 +147,14 @@ def run_of(
     layout: Layout,
     placed_by: StageCosts,
     costs: StageCosts,
-    sent: Sequence[float] = (),
-    returned: Sequence[float] = (),
+    delays: Delays | None = None,
     group_size: int | None = None,
 ) -> Run:
     """A layout's pipeline, by the seconds of its stages; ``placed_by``: those by which its W are put."""
     mesh, count, kind = layout.mesh, layout.num_microbatches, layout.schedule
     if KINDS[kind].waits:
-        return run_waiting(kind, mesh.pp, mesh.vpp, count, placed_by, costs, sent, returned)
-    return run_pipeline(kind, mesh.pp, mesh.vpp, count, costs.forward, costs.backward, sent, returned, group_size)
+        return run_waiting(kind, mesh.pp, mesh.vpp, count, placed_by, costs, delays)
+    return run_table(kind, mesh.pp, mesh.vpp, count, costs, delays, group_size)
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
@@ -213,16 +212,14 @@ class _Step:
     def _run(self, *, messages: bool) -> Run:
         overlap, placed_by = self.pricing.cluster.overlap, costs_of(self.stages)
         forward, backward, weights = (list(side) for side in placed_by)
-        sent, returned = self.sent, self.returned
+        delays = None
         if messages:  # the part that does not overlap computation is the sender's time
-            for index, (there, back) in enumerate(zip(sent, returned, strict=True)):
+            for index, (there, back) in enumerate(zip(self.sent, self.returned, strict=True)):
                 forward[index] += (1 - overlap) * there
                 backward[index + 1] += (1 - overlap) * back
-        else:
-            sent, returned = [0.0] * len(sent), [0.0] * len(returned)
-        later = [[overlap * x for x in side] for side in (sent, returned)]
+            delays = Delays(*([overlap * x for x in side] for side in (self.sent, self.returned)))
         costs = StageCosts(forward, backward, weights)
-        return run_of(self.layout, placed_by, costs, later[0], later[1], self.spec.pipeline.group_size)
+        return run_of(self.layout, placed_by, costs, delays, self.spec.pipeline.group_size)
 
     def cost(self) -> CostPlan:
         run, alone = self._run(messages=True), self._run(messages=False)

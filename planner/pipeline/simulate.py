@@ -5,9 +5,9 @@
     the gradients of weights wait for their backward
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
-First in lock step (every action takes one step): that gives the grid of steps and ranks and finds deadlocks. The
-messages of each link must have one order at both its ends (``planner.pipeline.links``). Then along that grid with
-costs, which gives start and end of every action.
+The clock (``planner.pipeline.clock``) runs it twice. Once in lock step (every action takes one step): that gives the
+grid of steps and ranks and finds deadlocks. The messages of each link must have one order at both its ends
+(``planner.pipeline.links``). Then with costs, which gives start and end of every action.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from passes.errors import PlanError
 from planner.fold import chunk_of, rank_of, stage_of
 from planner.pipeline.actions import Action, Order, needs
+from planner.pipeline.clock import NEVER, end_times, needed, numbered
 from planner.pipeline.links import check_links
 from planner.pipeline.schedule import Schedule, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
@@ -60,9 +61,9 @@ def simulate(
     check_links(schedule)
     if backward_cost is None:
         backward_cost = 1.0 if schedule.has_weights else 2.0
-    given = zip("FBW", (forward_cost, backward_cost, weights_cost), strict=True)
-    costs = {kind: _per_stage(cost, schedule) for kind, cost in given}
-    spans = _spans(schedule, steps, costs)
+    spans = _spans(
+        schedule, StageCosts(*(_per_stage(x, schedule) for x in (forward_cost, backward_cost, weights_cost)))
+    )
     duration = max(end for rank in spans for _, end in rank)
     busy = sum(end - start for rank in spans for start, end in rank)
     bubble = 1.0 - busy / (schedule.pp * duration) if duration else 0.0
@@ -98,39 +99,25 @@ def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple
     return "\n".join(line.rstrip() for line in [head, *rows])
 
 
-def _event(action: Action, rank: int, schedule: Schedule) -> _Event:
-    return action.kind, action.microbatch, stage_of(rank, action.chunk, schedule.pp, schedule.fold)
-
-
 def _lock_steps(schedule: Schedule) -> Steps:
-    """In each step every rank runs its next action if all it needs was done in an earlier step."""
-    done: set[_Event] = set()
-    position = [0] * schedule.pp
-    steps = []
-    while any(at < len(order) for at, order in zip(position, schedule.orders, strict=True)):
-        row = tuple(_ready(schedule, rank, position[rank], done) for rank in range(schedule.pp))
-        if not any(row):
-            raise _deadlock(schedule, tuple(steps), position, done)
-        for rank, action in enumerate(row):
-            if action:
-                done.add(_event(action, rank, schedule))
-                position[rank] += 1
-        steps.append(row)
-    return tuple(steps)
+    """Every action takes one step."""
+    ones = [1] * schedule.num_stages
+    spans = _spans(schedule, StageCosts(ones, ones, ones))
+    steps = [[None] * schedule.pp for _ in range(max((round(end) for rank in spans for _, end in rank), default=0))]
+    for rank, (order, of_rank) in enumerate(zip(schedule.orders, spans, strict=True)):
+        for action, (start, _) in zip(order, of_rank, strict=False):
+            steps[round(start)][rank] = action  # pyright: ignore
+    found = tuple(map(tuple, steps))
+    if any(len(of_rank) < len(order) for order, of_rank in zip(schedule.orders, spans, strict=True)):
+        raise _deadlock(schedule, found, [len(of_rank) for of_rank in spans])
+    return found
 
 
-def _ready(schedule: Schedule, rank: int, position: int, done: set[_Event]) -> Action | None:
-    order = schedule.orders[rank]
-    if position == len(order):
-        return None
-    event = _event(order[position], rank, schedule)
-    return order[position] if all(need in done for need in needs(*event, schedule.num_stages)) else None
-
-
-def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_Event]) -> PlanError:
+def _deadlock(schedule: Schedule, steps: Steps, position: list[int]) -> PlanError:
     first = max(0, len(steps) - _SHOWN_STEPS)
+    ran = {_event(a, rank, schedule) for row in steps for rank, a in enumerate(row) if a is not None}
     waits = [
-        f"  rank {rank}: {order[at]} waits for {_missing(schedule, order[at], rank, done)}"
+        f"  rank {rank}: {order[at]} waits for {_missing(schedule, order[at], rank, ran)}"
         for rank, (order, at) in enumerate(zip(schedule.orders, position, strict=True))
         if at < len(order)
     ]
@@ -143,30 +130,38 @@ def _deadlock(schedule: Schedule, steps: Steps, position: list[int], done: set[_
     )
 
 
-def _missing(schedule: Schedule, action: Action, rank: int, done: set[_Event]) -> str:
+def _event(action: Action, rank: int, schedule: Schedule) -> _Event:
+    return action.kind, action.microbatch, stage_of(rank, action.chunk, schedule.pp, schedule.fold)
+
+
+def _missing(schedule: Schedule, action: Action, rank: int, ran: set[_Event]) -> str:
     before = needs(*_event(action, rank, schedule), schedule.num_stages)
-    kind, microbatch, stage = next(need for need in before if need not in done)
+    kind, microbatch, stage = next(need for need in before if need not in ran)
     chunk, rank = (of(stage, schedule.pp, schedule.fold) for of in (chunk_of, rank_of))
     return f"{Action(kind, microbatch, chunk)} of rank {rank}"
 
 
 def _per_stage(cost: float | Sequence[float], schedule: Schedule) -> list[float]:
-    costs: list[float] = [*cost] if isinstance(cost, Sequence) else [cost] * schedule.num_stages
+    costs = list(map(float, cost)) if isinstance(cost, Sequence) else [float(cost)] * schedule.num_stages
     assert len(costs) == schedule.num_stages, f"{len(costs)} costs for {schedule.num_stages} stages"
     return costs
 
 
-def _spans(schedule: Schedule, steps: Steps, costs: dict[str, list[float]]) -> tuple[tuple[Span, ...], ...]:
-    """Start and end of each action: a rank starts its next one when it is free and everything needed has ended."""
-    ends: dict[_Event, float] = {}
-    free = [0.0] * schedule.pp
-    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
-    for rank, action in ((rank, action) for row in steps for rank, action in enumerate(row) if action):
-        event = _event(action, rank, schedule)
-        start = max([free[rank], *(ends[need] for need in needs(*event, schedule.num_stages))])
-        ends[event] = free[rank] = start + costs[action.kind][event[2]]
-        spans[rank].append((start, free[rank]))
-    return tuple(map(tuple, spans))
+def _spans(schedule: Schedule, costs: StageCosts) -> tuple[tuple[Span, ...], ...]:
+    """Start and end of each action that runs: it starts when its rank is free and everything needed has ended."""
+    count, num_stages, found = schedule.num_microbatches, schedule.num_stages, list[tuple[Span, ...]]()
+    orders = numbered(schedule.orders, schedule.pp, num_stages, count, schedule.fold)
+    ends = end_times(orders, costs, count)
+    for order in orders:
+        spans, free = list[Span](), 0.0
+        for action in order:
+            if ends[action] == NEVER:
+                break
+            start = max([free, *(ends[need] for need in needed(action, num_stages, count))])
+            free = ends[action]
+            spans.append((start, free))
+        found.append(tuple(spans))
+    return tuple(found)
 
 
 def _most_between(order: Order, begin: str, end: str) -> int:

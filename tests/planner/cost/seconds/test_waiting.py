@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.seconds.step import run_waiting
+from planner.pipeline.clock import Delays, run_waiting
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.zero_bubble import StageCosts
@@ -44,6 +44,6 @@ def test_of_many_microbatches_it_takes_about_as_long_and_never_less_than_a_rank_
 def test_messages_make_it_longer_and_move_no_w() -> None:
     of = StageCosts([1.0] * 4, [1.0] * 4, [1.0] * 4)
     assert run_waiting("zero_bubble", 4, 1, 8, of, of).seconds == 27
-    later = run_waiting("zero_bubble", 4, 1, 8, of, of, [0.25] * 3, [0.5] * 3)
+    later = run_waiting("zero_bubble", 4, 1, 8, of, of, Delays([0.25] * 3, [0.5] * 3))
     assert later.seconds > 27
     assert later.starts == (0.0, 1.25, 2.5, 3.75)

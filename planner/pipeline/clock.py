@@ -1,0 +1,220 @@
+"""The one clock: when each action of a pipeline ends, by the times of its stages and messages.
+
+    start(F m, s) = max(rank is free, end(F m, s−1) + message)
+    start(B m, s) = max(rank is free, end(F m, s), end(B m, s+1) + message)
+    start(W m, s) = max(rank is free, end(B m, s))        end = start + the stage's time
+
+The rule only adds and takes maxima, so once all actions of three periods (a microbatch of 1f1b, a group of
+interleaved_1f1b) in a row end later than those of the period before by one and the same λ, on all ranks, the next ones do
+too: an action waits for others at most two periods back. Then M microbatches take (M − M')/period · λ longer than M'. That
+is exact in integers, so ``run_table`` counts picoseconds. Of a kind with W, ``run_waiting`` lets each further microbatch
+take the longest rank its F, B and W, as that rank does not wait in the middle of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from planner.fold import Fold, stage_of, stages_of
+from planner.pipeline.actions import Order
+from planner.pipeline.schedule import KINDS, Schedule, build_schedule, num_warmup, schedule_table
+from planner.pipeline.zero_bubble import StageCosts
+
+PICO = 1e12
+NEVER = -1
+_ALIKE = 3  # periods in a row
+_KINDS = "FBW"
+
+Numbers = list[
+    int
+]  # the actions of a rank in their order; kind k of microbatch m on stage s is (k·stages + s)·count + m
+
+
+class Run(NamedTuple):
+    """Seconds: of the full run; the begin and the end of each rank's work."""
+
+    seconds: float
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+
+class Delays(NamedTuple):
+    """Of the messages across each boundary between stages: of values, and of the gradients that come back."""
+
+    sent: Sequence[Any]
+    returned: Sequence[Any]
+
+
+def numbered(orders: Iterable[Order], pp: int, num_stages: int, count: int, fold: Fold) -> list[Numbers]:
+    """``orders`` of ``count`` microbatches as numbers."""
+    of_kind = {kind: at * num_stages * count for at, kind in enumerate(_KINDS)}
+    return [
+        [of_kind[kind] + stage_of(rank, chunk, pp, fold) * count + microbatch for kind, microbatch, chunk in order]
+        for rank, order in enumerate(orders)
+    ]
+
+
+def needed(action: int, num_stages: int, count: int) -> list[int]:
+    """The numbers of the actions that end before this one begins."""
+    half = num_stages * count
+    kind, stage = divmod(action // count, num_stages)
+    if kind == 2:
+        return [action - half]
+    if kind == 1:
+        return [action - half, *([action + count] if stage + 1 < num_stages else [])]
+    return [action - count] if stage else []
+
+
+def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: Delays | None = None) -> list[Any]:
+    """The end of each action, by number; NEVER of those that wait for ever. ``costs``: numbers of any kind, ≥ 0.
+
+    Ranks run as far as they can, in turn, until none can: so all is run that lock step would run.
+    """
+    pp, num_stages = len(orders), len(costs.forward)
+    half, last = num_stages * count, num_stages - 1
+    ends: list[Any] = [NEVER] * (3 * half)
+    forward, backward, weights = costs
+    none = [0] * last
+    sent, returned = delays or (none, none)
+    into, back = [0, *sent], [*returned, 0]
+    at, free, rank, idle = [0] * pp, [0] * pp, 0, 0
+    lengths = [len(order) for order in orders]
+    while idle < pp:
+        order, position, now = orders[rank], at[rank], free[rank]
+        first, length = position, lengths[rank]
+        while position < length:
+            action = order[position]
+            if action < half:
+                stage = action // count
+                if stage:
+                    need = ends[action - count]
+                    if need < 0:
+                        break
+                    need += into[stage]
+                    if need > now:
+                        now = need
+                now += forward[stage]
+            elif action < 2 * half:
+                stage = (action - half) // count
+                need = ends[action + count if stage < last else action - half]  # through them its own F has ended
+                if need < 0:
+                    break
+                need += back[stage]
+                if need > now:
+                    now = need
+                now += backward[stage]
+            else:  # in every schedule it stands after its B
+                now += weights[(action - 2 * half) // count]
+            ends[action] = now
+            position += 1
+        idle = 0 if position > first else idle + 1
+        at[rank], free[rank] = position, now
+        rank = rank + 1 if rank + 1 < pp else 0
+    return ends
+
+
+def run_table(
+    kind: str,
+    pp: int,
+    vpp: int,
+    num_microbatches: int,
+    costs: StageCosts,
+    delays: Delays | None = None,
+    group_size: int | None = None,
+) -> Run:
+    """A kind whose order follows from the schedule table, by seconds."""
+    forward, backward, _ = costs
+    if pp == 1:
+        total = num_microbatches * (sum(forward) + sum(backward))
+        return Run(total, (0.0,), (total,))
+    group = group_size or pp
+    ticks = StageCosts(_picoseconds(forward), _picoseconds(backward), ())
+    later = None if delays is None else Delays(*map(_picoseconds, delays))
+    period = group if vpp > 1 else 1
+    few = num_microbatches
+    if KINDS[kind].repeats:
+        least = 2 * pp + 6 * period
+        few = min(num_microbatches, least + (num_microbatches - least) % period)
+    while True:
+        orders = _of_table(kind, pp, vpp, few, group)
+        ends = end_times(orders, ticks, few, later)
+        more = 0
+        if few < num_microbatches:
+            grown = _growth(orders, ends, kind, pp, vpp, few, group, period)
+            if grown is None:
+                few = min(num_microbatches, 2 * few + (num_microbatches - 2 * few) % period)
+                continue
+            more = (num_microbatches - few) // period * grown
+        done = [ends[order[-1]] + more for order in orders]
+        starts = [ends[order[0]] - ticks.forward[rank] for rank, order in enumerate(orders)]
+        return Run(max(done) / PICO, tuple(s / PICO for s in starts), tuple(e / PICO for e in done))
+
+
+def run_waiting(
+    kind: str,
+    pp: int,
+    vpp: int,
+    num_microbatches: int,
+    placed_by: StageCosts,
+    costs: StageCosts,
+    delays: Delays | None = None,
+) -> Run:
+    """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those of
+    the run."""
+    few = min(num_microbatches, 4 * pp)
+    schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
+    orders = numbered(schedule.orders, pp, pp * vpp, few, schedule.fold)
+    ends = end_times(orders, costs, few, delays)
+    own = [stages_of(rank, pp, pp * vpp, schedule.fold) for rank in range(pp)]
+    more = (num_microbatches - few) * max(sum(sum(of[stage] for of in costs) for stage in stages) for stages in own)
+    starts = tuple(ends[order[0]] - costs.forward[own[rank][0]] for rank, order in enumerate(orders))
+    done = tuple(ends[order[-1]] + more for order in orders)
+    return Run(max(done), starts, done)
+
+
+@lru_cache(maxsize=64)
+def _placed(kind: str, pp: int, num_microbatches: int, vpp: int, costs: StageCosts) -> Schedule:
+    """Run twice, with messages and without: made once."""
+    return build_schedule(kind, pp, num_microbatches, vpp, costs=costs)
+
+
+def _picoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(x * PICO) for x in seconds)
+
+
+def _of_table(kind: str, pp: int, vpp: int, count: int, group: int) -> list[Numbers]:
+    """``numbered`` of the schedule, without its actions: a search runs many."""
+    table = schedule_table(count, vpp, group)
+    half, found = pp * vpp * count, []
+    for rank in range(pp):
+        forwards = [(c * pp + rank) * count + m for m, c in table]
+        backwards = [half + ((vpp - 1 - c) * pp + rank) * count + m for m, c in table]
+        warmup = num_warmup(kind, pp, rank, len(table), vpp, group)
+        order = forwards[:warmup]
+        for pair in zip(forwards[warmup:], backwards, strict=False):
+            order += pair
+        found.append(order + backwards[len(table) - warmup :])
+    return found
+
+
+def _growth(
+    orders: list[Numbers], ends: list[int], kind: str, pp: int, vpp: int, count: int, group: int, period: int
+) -> int | None:
+    """By how much each period ends later than the one before, if the last steady ones all agree; else None."""
+    size = 2 * period * vpp  # actions of a period
+    growth: int | None = None
+    for rank, order in enumerate(orders):
+        warmup = num_warmup(kind, pp, rank, count * vpp, vpp, group)
+        steady = len(order) - 2 * warmup
+        if steady < (_ALIKE + 1) * size:
+            return None
+        end = warmup + steady // size * size
+        for place in range(end - _ALIKE * size, end):
+            grown = ends[order[place]] - ends[order[place - size]]
+            if growth is None:
+                growth = grown
+            elif grown != growth:
+                return None
+    return growth
