@@ -5,10 +5,10 @@
     start(W m, s) = max(rank is free, end(B m, s))        end = start + the stage's time
 
 The rule only adds and takes maxima, so once all actions of three periods (a microbatch of 1f1b, a group of
-interleaved_1f1b) in a row end later than those of the period before by one and the same λ, on all ranks, the next ones do
-too: an action waits for others at most two periods back. Then M microbatches take (M − M')/period · λ longer than M'. That
-is exact in integers, so ``run_table`` counts picoseconds. Of a kind with W, ``run_waiting`` lets each further microbatch
-take the longest rank its F, B and W, as that rank does not wait in the middle of a step.
+interleaved_1f1b) in a row end later than those of the period before by one and the same λ, on all ranks, the next ones
+do too: an action waits for others at most two periods back. Then M microbatches take (M − M')/period · λ longer than
+M'. That is exact in integers, so ``run_table`` counts picoseconds. Of a kind with W, ``run_waiting`` lets each further
+microbatch take the longest rank its F, B and W, as that rank does not wait in the middle of a step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ NEVER = -1
 _ALIKE = 3  # periods in a row
 _KINDS = "FBW"
 
-Numbers = list[
-    int
-]  # the actions of a rank in their order; kind k of microbatch m on stage s is (k·stages + s)·count + m
+# the actions of a rank in their order: kind k of microbatch m on stage s is (k·stages + s)·count + m
+Numbers = list[int]
 
 
 class Run(NamedTuple):
@@ -161,8 +160,8 @@ def run_waiting(
     costs: StageCosts,
     delays: Delays | None = None,
 ) -> Run:
-    """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those of
-    the run."""
+    """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those
+    of the run."""
     few = min(num_microbatches, 4 * pp)
     schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
     orders = numbered(schedule.orders, pp, pp * vpp, few, schedule.fold)
