@@ -23,8 +23,9 @@ from planner.cost.memory import registered_bytes
 from planner.decisions import Decisions
 from planner.exchanges.scores import FIGURES, WIDE, check_scored
 from planner.exchanges.weights import gathered_to_evaluate
-from planner.pipeline.links import Message, Progress, received_by, sent_by
-from planner.pipeline.schedule import Action, SchedulePlan
+from planner.pipeline.ledger import StageBytes, UnderWay, peak
+from planner.pipeline.links import Message
+from planner.pipeline.schedule import SchedulePlan
 from planner.saved.lowered import Lowered
 from planner.saved.trace import StageTrace
 from planner.sharding.parameters import parameters_of_rank
@@ -57,11 +58,19 @@ def evaluation_memory(
     orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.actions)
     forwards = [_forward(lowered, stage, schedule, recomputed) for stage in range(lowered.num_stages)]
     gathered = gathered_to_evaluate(lowered, orders)
-    rows = []
+    fold, rows = decisions.mesh.fold, []
+
+    def sent(message: Message) -> int:
+        return sum(boundary.bytes for boundary in shards.sent(message.boundary))
+
     for rank in range(decisions.mesh.pp):
-        action, activations, messages = _Rank(decisions, shards, orders, rank, forwards).run()
-        parameters = _parameters(decisions, shards, rank)
-        rows.append(EvaluationMemory(rank, parameters, activations, messages, gathered[rank].most_bytes, action))
+        chunks = [StageBytes(0, 0, forwards[stage], 0) for stage in decisions.mesh.stages_of(rank)]
+        alone = len(chunks) == 1  # then a rank waits for its earlier message first (runtime.pipeline.executor)
+        under_way = UnderWay(orders, rank, len(forwards), fold, sent, sent, handed=sent, waits=alone)
+        most = peak(orders[rank], chunks, under_way)
+        parameters, whole = _parameters(decisions, shards, rank), gathered[rank].most_bytes
+        bytes_of = int(most.working), int(most.messages)
+        rows.append(EvaluationMemory(rank, parameters, *bytes_of, whole, str(most.action or "")))
     return tuple(rows)
 
 
@@ -95,56 +104,3 @@ def _peak(trace: StageTrace, recomputed: Sequence[Piece]) -> int:
     let_go = let_go_of(trace, recomputed)
     alone = replace(trace, calls=[replace(call, hidden=()) for call in trace.calls])
     return max((most for _, most in forward_live(alone, set(trace.received.values()), let_go)), default=0)
-
-
-class _Rank:
-    """Owns the messages under way while a rank runs its forwards."""
-
-    def __init__(
-        self,
-        decisions: Decisions,
-        shards: Shards,
-        orders: Sequence[Sequence[Action]],
-        rank: int,
-        forwards: Sequence[int],
-    ) -> None:
-        self.mesh, self.shards, self.order, self.forwards = decisions.mesh, shards, orders[rank], forwards
-        self.stages, self.num_stages = self.mesh.stages_of(rank), decisions.stages.num_stages
-        self.progress = Progress([tuple(order) for order in orders], self.mesh.fold)
-        self.sending: dict[Message, int] = {}
-        self.handed: dict[Message, int] = {}
-
-    def run(self) -> tuple[str, int, int]:
-        """The forward at the peak, its bytes, and those of messages beside it."""
-        peak = ("", 0, 0)
-        for at, action in enumerate(self.order):
-            self._receive(self._into(action))
-            ahead = sum(self._bytes(self._into(a)) for a in self.order[at + 1 : at + 2] if self._crosses(self._into(a)))
-            messages = ahead + sum(self.sending.values()) + sum(self.handed.values())
-            here = self.forwards[self.stages[action.chunk]]
-            if here + messages > peak[1] + peak[2]:
-                peak = (str(action), here, messages)
-            self._send(sent_by("F", self.stages[action.chunk], action.microbatch))
-        return peak
-
-    def _into(self, action: Action) -> Message:
-        return received_by("F", self.stages[action.chunk], action.microbatch)
-
-    def _crosses(self, message: Message) -> bool:
-        return message.crosses(self.num_stages, self.mesh.pp, self.mesh.fold)
-
-    def _receive(self, message: Message) -> None:
-        self.handed.pop(message, None)
-        for sent in self.progress.taken_over(self.sending, message) if self._crosses(message) else ():
-            del self.sending[sent]
-
-    def _send(self, message: Message) -> None:
-        """A rank with one stage waits for its earlier message first (runtime.pipeline.executor)."""
-        if len(self.stages) == 1:
-            self.sending.clear()
-        if message.boundary < self.num_stages - 1:
-            held = self.sending if self._crosses(message) else self.handed
-            held[message] = self._bytes(message)
-
-    def _bytes(self, message: Message) -> int:
-        return sum(boundary.bytes for boundary in self.shards.sent(message.boundary))

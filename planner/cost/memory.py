@@ -12,8 +12,8 @@ half, float32                 18          6 + 12/d
 float32, float32              16          8 + 8/d
 
 activations             saved tensors of all microbatches in flight at the peak (planner.saved,
-                        planner.cost.peak), and tensors that wait for a W: inputs of products with weights, gradients of
-                        their results
+                        planner.pipeline.ledger), and tensors that wait for a W: inputs of products with weights,
+                        gradients of their results
 logits                  the part of it after the last block, kept apart: final norm, head and loss
 working                 other memory of the forward or backward that runs at that moment: values that are
                         read once more, gradients, insides of ops, gathered values
@@ -43,11 +43,13 @@ from planner.cost.cut.ops import puts_aside
 from planner.cost.fused_saves import with_fused_saves
 from planner.cost.let_go import let_go_of
 from planner.cost.liveness import StageMemory, stage_memory
-from planner.cost.peak import Peak, peak_of
 from planner.cost.whole import whole_bytes
 from planner.decisions import Decisions
+from planner.fold import Fold, stages_of
 from planner.mesh import Mesh
-from planner.pipeline.links import received_by
+from planner.pipeline.actions import Order
+from planner.pipeline.ledger import Peak, StageBytes, UnderWay, peak
+from planner.pipeline.links import Message, received_by
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
 from planner.saved.lowered import Lowered
@@ -122,11 +124,33 @@ def memory_rows(
     for row in slots:
         static[row.pp_rank] += row.bytes
     standing = {row.pp_rank for row in slots if row.message_bytes}
-    peaks = [peak_of(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
+    peaks = [_peak(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
     whole = whole_bytes(lowered, schedule)
     return tuple(
         _row(decisions, shards, rank, peak, stages, (static[rank], whole[rank])) for rank, peak in enumerate(peaks)
     )
+
+
+def _peak(
+    orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold, stands_still: bool
+) -> Peak:
+    """``orders``: the actions of every rank; ``stages``: of every stage. ``stands_still``: messages lie in buffers that
+    are counted elsewhere, received values too.
+    """
+    pp, count = len(orders), len(stages)
+    own = [(stages[stage], received_by("F", stage, 0)) for stage in stages_of(rank, pp, count, fold)]
+    own = [m.without(m.received) if stands_still and into.crosses(count, pp, fold) else m for m, into in own]
+    chunks = [StageBytes(m.kept, m.logits, m.forward, m.backward, m.aside) for m in own]
+    if stands_still:
+        return peak(orders[rank], chunks)
+
+    def ahead(message: Message) -> int:
+        return sum(b.bytes for b in shards.sent(message.boundary) if message.kind == "F" or b.requires_grad)
+
+    def sent(message: Message) -> int:
+        return stages[message.boundary].sent if message.kind == "F" else ahead(message)
+
+    return peak(orders[rank], chunks, UnderWay(orders, rank, count, fold, ahead, sent))
 
 
 def shared_once(stages: Sequence[StageMemory], mesh: Mesh) -> list[StageMemory]:
@@ -160,20 +184,22 @@ def _row(
     laid_out = {name for buffer in buffers for name in buffer.by_name}
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
     own = sum(b.parameter_bytes for b in buffers)
-    more = max(0, update_bytes(decisions, shards, rank) - peak.total - whole)  # nothing of a microbatch is held then
+    more = max(
+        0, update_bytes(decisions, shards, rank) - int(peak.total) - whole
+    )  # nothing of a microbatch is held then
     return MemoryRow(
         rank,
         parameters=frozen + registered_bytes(decisions, rank) + own,
         gradients=sum(b.gradient_bytes for b in buffers),
         optimizer=sum(b.optimizer_bytes for b in buffers),
-        activations=peak.kept - peak.logits,
+        activations=int(peak.kept - peak.logits),
         graph_buffers=static,
-        logits=peak.logits,
-        working=peak.working + more,
-        communication=peak.messages,
+        logits=int(peak.logits),
+        working=int(peak.working) + more,
+        communication=int(peak.messages),
         whole=whole,
         slack=ceil(SLACK * (peak.total + more + whole)),
-        peak="update" if more else peak.action,
+        peak="update" if more else str(peak.action or ""),
         of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
     )
 

@@ -78,7 +78,8 @@ def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: 
     none = [0] * last
     sent, returned = delays or (none, none)
     into, back = [0, *sent], [*returned, 0]
-    at, free, rank, idle = [0] * pp, [0] * pp, 0, 0
+    free: list[Any] = [0] * pp
+    at, rank, idle = [0] * pp, 0, 0
     lengths = [len(order) for order in orders]
     while idle < pp:
         order, position, now = orders[rank], at[rank], free[rank]

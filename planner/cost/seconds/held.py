@@ -22,6 +22,8 @@ from planner.cost.memory import SLACK, MemoryRow
 from planner.cost.seconds.buffers import RankHolds
 from planner.mesh import Mesh
 from planner.pipeline.actions import Order
+from planner.pipeline.ledger import Peak, peak
+from planner.pipeline.ledger import StageBytes as Held
 from planner.pipeline.links import received_by, sent_by
 from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 
@@ -66,8 +68,7 @@ def memory_row(
     rank: int, layout: Layout, stages: Sequence[StageBytes], holds: RankHolds, group_size: int | None
 ) -> MemoryRow:
     """Of one pp rank; ``stages``: of the full pipeline."""
-    peak, at, messages = _peak(rank, layout, stages, group_size)
-    kept, logits, working = peak
+    at, kept, logits, working, messages = _peak(rank, layout, stages, group_size)
     return MemoryRow(
         rank,
         parameters=holds.parameters,
@@ -79,15 +80,13 @@ def memory_row(
         communication=round(messages),
         whole=holds.whole,
         slack=ceil(SLACK * round(kept + working + messages + holds.whole)),
-        peak=at,
+        peak=str(at or ""),
         of_microbatch=tuple(round(stage.kept) for stage in (stages[s] for s in layout.mesh.stages_of(rank))),
     )
 
 
-def _peak(
-    rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None
-) -> tuple[tuple[float, float, float], str, float]:
-    """(kept, logits, working) at the peak, its action, and bytes of messages under way then."""
+def _peak(rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None) -> Peak:
+    """As long as its memory still grows; of messages those received for the next action, and those just sent."""
     mesh = layout.mesh
     pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp
@@ -95,34 +94,23 @@ def _peak(
     if KINDS[layout.schedule].repeats:
         few = 2 * pp + 2 * group
         count = min(count, few + (count - few) % group) if count > few else count
-    waits = KINDS[layout.schedule].waits
-    order = _order(layout.schedule, pp, rank, count, mesh.vpp, group)
-    held = logits = 0.0
-    best, where, most, under_way = (0.0, 0.0, 0.0), None, -1.0, 0.0
-    sent = {"F": 0.0, "B": 0.0}
+    order, waits = _order(layout.schedule, pp, rank, count, mesh.vpp, group), KINDS[layout.schedule].waits
+    chunks = [_of_chunk(stages[stage], waits) for stage in own]
     works = [(kind, chunk) for kind in "FBW" for chunk in range(len(own))]
     awaited = {(kind, chunk): _awaited(kind, stages, own[chunk], mesh) for kind, chunk in works}
     sends = {(kind, chunk): _sent(kind, stages, own[chunk], mesh) for kind, chunk in works}
+    sent, under_way = {"F": 0.0, "B": 0.0, "W": 0.0}, list[float]()
     for action, following in zip_longest(order, order[1:]):
-        stage = stages[own[action.chunk]]
         waiting = awaited[following.kind, following.chunk] if following else 0.0
-        if action.kind == "F":
-            now = held + stage.kept, logits + stage.logits, stage.forward - stage.kept
-        elif action.kind == "B":  # counts all deferred bytes, since most are there at the end
-            now = held, logits, stage.backward - stage.kept + (stage.aside if waits else 0.0)
-        else:
-            now = held, logits, 0.0
-        messages = waiting + sent["F"] + sent["B"]
-        if now[0] + now[2] + messages > most:
-            best, where, most, under_way = now, action, now[0] + now[2] + messages, messages
-        if action.kind == "W":
-            held -= stage.aside
-            continue
-        sign = 1 if action.kind == "F" else -1
-        held, logits = held + sign * stage.kept, logits + sign * stage.logits
-        held += stage.aside if waits and action.kind == "B" else 0.0
+        under_way.append(waiting + sent["F"] + sent["B"])
         sent[action.kind] = sends[action.kind, action.chunk]
-    return best, str(where or ""), under_way
+    return peak(order, chunks, under_way)
+
+
+def _of_chunk(stage: StageBytes, waits: bool) -> Held:
+    """A backward counts all deferred bytes, since most are there at its end."""
+    aside = stage.aside if waits else 0.0
+    return Held(stage.kept, stage.logits, stage.forward, stage.backward + aside, aside)
 
 
 def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
