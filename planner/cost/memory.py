@@ -184,9 +184,8 @@ def _row(
     laid_out = {name for buffer in buffers for name in buffer.by_name}
     frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
     own = sum(b.parameter_bytes for b in buffers)
-    more = max(
-        0, update_bytes(decisions, shards, rank) - int(peak.total) - whole
-    )  # nothing of a microbatch is held then
+    # nothing of a microbatch is held then
+    more = max(0, update_bytes(decisions, shards, rank) - int(peak.total) - whole)
     return MemoryRow(
         rank,
         parameters=frozen + registered_bytes(decisions, rank) + own,
