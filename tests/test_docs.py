@@ -124,7 +124,7 @@ def test_the_recipe_has_the_steps_of_plan_in_their_order():
 
 
 def steps_of(module: str, function: str) -> Iterator[str]:
-    """What a function calls of other modules, in the order of the calls; steps of a capture and of a cut are steps too."""
+    """What a function calls of other modules, in the order of the calls; so do the steps of a capture and of a cut."""
     body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
     homes = {a.name: node.module for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
