@@ -124,7 +124,7 @@ def run_table(
     delays: Delays | None = None,
     group_size: int | None = None,
 ) -> Run:
-    """A kind whose order follows from the schedule table, by seconds."""
+    """A kind with an order that follows from the schedule table, by seconds."""
     forward, backward, _ = costs
     if pp == 1:
         total = num_microbatches * (sum(forward) + sum(backward))
