@@ -79,10 +79,18 @@ TEMPLATES = {
     # cuts texts
     "cuts": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:20] }}<|im_end|>\n{% endfor %}" + _PROMPT,
 }
+# a tool call whose texts stand between special tokens, and which no end token of other answers follows
+QUOTES = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({% for k, v in "
+    "c.function.arguments.items() %}{{ k }}={% if v is string %}<|quote|>{{ v }}<|quote|>{% else %}{{ v }}{% endif %},"
+    "{% endfor %})<|call|>{% endfor %}{% if not m.tool_calls %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 MARKERS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool|>",
     "[gMASK]", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|begin|>", "<think>", "</think>",
-    "<tool_call>", "</tool_call>",
+    "<tool_call>", "</tool_call>", "<|quote|>", "<|call|>",
 ]  # fmt: skip
 
 

@@ -106,6 +106,9 @@ class ChatTokenizer:
         """The special tokens in a text, from a character on."""
         return self._special.finditer(text, begin)
 
+    def without_special(self, text: str) -> str:
+        return self._special.sub("", text)
+
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

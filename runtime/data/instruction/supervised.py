@@ -147,13 +147,12 @@ class _Turns:
 
     def _end(self, before: list[Message], message: Message, whole: str, last: int) -> tuple[int, int | None]:
         """Where the answer's text stops, and the end token to add, None if the text has it."""
-        behind = list(self.chat.special_in(whole, last))
-        if is_plain(message):
-            found = behind[0] if behind else None
-        else:  # markers of tool calls and reasoning end nothing
+        behind, plain = list(self.chat.special_in(whole, last)), None
+        found = behind[0] if behind else None
+        if not is_plain(message):  # markers of tool calls and reasoning end nothing
             plain = self._behind_probe(before, [])
             wanted = {text for text, i in self.chat.special.items() if i in self.chat.ends} | {plain}
-            found = next((m for m in behind if m[0] in wanted), behind[0] if behind and plain else None)
+            found = next((m for m in behind if m[0] in wanted), None)
         if found is not None:
             return found.end(), None
         followers = [{"role": "tool", "content": "y"}] if message.get("tool_calls") else []
@@ -161,6 +160,10 @@ class _Turns:
             end = self.chat.special.get(self._behind_probe(before, [follower]) or "")
             if end in self.chat.ends:
                 return len(whole), end
+        if plain:  # quotation marks of arguments may be special tokens too: behind the last marker stands no text
+            closing = next((m for m in behind if not self.chat.without_special(whole[m.end() :]).strip()), None)
+            if closing is not None:
+                return closing.end(), None
         if self.chat.eos is None:
             what = "no special token ends the answer, and the tokenizer has no end token"
             raise RowError(what, fix="add the end token to the template or the tokenizer")

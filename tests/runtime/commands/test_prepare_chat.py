@@ -210,9 +210,8 @@ def test_options_that_do_not_go_together_are_one_error(
 def test_tables_are_read_as_lines_are(package: str, model: Path, tmp_path: Path) -> None:
     made = [{"messages": talk("a", "b")}, {"messages": talk("a", "b", "c", "d")}]
     if package == "pyarrow":
-        pytest.importorskip("pyarrow").parquet.write_table(
-            pytest.importorskip("pyarrow").Table.from_pylist(made), tmp_path / "t.parquet"
-        )
+        table = pytest.importorskip("pyarrow").Table.from_pylist(made)
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "t.parquet")
     else:
         pytest.importorskip("datasets").Dataset.from_list(made).save_to_disk(str(tmp_path / "t.parquet"))
     lines = written(tmp_path / "c.jsonl", *made)

@@ -14,7 +14,7 @@ from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
 from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, samples_of
 from runtime.data.text.rows import RowError
-from tests.tools.chat_tokenizers import SPLITS, TEMPLATES, chat_directory, talk
+from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, talk
 
 pytest.importorskip("transformers")
 
@@ -49,7 +49,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def chat(template: str, split: str) -> ChatTokenizer:
         ends = ["<|endoftext|>", "<|user|>"] if template == "next_role" else None
-        path = chat_directory(tmp_path_factory.mktemp(template) / "model", template, split, ends)
+        path = chat_directory(tmp_path_factory.mktemp("template") / "model", template, split, ends)
         return ChatTokenizer(str(path), date="2025-03-04")
 
     return chat
@@ -222,6 +222,13 @@ def test_a_field_that_may_be_dropped_is_counted(chats: Any) -> None:
     rule = Rule(chats("chatml", "qwen"), ignored={"reasoning_content"})
     samples_of(talk_of("reasoning"), rule)
     assert sum(count for what, count in rule.counts.items() if "reasoning_content" in what) == 1
+
+
+def test_special_tokens_inside_a_tool_call_do_not_end_it(chats: Any) -> None:
+    chat = chats(QUOTES, "qwen")
+    (sample,) = samples_of(talk_of("tools"), Rule(chat))
+    found = [chat.text(sample.ids[start:stop]) for start, stop in sample.answers]
+    assert found == ["get_weather(city=<|quote|>Rome<|quote|>,days=2,)<|call|>", "It is sunny.<|end|>"]
 
 
 def test_templates_see_the_given_day(chats: Any) -> None:
