@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from examples.gpt import GPT
 from planner.spec.data import DataSpec
 from runtime.data.objectives.next_token import next_token
+from runtime.data.text.pieces import Piece
+from runtime.data.token_writer import TokenWriter
 from runtime.data.tokens import LABEL, ROW, Tokens
+from runtime.distributed.launch import launch
+from runtime.training.job import Job
+from runtime.training.loop import run_rank
 from tests.tools.hand_tokens import by_hand
+from tests.tools.limits import HANG_SECONDS
+from tests.tools.paths import ROOT
 from tests.tools.simulated_mesh import run_mesh
 
 LENGTH, VOCABULARY = 1024, 64
@@ -59,3 +70,78 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(mesh: dict[str, int]) -
 
 
 ROLES = {"input_ids": "tokens", "targets": "next_tokens"}
+
+
+MODEL = f"""
+import sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+from examples.gpt import GPT
+def build():
+    torch.manual_seed(3)
+    return GPT({VOCABULARY}, {LENGTH}, 16, 2, 2).double()
+"""
+STEPS = 3
+
+
+def job_in(folder: Path, mesh: dict[str, int], size: int = len(LABELS), zero: int = 1, **more: Any) -> Job:
+    """Steps of plain descent over ``size`` of the samples, in float64."""
+    (folder / "model.py").write_text(MODEL)
+    made = samples()
+    with TokenWriter(folder / "sft.tokens", made.tokenization, {}) as writer:
+        for begin, end in zip([0, *made.ends[:-1]], made.ends, strict=True):
+            marks = np.asarray(made.marks[begin:end])
+            writer.add([Piece(np.asarray(made.ids[begin:end]), marks, int((marks & LABEL > 0).sum()), has_end=True)])
+        writer.finish(1, {})
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    spec = {
+        "mesh": mesh,
+        "batch": {"global": size, "micro": 1},
+        "inputs": {"input_ids": ids, "targets": {"like": "input_ids"}},
+        "data": {"packing": False},
+        "precision": {"parameters": "float64"},
+        "optimizer": {"name": "sgd", "lr": 0.5, "zero": zero, "weight_decay": 0.0, "clip_grad_norm": None},
+    }
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    job = Job(f"{folder}/model.py:build", f"{folder}/spec.yaml", str(folder / "sft.tokens"), STEPS, quiet=True)
+    return replace(job, **more)
+
+
+def losses_of_plain_pytorch() -> list[float]:
+    torch.manual_seed(3)
+    model, tokens, found = GPT(VOCABULARY, LENGTH, 16, 2, 2).double(), samples(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for end, number, size in zip(tokens.ends, LABELS, np.diff(tokens.ends, prepend=0), strict=True):
+            ids = torch.from_numpy(np.asarray(tokens.ids[end - size : end]))
+            logits, _ = model(ids[None], torch.full_like(ids[None], -100))
+            total = total + F.cross_entropy(logits[0, -number - 1 : -1], ids[-number:], reduction="sum")
+        optimizer.zero_grad()
+        (total / sum(LABELS)).backward()
+        optimizer.step()
+        found.append(float(total.detach()) / sum(LABELS))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero"),
+    [
+        ({"dp": 2}, 3),
+        pytest.param({"pp": 2}, 1, marks=pytest.mark.thorough),
+        pytest.param({"tp": 2, "pp": 2}, 1, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_runs_train_on_the_same_losses_as_plain_pytorch(tmp_path: Path, mesh: dict[str, int], zero: int) -> None:
+    size = math.prod(mesh.values())
+    rows = launch(run_rank, size, job_in(tmp_path, mesh, zero=zero), timeout_seconds=HANG_SECONDS)[0].rows
+    assert [row.loss for row in rows] == pytest.approx(losses_of_plain_pytorch(), rel=1e-6)
+
+
+def test_labels_are_the_same_behind_a_resume_inside_an_epoch(tmp_path: Path) -> None:
+    whole = run_rank(job_in(tmp_path, {"dp": 1}, size=2, num_steps=5)).rows
+    for number in (1, 5):
+        save = str(tmp_path / "saves")
+        found = run_rank(job_in(tmp_path, {"dp": 1}, size=2, num_steps=number, save=save, resume="auto")).rows
+    assert [row.loss for row in found] == [row.loss for row in whole[1:]]
