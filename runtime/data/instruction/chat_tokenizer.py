@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from runtime.data.text.rows import RowError
 from runtime.data.text.tokenizer_file import end_ids
 
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
+_NEAR, _SEGMENTS = 24, 64  # characters beside a border; texts between special tokens that are kept
 _MOST_SECONDS = 10.0  # of one rendering: a template may loop
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
@@ -45,6 +48,10 @@ class ChatTokenizer:
         self._bare = _without_prefix(self._fast)
         added = self.tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if token.special and token.content}
+        # no token crosses a special one: what stands between two is tokenized by itself, and once for all turns
+        cut = [token for token in added.values() if token.special and token.content]
+        self._is_cut = not any(token.lstrip or token.single_word or token.normalized for token in cut)
+        self._encoded = lru_cache(_SEGMENTS)(lambda text: _ids(self._fast, text))
         self.special |= dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
         self.eos: int | None = self.tokenizer.eos_token_id
@@ -85,7 +92,13 @@ class ChatTokenizer:
 
     def ids(self, text: str) -> list[int]:
         """As generation tokenizes the text of a template."""
-        return self._fast.encode(text, add_special_tokens=False).ids
+        if not self._is_cut:
+            return self._encoded(text)
+        places = [0, *(found.start() for found in self.special_in(text, 1)), len(text)]
+        return [i for begin, end in pairwise(places) for i in self._encoded(text[begin:end])]
+
+    def _last_special(self, text: str) -> int:
+        return max((found.start() for found in self.special_in(text, max(0, len(text) - 4 * _NEAR))), default=0)
 
     def begun_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
@@ -93,14 +106,14 @@ class ChatTokenizer:
 
     def answer_ids(self, text: str) -> list[int]:
         """By itself: as it continues another text, without a space in front."""
-        return self._bare.encode(text, add_special_tokens=False).ids
+        return _ids(self._bare, text)
 
     def crosses(self, before: str, answer: str) -> bool:
         """Whether a token of the joined text would hold the end of one and the begin of the other."""
-        last = max((found.start() for found in self.special_in(before)), default=0)
-        head, border = before[last:], len(before) - last
-        offsets = self._fast.encode(head + answer[:256], add_special_tokens=False).offsets
-        return any(start < border < end for start, end in offsets)
+        head = before[self._last_special(before) :][-_NEAR:]
+        found = self._fast.encode(head + answer[:_NEAR], add_special_tokens=False)
+        last = found.char_to_token(len(head) - 1) if head and answer else None
+        return last is not None and last == found.char_to_token(len(head))
 
     def special_in(self, text: str, begin: int = 0) -> Iterator[re.Match[str]]:
         """The special tokens in a text, from a character on."""
@@ -171,6 +184,11 @@ def _bare(part: Any) -> Any:
         key = "normalizers" if "normalizers" in part else "pretokenizers"
         return part | {key: [kept for each in part[key] if (kept := _bare(each)) is not None]}
     return part | _PREFIXED.get(part["type"], {})
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """By the one call that tracks no offsets."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _compiled(template: str) -> Any:
