@@ -57,6 +57,10 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
                 fix=f"leave out {option} or {OPTION}",
             )
     found = Plan.load(job.plan, own_functions=True)  # those of the spec, as is compared next
+    if found.spec["optimizer"]["schedule"]["steps"] == "auto":
+        what = "the plan has optimizer.schedule.steps: auto, which is replaced by the steps of a run when it plans"
+        fix = f"write steps: {job.num_steps} in the spec and save the plan again, or leave out {OPTION}"
+        raise PlanError(what, where=OPTION, fix=fix)
     lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
     for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
         raise PlanError(

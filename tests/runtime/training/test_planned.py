@@ -43,6 +43,15 @@ def job(saved: Path, **more: Any) -> Job:
     return Job(**{**given, "plan": str(saved / "plan.pt"), **more})  # pyright: ignore[reportArgumentType]
 
 
+def test_a_saved_plan_without_the_steps_of_its_schedule_is_refused_with_their_number(tmp_path: Path) -> None:
+    schedule = {"kind": "cosine", "steps": "auto", "warmup": 0.1}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC | {"optimizer": {"schedule": schedule}}))
+    plan(load_model(MODEL), str(tmp_path / "spec.yaml")).save(tmp_path / "plan.pt")
+    error = refused(job(tmp_path, num_steps=7))
+    assert "steps: auto" in error.what
+    assert "write steps: 7 in the spec" in error.fix
+
+
 def refused(asked: Job) -> PlanError:
     with pytest.raises(PlanError) as caught:
         stored_plan(asked, spec_of(asked))
