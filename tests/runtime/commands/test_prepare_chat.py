@@ -148,6 +148,18 @@ GOOD = {"messages": talk("a", "b")}
         ([{"messages": talk("a", "b"), "tools": 3}], "tools is no list of objects", 2),
         ([{"messages": talk("a", "b<|im_start|>")}], "holds the special token", 2),
         ([{"messages": talk("\U000f0000", "b")}], "characters of private use", 2),
+        ([{"messages": talk("a", {"content": 3})}], "has no text as content", 2),
+        ([{"messages": talk("a", {"content": ["x"]})}], "a part of the kind str", 2),
+        ([{"messages": [{"from": ["gpt"], "value": "a"}]}], "has the unknown role ['gpt']", 2),
+        ([{"messages": [{"role": {}, "content": "a"}]}], "has the unknown role {}", 2),
+        ([{"messages": "[" * 100_000}], "messages is a text that is not JSON", 2),
+        ([{"messages": talk("a", "b"), "tools": "{"}], "tools is a text that is not JSON", 2),
+        ([{"messages": talk("a", {"content": "b", "tool_calls": "f"})}], "a tool call has no name", 2),
+        ([{"instruction": 1, "output": "x"}], "the row has no text 'instruction'", 2),
+        ([{"instruction": "a", "input": [1], "output": "x"}], "the row has no text 'input'", 2),
+        ([{"instruction": "a", "output": "x", "system": 7}], "the row has no text 'system'", 2),
+        (["\0"], "a row cannot be read", 2),
+        (['{"messages": [{"role": "user"'], "a row cannot be read", 2),
     ],
 )
 def test_a_bad_row_is_one_error_with_file_and_line_or_left_out_and_counted(
@@ -163,6 +175,18 @@ def test_a_bad_row_is_one_error_with_file_and_line_or_left_out_and_counted(
     assert result.exit_code == 0, result.output
     assert "2 samples" in result.output
     assert "1 rows that cannot be used, left out" in result.output
+
+
+def test_marks_of_byte_order_and_ends_of_lines_are_no_text(model: Path, tmp_path: Path) -> None:
+    row = json.dumps(GOOD).encode()
+    twice = b'{"messages": [], "messages": ' + json.dumps(GOOD["messages"]).encode() + b"}"
+    found = []
+    for number, content in enumerate((row + b"\n" + row, b"\xef\xbb\xbf" + row + b"\r\n\r\n" + twice)):
+        (tmp_path / "c.jsonl").write_bytes(content)
+        base = [tmp_path / "c.jsonl", "-o", tmp_path / f"out{number}", "--tokenizer", model, "--chat", "messages"]
+        assert prepare(*base, "--date", "2025-01-02").exit_code == 0
+        found.append(read_tokens(str(tmp_path / f"out{number}")).ids.tolist())
+    assert found[0] == found[1]
 
 
 def test_rows_without_an_answer_may_be_dropped_and_large_or_strange_texts_pass(model: Path, tmp_path: Path) -> None:
