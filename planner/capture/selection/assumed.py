@@ -55,6 +55,7 @@ class Assumptions:
         self._last: Taken | None = None
         self._taken: dict[Key, list[Taken]] = {}
         self._draws: list[Where] = []
+        self._checks: dict[Where, Condition] = {}
 
     # ---- while a forward runs
 
@@ -63,6 +64,12 @@ class Assumptions:
         self._last = None
         self._taken = {}
         self._draws = []
+        self._checks = {}
+
+    def checks(self, where: Where, condition: Condition | None) -> None:
+        """A check that PyTorch makes when the forward runs; None if a host cannot make it."""
+        if condition is not None:
+            self._checks[where] = condition
 
     def drew(self, where: Where) -> None:
         """A comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
@@ -97,10 +104,11 @@ class Assumptions:
                 if not self._learn(error):
                     raise
                 continue
-            taken, draws = self._taken, self._draws
+            kept = self._taken, self._draws, self._checks
+            taken = self._taken
             for key in [key for key in self._answers if key not in self._raises]:
                 self._try_flipped(key, taken, trial)
-            self._taken, self._draws = taken, draws
+            self._taken, self._draws, self._checks = kept
             return found
 
     def _learn(self, error: PlanError) -> bool:
@@ -137,6 +145,8 @@ class Assumptions:
                 condition = taken.condition and taken.condition.named(names)
                 row = Assumption(taken.where, f"this check does not raise ({self._raises[key]})", condition)
                 rows.setdefault((taken.where, str(condition and condition.graph.graph)), row)
+        for where, condition in self._checks.items():
+            rows[where, ""] = Assumption(where, "this check does not raise", condition.named(names))
         return [*rows.values(), *(Assumption(where, DRAW) for where in dict.fromkeys(self._draws))]
 
 

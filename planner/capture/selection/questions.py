@@ -57,6 +57,7 @@ class Questions:
         """While it is entered, a branch may ask whether a mask selects any row, and checks may raise."""
         self._assumed.begin()
         before: Any = ShapeEnv.evaluate_sym_node
+        defer: Any = ShapeEnv.guard_or_defer_runtime_assert
 
         def evaluate(env: ShapeEnv, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -67,12 +68,18 @@ class Questions:
                     raise
                 return sympy.true if answer else sympy.false
 
+        def deferred(env: ShapeEnv, question: Any, *args: Any, **kwargs: Any) -> Any:
+            self._check(question)
+            return defer(env, question, *args, **kwargs)
+
         ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
+        ShapeEnv.guard_or_defer_runtime_assert = deferred  # pyright: ignore[reportAttributeAccessIssue]
         try:
             with SpelledOut(self._refuse), known_results():
                 yield
         finally:
             ShapeEnv.evaluate_sym_node = before
+            ShapeEnv.guard_or_defer_runtime_assert = defer
 
     def _refuse(self, what: str, fix: str) -> NoReturn:
         raise PlanError(what, where=self._sites.here(), fix=fix)
@@ -103,6 +110,13 @@ class Questions:
             if again is not None:
                 self._answered[again] = answer
         return answer
+
+    def _check(self, question: Any) -> None:
+        """``torch._check`` of numbers read from the batch, which export leaves to the run."""
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is not None and isinstance(question, (sympy.Rel, BooleanFunction)) and question.free_symbols:
+            makers = {s: self._maker(mode.tracer.graph, s) for s in sorted(question.free_symbols, key=str)}
+            self._assumed.checks(self._sites.here(), condition_of(question, True, makers, mode.tracer))
 
     def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
         """Equal for the same question about the same value; None if the value was written to."""
