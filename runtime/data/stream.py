@@ -102,7 +102,7 @@ class Stream:
             self._items = self._opened()
         found = self._next_batch()
         if not self._layout.lengths:
-            self._layout.check(found, local=self.is_local)
+            self._layout.check(self._layout.in_rows(found), local=self.is_local)
         if self._keeps:
             self._positions[step + 1] = self._position()
             self._positions.pop(step + 1 - _KEPT, None)

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from planner import PlanError, plan
 from planner.spec.spec import Spec
+from runtime.data.batches import BatchLayout
+from runtime.data.stream import Stream
 from runtime.engine import Engine
 from runtime.verify.batches import random_batch
+from tests.tools.paths import ROOT
 
 GRID = {"value": [[1, 2, 4]], "joined": True}
 INPUTS: dict[str, Any] = {
@@ -130,3 +133,11 @@ def test_each_length_has_its_value():
         batch = random_batch(Spec.load(spec), engine.plan, seed)
         assert batch["input_ids"].shape == (4, length)
         assert engine.forward_backward(batch) == pytest.approx(model(**batch)["loss"].item(), rel=1e-12)
+
+
+def test_the_batches_of_the_example_are_those_of_its_spec():
+    spec = Spec.load(str(ROOT / "examples" / "images.yaml"))
+    shapes = {name: (i.sizes, getattr(torch, i.dtype)) for name, i in spec.inputs.items()}
+    layout = BatchLayout(shapes, 4, 2, 1, 0, forms=spec.forms)
+    stream = Stream(f"{ROOT / 'examples' / 'images.py'}:batches", spec, layout, keeps=False)
+    assert list(stream.batch(0)["pixel_values"].shape) == [64, 96]

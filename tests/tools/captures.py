@@ -70,9 +70,10 @@ def captured_again(model: nn.Module, spec: Spec | Mapping[str, Any]) -> Captured
     key = _key(model, inputs, loss, dtype)
     if key is None:
         return capture(model, spec)
+    key += hashlib.sha256(repr(seen.forms).encode()).hexdigest()[:8] if seen.forms else ""
     if key not in _made:
         _made[key] = {1: _read(model, key) or _kept(model, key, capture(model, spec).program())}
-    captured = _Again(model, loss, dtype, 0.0, inputs, _made[key])
+    captured = _Again(model, loss, dtype, 0.0, inputs, _made[key], forms=seen.forms)
     captured.key = key
     return captured
 

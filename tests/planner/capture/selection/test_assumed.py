@@ -82,8 +82,12 @@ def some_small(m: Any, x: Tensor, ids: Tensor) -> None:
         raise IndexError("none")
 
 
+def torch_check(m: Any, x: Tensor, ids: Tensor) -> None:
+    torch._check_tensor_all_with(ValueError, (ids > 17).sum() == 0, lambda: "an id above 17")
+
+
 OF_THE_BATCH = [any_of_ids, not_all_of_ids, largest_asserted, largest_in_python, counted, compared, torch_assert,
-                torch_assert_async, some_small]  # fmt: skip
+                torch_assert_async, some_small, torch_check]  # fmt: skip
 
 
 def planned(check: Callable[[Any, Tensor, Tensor], Tensor | None]) -> Plan:
