@@ -11,10 +11,15 @@ from keyword import iskeyword
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
+from passes.moe.domain import Domain
 from passes.program.ops.aten import aten, is_mutable, packet_of
-from passes.program.program import META
+from passes.rules.notation import Pattern
+from passes.types.draw import Draw
+from passes.types.types import Placement
+from planner.files.fits import fits
 
 RECORDS = {
     "passes.blocks.blocks": "Block Blocks",
@@ -36,6 +41,7 @@ RECORDS = {
     "passes.program.program": "Program",
     "passes.program.stages": "BoundaryPlan StageAssignment",
     "passes.regions": "Region",
+    "passes.rules.notation": "Pattern",
     "passes.types.collectives": "CollectivePlan",
     "passes.types.conversions": "Conversion",
     "passes.types.draw": "Draw",
@@ -45,7 +51,7 @@ RECORDS = {
     "planner.sharding.buffers": "Buffer",
     "planner.updates.rules": "UpdateRules",
 }
-ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.options.forms": "Form"}
+ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.options.forms": "Form", "passes.rules.rule": "Role"}
 FUNCTIONS = {
     "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
     "ends_of give_back grouped_mm ids_of join name_rows own_slices part return_slots send_slots share slots_of",
@@ -80,7 +86,18 @@ UNRULED = (
     "affine_grid_generator fractional_max_pool2d native_group_norm prelu upsample_nearest3d upsample_trilinear3d gru "
     "lstm rnn_relu rnn_tanh"
 )
-MARKS = META.keys() - {"constant", "selected", "asked", "custom"} | {"placement"}
+# Marks of nodes: the types of their values.
+MARKS: dict[str, Any] = {
+    "val": Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | bool | int | float | None,
+    "nn_module_stack": dict[str, tuple[str, Any]],
+    "stack_trace": str | None,
+    "inferred": Pattern,
+    "domain": Domain,
+    "draw": Draw,
+    "placement": Placement,
+    "parameter": str,
+    **dict.fromkeys(("grad", "stopped", "known", "has_scores"), bool),
+}
 
 
 class NotAllowed(ValueError):
@@ -104,6 +121,12 @@ def _found(table: dict[str, str], module: str, name: str) -> Any:
     if name not in table.get(module, "").split():
         raise NotAllowed(f"{module}.{name} is no part of a plan")
     return getattr(import_module(module), name)
+
+
+def check_mark(name: str, value: Any) -> None:
+    """Raise NotAllowed unless a node of a plan may have this mark, with a value of this type."""
+    if name not in MARKS or not fits(value, MARKS[name]):
+        raise NotAllowed(f"a {type(value).__name__} marked {name[:60]!r} is no part of a plan")
 
 
 def op(name: str) -> OpOverload:

@@ -109,9 +109,15 @@ class Writer:
 
     def _node(self, node: fx.Node) -> list[Any]:
         target = self._function(node) if node.op == "call_function" else str(node.target)
-        meta = [[key, self.write(value)] for key, value in node.meta.items() if key not in self.dropped]
-        if node.op not in OPS or not allowed.MARKS.issuperset(key for key, _ in meta):
-            raise Unstorable(f"{node.name} is no value of a plan: {node.op} {', '.join(node.meta)}")
+        marks = {key: value for key, value in node.meta.items() if key not in self.dropped}
+        if node.op not in OPS:
+            raise Unstorable(f"{node.name} is no value of a plan: {node.op}")
+        try:
+            for key, value in marks.items():
+                allowed.check_mark(key, value)
+        except allowed.NotAllowed as error:
+            raise Unstorable(f"{node.name}: {error}") from None
+        meta = [[key, self.write(value)] for key, value in marks.items()]
         return [node.op, node.name, target, self.write(node.args), self.write(node.kwargs), meta]
 
     def _function(self, node: fx.Node) -> list[str]:
@@ -169,8 +175,8 @@ class Reader:
             if node.name != name:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = {key: self.read(value) for key, value in meta}
-            if not allowed.MARKS.issuperset(node.meta):
-                raise ValueError(f"{name} has other marks than a plan: {', '.join(map(str, node.meta))}")
+            for key, value in node.meta.items():
+                allowed.check_mark(key, value)
             self.nodes[name] = node
         return Unwritten({}, graph)
 

@@ -10,18 +10,19 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from passes.moe import exchange
-from passes.moe.domain import Domain
 from passes.program.ops.sequence import CALLS
+from passes.program.program import META
 from passes.rules.notation import parse
 from passes.rules.own import OWN, OwnRule
-from passes.types.draw import Draw
-from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.files import allowed
 from planner.files.sealed import unseal
+from planner.frozen_plan import Plan
 from planner.sharding.shards import Shards
+from planner.spec.spec import Spec
 from planner.stored.plan_file import DECIDED, FORM, PARTS
 from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
@@ -45,9 +46,8 @@ def classes_in(kind: Any, found: dict[type, None]) -> None:
 
 def test_the_table_has_the_classes_of_the_written_fields_and_no_others() -> None:
     decided, shards = get_type_hints(Decisions), get_type_hints(Shards)
-    of_marks = (Domain, Draw, Placement)
     found: dict[type, None] = {}
-    for kind in (*(decided[name] for name in DECIDED), *shards.values(), *PARTS.values(), *of_marks):
+    for kind in (*(decided[name] for name in DECIDED), *shards.values(), *PARTS.values(), *allowed.MARKS.values()):
         classes_in(kind, found)
     enums = {(kind.__module__, kind.__name__) for kind in found if issubclass(kind, Enum)}
     assert names_in(allowed.RECORDS) == {(kind.__module__, kind.__name__) for kind in found} - enums
@@ -56,6 +56,33 @@ def test_the_table_has_the_classes_of_the_written_fields_and_no_others() -> None
 
 def names_in(table: dict[str, str]) -> set[tuple[str, str]]:
     return {(module, name) for module, names in table.items() for name in names.split()}
+
+
+def test_the_marks_are_those_of_captured_graphs_and_of_lowering() -> None:
+    only_while_captured = {"constant", "selected", "asked", "custom"}
+    assert allowed.MARKS.keys() == META.keys() - only_while_captured | {"placement"}
+
+
+class Solved(nn.Module):
+    """Calls an op that has no rule: trials show one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lower = self.up(x).tril() + torch.eye(4)
+        return torch.linalg.solve_triangular(lower, x, upper=False).sum(-1).mean()
+
+
+def test_a_rule_that_trials_showed_is_written_and_read(tmp_path: Path) -> None:
+    given = {"mesh": {}, "batch": {"global": 2, "micro": 1}, "inputs": {"x": {"shape": [4, 4], "dtype": "float32"}}}
+    decided = plan_again(Solved(), Spec.load(given))
+    decided.save(tmp_path / "plan.pt")
+    graphs = [p.decisions.program.graph.graph for p in (decided, Plan.load(tmp_path / "plan.pt")) if p.decisions]
+    marks = [{node.name: node.meta["inferred"] for node in g.nodes if "inferred" in node.meta} for g in graphs]
+    assert marks[0] == marks[1]
+    assert "b^ c^ d^, e^ f^ a -> g^ h^ a" in [str(mark) for mark in marks[0].values()]
 
 
 def test_the_functions_are_those_that_a_captured_graph_may_call() -> None:
@@ -107,7 +134,7 @@ def test_all_that_a_plan_writes_is_in_the_tables(name: str, tmp_path: Path) -> N
         found = dict.fromkeys(written([content["objects"], content["model"], content["lengths"]]))
         assert {name for kind, name in found if kind == "object"} <= names_in(allowed.RECORDS)
         assert {name for kind, name in found if kind == "enum"} <= names_in(allowed.ENUMS)
-        assert {name for kind, (name,) in ((k, n) for k, n in found if k == "mark")} <= allowed.MARKS
+        assert {name for kind, (name,) in ((k, n) for k, n in found if k == "mark")} <= allowed.MARKS.keys()
         calls = {name for kind, name in found if kind == "call"}
         assert calls
         for module, of_module in calls:
