@@ -8,6 +8,7 @@ is any other op; it runs on whole tensors.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
@@ -23,6 +24,9 @@ class Source:
     name: str
     shape: Shape
 
+    def fault(self) -> str:
+        return "" if isinstance(self.name, str) else "a name"
+
 
 @dataclass(frozen=True, slots=True)
 class Cat:
@@ -33,6 +37,17 @@ class Cat:
     def shape(self) -> Shape:
         first = self.parts[0].shape
         return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+    def undone(self, value: Assembly) -> Iterator[Pair]:
+        start = 0
+        for each in self.parts:
+            stop = start + each.shape[self.dim]
+            yield each, part(value, self.dim, start, stop)
+            start = stop
+
+    def fault(self) -> str:
+        rest = {(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in self.parts}
+        return "" if 0 <= self.dim < len(self.shape) and len(rest) == 1 else "parts of other shapes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,9 @@ class Slice:
         whole = self.whole.shape
         return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
 
+    def fault(self) -> str:
+        return "" if self.dim >= 0 and 0 <= self.start < self.stop <= self.whole.shape[self.dim] else "a slice"
+
 
 @dataclass(frozen=True, slots=True)
 class Permute:
@@ -58,6 +76,12 @@ class Permute:
         whole = self.whole.shape
         return tuple(whole[dim] for dim in self.dims)
 
+    def undone(self, value: Assembly) -> Iterable[Pair]:
+        return [(self.whole, Permute(inverse(self.dims), value))]
+
+    def fault(self) -> str:
+        return "" if sorted(self.dims) == [*range(len(self.whole.shape))] else "a permutation"
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -65,6 +89,12 @@ class View:
 
     shape: Shape
     whole: Assembly
+
+    def undone(self, value: Assembly) -> Iterable[Pair]:
+        return [(self.whole, view(value, self.whole.shape))]
+
+    def fault(self) -> str:
+        return "" if prod(self.shape) == prod(self.whole.shape) else "another number of elements"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +106,11 @@ class Call:
     index: int
     shape: Shape
 
+    def fault(self) -> str:
+        return "" if isinstance(self.op, str) and type(self.index) is int else "a call"
 
+
+Pair = tuple["Assembly", "Assembly"]  # a tensor, and how it is made the other way round
 Assembly = Source | Cat | Slice | Permute | View | Call
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Source, Cat, Slice, Permute, View, Call)}
 
@@ -95,50 +129,35 @@ def view(whole: Assembly, shape: Shape) -> Assembly:
     return whole if whole.shape == shape else View(shape, whole)
 
 
-def sources(made: Any) -> Iterator[Source]:
-    """Every source of an assembly, or of a tuple of them, in order."""
-    if isinstance(made, Source):
+def nodes(made: Any) -> Iterator[Assembly]:
+    """An assembly, or a tuple that has some, and all that it is made of, in order."""
+    if isinstance(made, Assembly):
         yield made
-    elif isinstance(made, tuple):
-        for each in made:
-            yield from sources(each)
-    elif isinstance(made, Cat):
-        yield from sources(made.parts)
-    elif isinstance(made, Call):
-        yield from sources(made.args)
-    elif isinstance(made, (Slice, Permute, View)):
-        yield from sources(made.whole)
+        made = tuple(getattr(made, field.name) for field in fields(made))
+    for each in made if isinstance(made, tuple) else ():
+        yield from nodes(each)
+
+
+def sources(made: Any) -> Iterator[Source]:
+    return (each for each in nodes(made) if isinstance(each, Source))
 
 
 def inverted(made: Mapping[str, Assembly]) -> dict[str, Assembly]:
     """Each source as an assembly of the tensors that are made of it; without one of which elements are lost."""
     slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]] = {}
     found: dict[str, Assembly] = {}
-    waiting = [(assembly, Source(name, assembly.shape)) for name, assembly in made.items()]
+    waiting: deque[Pair] = deque((assembly, Source(name, assembly.shape)) for name, assembly in made.items())
     while waiting:
-        for assembly, value in waiting:
-            _invert(assembly, value, slices, found)
-        waiting = [(whole, value) for whole in [*slices] if (value := _joined(whole, slices)) is not None]
+        while waiting:
+            assembly, value = waiting.popleft()
+            if isinstance(assembly, Source):
+                found[assembly.name] = value
+            elif isinstance(assembly, Slice):
+                slices.setdefault(assembly.whole, {})[assembly.start] = assembly, value
+            elif not isinstance(assembly, Call):
+                waiting.extend(assembly.undone(value))
+        waiting.extend((whole, value) for whole in [*slices] if (value := _joined(whole, slices)) is not None)
     return found
-
-
-def _invert(
-    made: Assembly, value: Assembly, slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]], found: dict[str, Any]
-) -> None:
-    if isinstance(made, Source):
-        found[made.name] = value
-    elif isinstance(made, Cat):
-        start = 0
-        for each in made.parts:
-            stop = start + each.shape[made.dim]
-            _invert(each, part(value, made.dim, start, stop), slices, found)
-            start = stop
-    elif isinstance(made, Slice):
-        slices.setdefault(made.whole, {})[made.start] = (made, value)
-    elif isinstance(made, Permute):
-        _invert(made.whole, Permute(inverse(made.dims), value), slices, found)
-    elif isinstance(made, View):
-        _invert(made.whole, view(value, made.whole.shape), slices, found)
 
 
 def _joined(whole: Assembly, slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]]) -> Assembly | None:
@@ -182,27 +201,10 @@ def _of_json(given: Any) -> Any:
     try:
         ((kind, content),) = given.items()
         made = _KINDS[kind](*map(_of_json, content))
-        fault = _fault(made)
+        is_sized = all(type(size) is int and size >= 0 for size in made.shape)
+        fault = made.fault() if is_sized else "a shape"
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"no assembly of a tensor: {error}") from None
     if fault:
         raise ValueError(f"no assembly of a tensor: {fault}")
     return made
-
-
-def _fault(made: Assembly) -> str:
-    shape = made.shape
-    if not all(type(size) is int and size >= 0 for size in shape):
-        return "a shape"
-    if isinstance(made, Source):
-        return "" if isinstance(made.name, str) else "a name"
-    if isinstance(made, Cat):
-        rest = {(*each.shape[: made.dim], *each.shape[made.dim + 1 :]) for each in made.parts}
-        return "" if 0 <= made.dim < len(shape) and len(rest) == 1 else "parts of other shapes"
-    if isinstance(made, Slice):
-        return "" if made.dim >= 0 and 0 <= made.start < made.stop <= made.whole.shape[made.dim] else "a slice"
-    if isinstance(made, Permute):
-        return "" if sorted(made.dims) == [*range(len(made.whole.shape))] else "a permutation"
-    if isinstance(made, View):
-        return "" if prod(shape) == prod(made.whole.shape) else "another number of elements"
-    return "" if isinstance(made.op, str) and type(made.index) is int else "a call"
