@@ -3,7 +3,7 @@
 capturing the model …
 capturing the model: 8.4 s
 
-In a terminal the first line counts: capturing the model: 1200 ops …
+In a terminal the first line counts: capturing the model: 1200 ops …   loading weights: 12.3 GB, 1.9 GB/s …
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Step:
 
     def __init__(self, what: str) -> None:
         self.what, self.start, self.is_told = what, time.monotonic(), threading.Event()
-        self._num_seen, self._next = 0, 0.0
+        self._num_seen, self._num_bytes, self._next = 0, 0, 0.0
 
     def tell(self) -> None:
         self.is_told.set()
@@ -34,15 +34,21 @@ class _Step:
 
     def end(self) -> None:
         if self.is_told.is_set():
-            say(f"{self.what}: {time.monotonic() - self.start:.1f} s")
+            say(f"{self.what}: {self._amount()}{time.monotonic() - self.start:.1f} s")
 
-    def see(self, things: str) -> None:
+    def see(self, things: str, num_bytes: int = 0) -> None:
         self._num_seen += 1
+        self._num_bytes += num_bytes
         now = time.monotonic()
         if not self.is_told.is_set() or now < self._next:
             return
         self._next = now + _EVERY_SECONDS
-        _show(f"{self.what}: {self._num_seen} {things} …")
+        _show(f"{self.what}: {self._amount().rstrip(', ') or f'{self._num_seen} {things}'} …")
+
+    def _amount(self) -> str:
+        """Bytes, if they are counted."""
+        rate = self._num_bytes / max(time.monotonic() - self.start, 1e-9)
+        return f"{self._num_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, " if self._num_bytes else ""
 
 
 _step: ContextVar[_Step | None] = ContextVar("the slow step under way", default=None)
@@ -71,6 +77,13 @@ def see_one(things: str) -> None:
     step = _step.get()
     if step is not None:
         step.see(things)
+
+
+def see_bytes(num_bytes: int) -> None:
+    """The step under way has read or written these."""
+    step = _step.get()
+    if step is not None:
+        step.see("parts", num_bytes)
 
 
 @contextmanager

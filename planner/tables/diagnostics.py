@@ -20,6 +20,8 @@ from passes.program.ops.groups import CONVOLUTIONS
 from passes.program.program import Program
 from passes.program.weights import matrices_read
 from passes.rules.flops import node_flops
+from planner.capture.hub.assembly import read_whole
+from planner.capture.model.hub_format import stored_in
 from planner.decisions import Decisions
 from planner.placement.attention.sites import AttentionSite
 from planner.placement.divisibility import nearest_tp
@@ -42,6 +44,7 @@ def diagnostic_rows(
     """Warnings first, then notes; each once."""
     rows = [
         *_notes(decisions),
+        *_stored(decisions, parameters),
         *_sequences(decisions),
         *batch_notes(decisions),
         *_untrained(decisions.program),
@@ -69,6 +72,16 @@ def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
             f"rank, in 2 of {2 * context.cp} chunks",
             "mesh.cp",
         )
+
+
+def _stored(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Iterator[Diagnostic]:
+    if kind := stored_in(decisions.hub.config):
+        dtypes = ", ".join(dict.fromkeys(row.dtype for row in parameters))
+        yield Diagnostic("info", f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
+    for op, elements in read_whole(decisions.hub.stored_names.values()).items():
+        size = elements * getattr(torch, parameters[0].dtype).itemsize
+        what = f"stored tensors are converted by {op}, which has no rule for parts"
+        yield Diagnostic("info", f"{what}: it reads {size:,} bytes whole, and so does each rank that needs a part")
 
 
 def _notes(decisions: Decisions) -> Iterator[Diagnostic]:

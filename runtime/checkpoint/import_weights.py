@@ -2,7 +2,8 @@
 
     headers of the files → names and shapes of the model → buckets: read → rank-0000N.safetensors → manifest, latest
 
-One bucket is in memory at a time; values keep the dtype of the files, and a run casts them as it reads them.
+One bucket is in memory at a time, with parts of a tensor that is larger; values keep the dtype of the files, and a run
+casts them as it reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from planner.capture.model.reference import load_model
 from planner.files.json_text import read_json
 from planner.files.text import is_file
 from planner.ranks import DEFAULT_ORDER
-from runtime.checkpoint.assembled import whole_box
+from planner.sharding.boxes import Box
+from planner.slow_steps import shown_if_slow
+from runtime.checkpoint.assembled import read_into, whole_box
 from runtime.checkpoint.atomic_directory import replaced_directory
 from runtime.checkpoint.filled import filled
 from runtime.checkpoint.hub_names import json_of_names, names_of_files
@@ -33,7 +36,7 @@ from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
 from runtime.checkpoint.pretrained_load import Found, check_equal, dtype_of, find_in, read_whole
-from runtime.checkpoint.safetensors_files import FP8, SafetensorsFiles
+from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.checkpoint.saves import owned, saves_in, write_latest
 from runtime.checkpoint.weight_files import WeightFiles
 
@@ -55,16 +58,26 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the save: its kind, and the tensors of the files with its values."""
+    """A part of a tensor of the save: its kind, and the tensors of the files with its values."""
 
     name: str
     kind: str
     made: Assembly
     dtype: torch.dtype
+    box: Box
 
     @property
     def num_bytes(self) -> int:
-        return whole_box(self.made.shape).num_elements * self.dtype.itemsize
+        return self.box.num_elements * self.dtype.itemsize
+
+    def parts(self, most: int) -> list[Stored]:
+        """Of ``most`` bytes: some experts of a stack; one row at least."""
+        if self.num_bytes <= most:
+            return [self]
+        rows, *rest = self.made.shape
+        step = max(most * rows // self.num_bytes, 1)
+        ends = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+        return [replace(self, box=Box((a, *[0] * len(rest)), (z, *rest))) for a, z in ends]
 
 
 def import_weights(
@@ -77,11 +90,10 @@ def import_weights(
         built = _model_of(directory, model)
         rows, hub = described(built), hub_format(built)
         found = find_in(files, hub, rows)
+        files.tell_unread()
         _check_tied(files, found)
         tensors = _stored(files, rows, hub, found)
         texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
-        if isinstance(config := texts.get(_TEXTS[0]), dict):
-            config.pop("quantization_config", None)
         _refuse_saves(run)
         with owned(run):
             _refuse_saves(run)
@@ -114,20 +126,20 @@ def _model_of(directory: Path, model: str | None) -> nn.Module:
         return load_model(model or f"hf:{directory}")
 
 
-def _stored(files: SafetensorsFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
+def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
     """In the model's order, buffers last."""
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
     made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
-    of_files = [Stored(*each, dtype_of(files, each[-1])) for each in made]
-    return [replace(each, dtype=dtypes[each.name]) if each.dtype in FP8 else each for each in of_files]
+    of_files = [Stored(*each, dtype_of(files, each[-1]), whole_box(each[-1].shape)) for each in made]
+    return [replace(each, dtype=dtypes[each.name]) if files.is_quantised(each.made) else each for each in of_files]
 
 
 def _check_tied(files: SafetensorsFiles, found: Found) -> None:
     """Copies of a tied parameter that are stored under several names must be equal."""
     for first, *others in found.parameters.values():
         for other in others:
-            check_equal(files, first, other, lambda made: _read(files, made, dtype_of(files, made)))
+            check_equal(files, first, other, lambda made: _read(files, made))
 
 
 def _refuse_saves(run: Path) -> None:
@@ -148,10 +160,14 @@ def _write(
 ) -> Path:
     name = f"step-{STEP:08d}"
     try:
-        with replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new:
+        parts = [part for each in tensors for part in each.parts(bucket_bytes)]
+        with (
+            shown_if_slow(f"importing {files.directory}"),
+            replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new,
+        ):
             records = [
                 write_pieces(new, number, [_piece(files, each) for each in bucket], 0, {})
-                for number, bucket in enumerate(filled(tensors, lambda each: each.num_bytes, bucket_bytes))
+                for number, bucket in enumerate(filled(parts, lambda each: each.num_bytes, bucket_bytes))
             ]
             names = [(each.name, aliases.get(each.name, ())) for each in tensors]
             write_manifest(new / MANIFEST, _manifest(names, records, texts, stored_names))
@@ -166,12 +182,13 @@ def _write(
 
 
 def _piece(files: SafetensorsFiles, stored: Stored) -> WrittenPiece:
-    box = whole_box(stored.made.shape)
-    return WrittenPiece(stored.name, stored.kind, box, _read(files, stored.made, stored.dtype))
+    value = torch.empty(stored.box.shape, dtype=stored.dtype)
+    read_into(value, stored.made, stored.box, files.read)
+    return WrittenPiece(stored.name, stored.kind, stored.box, value)
 
 
-def _read(files: SafetensorsFiles, made: Assembly, dtype: torch.dtype) -> Tensor:
-    value = torch.empty(made.shape, dtype=dtype)
+def _read(files: SafetensorsFiles, made: Assembly) -> Tensor:
+    value = torch.empty(made.shape, dtype=dtype_of(files, made))
     read_whole(files, made, value)
     return value
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from planner.capture.model.adapted import Adapted, adapted
 from planner.capture.model.describe_adapters import describe_adapters
+from planner.capture.model.hub_format import in_its_dtype
 from planner.capture.model.reference import load_model
 from planner.capture.model.with_adapters import CONFIG, named
 from runtime.checkpoint.adapters_save import DEFAULT
@@ -73,7 +74,7 @@ def _adapted_in(save: Path, manifest: Manifest) -> Adapted:
         raise _refused(save, "peft has wrapped a model that is none of transformers, which the save alone cannot make")
     try:
         with TemporaryDirectory() as directory:
-            model = _model_in(Path(directory), manifest.texts["config.json"], configs[DEFAULT])
+            model = _model_in(Path(directory), in_its_dtype(manifest.texts)["config.json"], configs[DEFAULT])
     except PlanError as error:
         raise _refused(save, f"the model cannot be made from the save: {error.what}") from None
     found = adapted(model)

@@ -24,9 +24,10 @@ from passes.stage_module import StageModule
 from planner.capture.hub.assembly import Assembly, Source, sources
 from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
-from planner.files.text import is_file
+from planner.files.text import is_file, shorten
 from planner.frozen_plan import Plan
 from planner.sharding.parts import part_of
+from planner.slow_steps import shown_if_slow
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
 from runtime.checkpoint.hub_names import names_of_files
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
@@ -100,8 +101,10 @@ def load_pretrained(
             _check_tied(files, found, stages, groups)
             config = files.directory / "config.json"
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
+            files.tell_unread()
         try:
-            _read(files, found, stages, groups, kept, opened)
+            with shown_if_slow(f"loading {shorten(files.directory)}"):
+                _read(files, found, stages, groups, kept, opened)
             rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, plan.hub))
             kept.texts.update(texts)
             kept.names.clear()

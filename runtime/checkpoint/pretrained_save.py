@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import open_new, write_new
+from planner.files.text import shorten
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
+from planner.slow_steps import see_bytes, shown_if_slow
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
 from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensors, stored_names
@@ -127,12 +130,15 @@ def write_directory(
     directory: Path, files: Mapping[str, list[Entry]], tensors: Iterator[Tensor | None], texts: Mapping[str, Any]
 ) -> None:
     """Everything into a new directory, which then takes the place of ``directory``. Raises OSError."""
-    with replaced_directory(directory, is_weights, _is_index) as new:
+    with (
+        shown_if_slow(f"writing {shorten(directory)}"),
+        replaced_directory(directory, is_weights, _is_index) as new,
+    ):
         for name, entries in files.items():
             write_safetensors(new / name, entries, tensors)
         if len(files) > 1:
             texts = {**texts, INDEX: index_of(files)}
-        for name, content in texts.items():
+        for name, content in in_its_dtype(texts).items():
             write_new(new / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -153,6 +159,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Te
             assert tensor is not None, entry.name
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            see_bytes(entry.num_bytes)
     sync(path)
 
 

@@ -24,6 +24,7 @@ from planner.capture.hub.assembly import Source
 from planner.files.json_text import read_json
 from planner.files.text import is_directory, open_regular, reason, shorten
 from planner.sharding.boxes import Box
+from planner.slow_steps import see_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOST_HEADER = 32 << 20  # bytes: of some 250,000 tensors
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth", "*.bin")
 
@@ -60,8 +60,9 @@ class StoredTensor:
 class SafetensorsFiles:
     """Owns the open files of a directory; to be used in a ``with``.
 
-    ``tensors``: everything that they hold, by name. Raises PlanError, naming file and tensor, for a directory without
-    safetensors, files that are missing, cut short or no safetensors, and an index that disagrees with its files.
+    ``tensors``: everything that they hold, by name; ``unread``: weight files that lie beside them. Raises PlanError,
+    naming file and tensor, for a directory without safetensors, files that are missing, cut short or no safetensors,
+    and an index that disagrees with its files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -71,6 +72,7 @@ class SafetensorsFiles:
         self._stack = ExitStack()
         try:
             self._open_all()
+            self.unread = [p.name for p in sorted(directory.glob("*.safetensors")) if p not in self._handles]
         except BaseException:
             self._stack.close()
             raise
@@ -90,7 +92,11 @@ class SafetensorsFiles:
 
         Raises PlanError if the file cannot be read after all.
         """
-        stored = self.tensors[name]
+        self.read_stored(self.tensors[name], box, target)
+
+    def read_stored(self, stored: StoredTensor, box: Box, target: Tensor) -> None:
+        """``read``, of a tensor as it lies in its file."""
+        name = stored.name
         try:
             if box.shape == stored.shape:
                 target.copy_(self._handles[stored.file].get_tensor(name))
@@ -100,6 +106,7 @@ class SafetensorsFiles:
         except (OSError, SafetensorError) as error:
             fix = "provide an undamaged copy of the file"
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
+        see_bytes(box.num_elements * target.element_size())
 
     # ---- opening
 

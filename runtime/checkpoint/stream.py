@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.model.hub_format import in_its_dtype
 from planner.frozen_plan import Plan
 from runtime.checkpoint.assembled import Read
 from runtime.checkpoint.entries import Entry
@@ -79,7 +80,7 @@ def stream_of(plan: Plan, groups: Groups, kept: Kept, names: str, bucket_bytes: 
             return reader_merged(merge, plan, own, groups, kept)
         return reader_of(entries, own, groups, kept)
 
-    texts = texts_of(plan, kept) if groups.rank == 0 else {}
+    texts = in_its_dtype(texts_of(plan, kept)) if groups.rank == 0 else {}
     texts = texts if merge is None else merge.texts(texts)
     return Stream(in_buckets(items, bucket_bytes), reader, texts, groups.rank == 0)
 

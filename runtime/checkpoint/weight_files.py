@@ -1,12 +1,17 @@
 """The weights of a directory of the Hub; of quantised ones, their values: q.float() · scale.float(), then cast.
 
-weight [r, c] in FP8, beside it      weight_scale_inv [⌈r / b0⌉, ⌈c / b1⌉]     a block has one, the last are shorter
-                                     weight_scale [r] or [r, 1], [1] or []     a row has one, or the tensor
+FP8     w [.., r, c]             w_scale_inv [.., ⌈r / b0⌉, ⌈c / b1⌉]     a block has one, the last are shorter
+                                 w_scale [r] or [r, 1], [1] or []         a row has one, or the tensor
+FP4     w [.., r, c / 2]         scale [.., r, c / 32]                    two values a byte, the lower half is the first
+MXFP4   w_blocks [.., r, c / 32, 16]    w_scales [.., r, c / 32]          w is [.., c, r]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,83 +19,195 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.hub.assembly import sources
 from planner.files.json_text import read_json
-from planner.files.text import is_file
+from planner.files.text import is_file, shorten
 from planner.sharding.boxes import Box
-from runtime.checkpoint.assembled import whole_box
-from runtime.checkpoint.safetensors_files import FP8, SafetensorsFiles, StoredTensor
+from planner.slow_steps import say
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")  # of activations
-_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
+_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "mxfp4")
+_FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_GROUP = 32  # values of FP4 that have one scale
+_FP4 = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+_MOST = 1 << 20  # elements that are computed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """``shape``: of the weight as scales see it; each ``block`` of its last two dims has one."""
+
+    values: StoredTensor
+    scale: StoredTensor
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.values.dtype not in _FP8
+
+    @property
+    def is_transposed(self) -> bool:
+        return len(self.values.shape) > len(self.shape)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], *(-(-n // b) for n, b in zip(self.shape[-2:], self.block, strict=True)))
 
 
 class WeightFiles(SafetensorsFiles):
-    """``tensors``: those of the model; ``scales``: name of a weight → its scales, and the block that one is for.
+    """``tensors``: those of the model, with their shapes there; ``quantised``: of which the values are computed.
 
     Raises PlanError, naming file and tensor, for other kinds of quantised weights, and scales that do not fit.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.scales: dict[str, tuple[Tensor, tuple[int, int]]] = {}
+        self.quantised: dict[str, Quantised] = {}
         try:
             self._pair(_settings(directory))
         except BaseException:
             self.__exit__()
             raise
 
+    def is_quantised(self, made: Any) -> bool:
+        return any(source.name in self.quantised for source in sources(made))
+
+    def tell_unread(self) -> None:
+        """Of the first rank, a line with the files and tensors that are not read, if there are any."""
+        if self.unread:
+            say(f"{shorten(self.directory)}: not read: {listed(self.unread)}")
+
     def read(self, name: str, box: Box, target: Tensor) -> None:
-        if name not in self.scales:
+        found = self.quantised.get(name)
+        if found is None:
             super().read(name, box, target)
             return
-        scale, block = self.scales[name]
-        held = torch.empty(box.shape, dtype=self.tensors[name].dtype)
-        super().read(name, box, held)
-        if scale.dim() > 1:
-            places = [torch.arange(box.start[d], box.stop[d]) // block[d] for d in (-2, -1)]
-            scale = scale[tuple(map(slice, box.start[:-2], box.stop[:-2]))]
-            scale = scale.index_select(-2, places[0]).index_select(-1, places[1])
-        target.copy_(held.float() * scale)
+        start, stop = box.start, box.stop
+        if found.is_transposed:
+            target = target.transpose(-1, -2)
+            start, stop = ((*ends[:-2], ends[-1], ends[-2]) for ends in (start, stop))
+        (*_, first, left), (*_, last, right) = start, stop
+        step = max(_MOST // max(right - left, 1), 1)
+        for place in product(*map(range, start[:-2], stop[:-2])):
+            matrix = target[tuple(at - begin for at, begin in zip(place, start, strict=False))]
+            for top in range(first, last, step):
+                bottom = min(top + step, last)
+                matrix[top - first : bottom - first].copy_(self._values(found, place, (top, bottom), (left, right)))
+
+    def _values(self, of: Quantised, place: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Of one matrix, in float32. Blocks of FP4 are read whole."""
+        first, last = columns
+        if of.is_packed:
+            first, last = first // _GROUP * _GROUP, min(-(-last // _GROUP) * _GROUP, of.shape[-1])
+        inner = ((first, last),)
+        if of.is_packed:
+            inner = (
+                ((first // _GROUP, last // _GROUP), (0, _GROUP // 2))
+                if of.is_transposed
+                else ((first // 2, last // 2),)
+            )
+        held = self._held(of.values, (*((at, at + 1) for at in place), rows, *inner)).reshape(rows[1] - rows[0], -1)
+        if of.is_packed:
+            held = held.view(torch.uint8)
+            held = _FP4[torch.stack((held & 15, held >> 4), -1).flatten(-2).long()]
+        else:
+            held = held.float()
+        held *= self._scales(of, place, rows, (first, last))
+        return held[:, columns[0] - first : columns[1] - first]
+
+    def _scales(self, of: Quantised, place: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
+        """That of each element."""
+        ends = [(a // b, -(-z // b)) for (a, z), b in zip(ranges, of.block, strict=True)]
+        if of.scale.shape == of.grid:
+            scale = self._held(of.scale, (*((at, at + 1) for at in place), *ends))
+        else:
+            scale = self._held(of.scale, tuple((0, n) for n in of.scale.shape))
+            scale = scale.reshape(of.grid if scale.numel() == prod(of.grid) else (1,) * len(of.grid)).expand(of.grid)
+            scale = scale[(*place, *(slice(*end) for end in ends))]
+        scale = _float(scale).reshape([z - a for a, z in ends])
+        for dim, ((a, z), (begin, _), b) in enumerate(zip(ranges, ends, of.block, strict=True)):
+            scale = scale.index_select(dim, torch.arange(a, z) // b - begin)
+        return scale
+
+    def _held(self, stored: StoredTensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+        box = Box(tuple(a for a, _ in ranges), tuple(z for _, z in ranges))
+        held = torch.empty(box.shape, dtype=stored.dtype)
+        self.read_stored(stored, box, held)
+        return held
+
+    # ---- opening
 
     def _pair(self, settings: Mapping[str, Any]) -> None:
-        for name in [name for name in self.tensors if name.endswith(_UNUSED)]:
-            del self.tensors[name]
-        for weight in [stored for stored in self.tensors.values() if stored.dtype in FP8]:
+        if settings:
+            self.unread += (unused := [name for name in self.tensors if name.endswith(_UNUSED)])
+            for name in unused:
+                del self.tensors[name]
+        for weight in [*self.tensors.values()]:
+            name, scales = _names(weight, settings)
+            names = [scale for scale in scales if scale in self.tensors]
+            if not scales or (weight.dtype not in _FP8 and not names and name == weight.name):
+                continue
             if not settings:
                 raise _refused(weight, "is stored in FP8, but config.json has no quantization_config")
-            names = [name for name in _names_of_scale(weight.name) if name in self.tensors]
             if len(names) != 1:
                 raise _refused(weight, f"has {len(names)} scales" if names else "has no scale")
-            self.scales[weight.name] = self._scale(weight, self.tensors[names[0]], settings)
-            del self.tensors[names[0]]
-        if settings and not self.scales:
+            found = _quantised(weight, self.tensors[names[0]], settings)
+            self._check(found.scale)
+            del self.tensors[weight.name], self.tensors[names[0]]
+            shape = (*found.shape[:-2], found.shape[-1], found.shape[-2]) if found.is_transposed else found.shape
+            self.quantised[name] = found
+            self.tensors[name] = replace(weight, name=name, shape=shape, dtype=torch.float32)
+        if settings and not self.quantised:
             stored = next(iter(self.tensors.values()))
             raise _refused(stored, "is not quantised, but config.json has a quantization_config")
 
-    def _scale(
-        self, weight: StoredTensor, stored: StoredTensor, settings: Mapping[str, Any]
-    ) -> tuple[Tensor, tuple[int, int]]:
-        held = torch.empty(stored.shape, dtype=stored.dtype)
-        super().read(stored.name, whole_box(stored.shape), held)
-        scale = (held.float() - 127).exp2() if held.dtype == torch.uint8 else held.float()
-        if not scale.isfinite().all():
-            raise _refused(stored, "has values that are not finite")
-        if scale.numel() == 1:
-            return scale.reshape(()), (1, 1)
-        *outer, rows, columns = weight.shape
-        if stored.shape in ((*outer, rows), (*outer, rows, 1)):
-            return scale.reshape(*outer, rows, 1), (1, columns)
-        block = settings.get("weight_block_size") or (0, 0)
-        if all(block) and stored.shape == (*outer, -(-rows // block[0]), -(-columns // block[1])):
-            return scale, (block[0], block[1])
-        raise _refused(
-            stored, f"has shape {list(stored.shape)}, which fits neither rows nor blocks {list(block)} of {weight.name}"
-        )
+    def _check(self, scale: StoredTensor) -> None:
+        held = self._held(scale, tuple((0, n) for n in scale.shape))
+        is_finite = (held != 255).all() if held.dtype == torch.uint8 else held.float().isfinite().all()
+        if not is_finite:
+            raise _refused(scale, "has values that are not finite")
 
 
-def _names_of_scale(name: str) -> tuple[str, ...]:
-    path = name.removesuffix("weight")
-    return f"{name}_scale_inv", f"{name}_scale", f"{path}scale", f"{path}qscale_weight"
+def _names(weight: StoredTensor, settings: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The name of a quantised weight in the model, and those that its scales may have; no scales of any other."""
+    name, is_byte = weight.name, weight.dtype in (torch.uint8, torch.int8)
+    if is_byte and settings.get("quant_method") == "mxfp4" and name.endswith("_blocks"):
+        return name.removesuffix("_blocks"), (f"{name.removesuffix('blocks')}scales",)
+    if weight.dtype in _FP8 or (is_byte and settings.get("quant_method") == "fp8"):
+        path = name.removesuffix("weight")
+        return name, (f"{name}_scale_inv", f"{name}_scale", f"{path}scale", f"{path}qscale_weight")
+    return name, ()
+
+
+def _quantised(values: StoredTensor, scale: StoredTensor, settings: Mapping[str, Any]) -> Quantised:
+    """Raises PlanError, naming both, for a scale that does not fit."""
+    shape, fits = [*values.shape], len(values.shape) > 1
+    blocks: list[Any] = [(1, _GROUP)]
+    if fits and values.name.endswith("_blocks"):
+        fits = shape.pop() == _GROUP // 2 and len(shape) > 1
+        shape[-1] *= _GROUP
+    elif values.dtype not in _FP8:
+        shape[-1] *= 2
+        fits = fits and shape[-1] % _GROUP == 0
+    elif fits:
+        size = shape[-2] if prod(scale.shape) == 1 else 1
+        blocks = [(size, shape[-1]), settings.get("weight_block_size") or (0, 0)]
+    for rows, columns in blocks if fits else ():
+        found = Quantised(values, scale, tuple(shape), (rows, columns)) if rows and columns else None
+        whole = found is not None and columns == shape[-1] and scale.shape in ((), (1,), tuple(shape[:-1]))
+        if found is not None and (whole or scale.shape == found.grid):
+            return found
+    raise _refused(
+        scale, f"has shape {list(scale.shape)}, which fits neither rows nor blocks {list(blocks[-1])} of {values.name}"
+    )
+
+
+def _float(scale: Tensor) -> Tensor:
+    """Bytes are exponents of 2."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
 def _settings(directory: Path) -> Mapping[str, Any]:
@@ -100,7 +217,10 @@ def _settings(directory: Path) -> Mapping[str, Any]:
     found = content.get("quantization_config") if isinstance(content, dict) else None
     if not isinstance(found, dict):
         return {}
-    if (method := found.get("quant_method")) not in _METHODS:
+    method = found.get("quant_method")
+    if method == "compressed-tensors" and found.get("format", _FORMATS[0]) not in _FORMATS:
+        method = f"{method} {found['format']}"
+    if method not in _METHODS:
         raise PlanError(
             f"the weights are quantised by {str(method)[:60]!r}, which is not read",
             where=str(config),

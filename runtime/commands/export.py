@@ -47,7 +47,7 @@ def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> 
     manifest = verify(save)
     export(save, manifest, directory, averaged=ema, names=names)
     write_files(files_of_run(save), directory)
-    write_text(f"{save} → {directory}{_told_of_adapters(manifest)}")
+    write_text(f"{save} → {directory}{_told_of_adapters(manifest)}{_told_of_dtypes(manifest)}")
 
 
 def import_command(
@@ -66,6 +66,14 @@ def import_command(
 
     save, num_tensors = import_weights(directory, run, model)
     write_text(f"{directory} → {save}: {num_tensors} tensors")
+
+
+def _told_of_dtypes(manifest: Manifest) -> str:
+    from planner.capture.model.hub_format import stored_in
+
+    kind = stored_in(manifest.texts.get("config.json"))
+    dtypes = dict.fromkeys(dtype for tensor in manifest.tensors.values() if (dtype := tensor.values.get("parameter")))
+    return f": was {kind}, is {', '.join(dtypes)}" if kind else ""
 
 
 def _told_of_adapters(manifest: Manifest) -> str:

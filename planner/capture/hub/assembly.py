@@ -142,6 +142,14 @@ def sources(made: Any) -> Iterator[Source]:
     return (each for each in nodes(made) if isinstance(each, Source))
 
 
+def read_whole(made: Iterable[Assembly]) -> dict[str, int]:
+    """Op → elements of the tensors that it reads, of which no part can be made alone."""
+    found: dict[str, int] = {}
+    for call in (each for one in made for each in nodes(one) if isinstance(each, Call)):
+        found[call.op] = found.get(call.op, 0) + sum(prod(source.shape) for source in sources(call.args))
+    return found
+
+
 def inverted(made: Mapping[str, Assembly]) -> dict[str, Assembly]:
     """Each source as an assembly of the tensors that are made of it; without one of which elements are lost."""
     slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]] = {}

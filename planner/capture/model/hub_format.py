@@ -82,7 +82,6 @@ def hub_format(model: nn.Module) -> HubFormat:
     config = _json_of(getattr(own, "config", None))
     if config is not None:
         config["architectures"] = [type(own).__name__]
-        config.pop("quantization_config", None)  # weights are trained, and written, in the model's dtype
     return HubFormat(
         config,
         _json_of(getattr(own, "generation_config", None)),
@@ -94,6 +93,21 @@ def hub_format(model: nn.Module) -> HubFormat:
         conversions=None if config is None else _conversions(model, own, wrapped),
         adapted=wrapped,
     )
+
+
+def stored_in(config: Any) -> str:
+    """The format of quantised weights by the content of a config.json; empty if they are plain."""
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    method = str(found.get("quant_method")) if isinstance(found, dict) else ""
+    return {"mxfp4": "MXFP4", **dict.fromkeys(("fp8", "fbgemm_fp8", "compressed-tensors"), "FP8")}.get(method, method)
+
+
+def in_its_dtype(texts: Mapping[Any, Any]) -> dict[str, Any]:
+    """Texts of a directory with weights that are not quantised."""
+    return {
+        name: {k: v for k, v in text.items() if k != "quantization_config"} if isinstance(text, dict) else text
+        for name, text in texts.items()
+    }
 
 
 def _conversions(model: nn.Module, own: nn.Module, wrapped: Adapted | None) -> Conversions | None:

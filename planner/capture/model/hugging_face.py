@@ -44,8 +44,10 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
     transformers.logging.disable_progress_bar()
     config = _read_config(path)
     if materialize and is_directory(path) and list(path.glob("*.safetensors")):
+        if quantised := getattr(config, "quantization_config", None):
+            config.quantization_config = {**quantised, "dequantize": True, "run_compressed": False}
         build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(  # noqa: E731
-            path, use_safetensors=True, **_LOCAL
+            path, config=config, use_safetensors=True, **_LOCAL
         )
     else:
         build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731

@@ -7,47 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from passes.errors import PlanError
-from planner import plan
 from planner.capture.hub.assembly import sources
 from planner.capture.model.hub_format import hub_format
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
-from planner.spec.spec import Spec
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
 from runtime.checkpoint.export import export
 from runtime.checkpoint.hub_names import names_in, stored_names
 from runtime.checkpoint.import_weights import described, import_weights
 from runtime.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from runtime.checkpoint.pieces import PieceReader
-from runtime.checkpoint.pretrained_load import find, find_in
+from runtime.checkpoint.pretrained_load import find_in
 from runtime.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
 from runtime.checkpoint.saves import resolve
 from runtime.engine import Engine
-from runtime.weights.gather import senders_of
-from runtime.weights.shards import shard
 
 pytest.importorskip("transformers")
 
 from tests.models.hub_families import FAMILIES
-from tests.models.hugging_face import LENGTH, VOCABULARY, made
+from tests.models.hugging_face import made
 from tests.tools.checkpoints import Own, assert_same, own_checkpoint, own_engine, write
-
-
-def saved(family: str, directory: Path) -> nn.Module:
-    """A random model, saved by transformers itself in its original format."""
-    model = made(FAMILIES[family])
-    model.save_pretrained(directory)
-    return model
-
-
-def stored(directory: Path) -> dict[str, Tensor]:
-    return load_file(directory / SINGLE)
+from tests.tools.hub_directories import LAYOUTS, assert_ranks_read_their_parts, planned, saved, stored
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -202,33 +188,6 @@ def test_an_import_makes_the_models_tensors(tmp_path):
             value = torch.empty(entry.shape)
             reader.read_into(value, name, "parameter", whole_box(entry.shape))
             assert torch.equal(value, wanted[name]), name
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"mesh": {}},
-    "tp 2": {"mesh": {"tp": 2}},
-    "ep 2": {"mesh": {"dp": 2, "ep": 2}},
-    "ep 2, tp 2": {"mesh": {"tp": 2, "dp": 2, "ep": 2}},
-    "zero 3": {"mesh": {"dp": 2}, "optimizer": {"lr": 0.01, "zero": 3}},
-    "pp 2": {"mesh": {"pp": 2}},
-}
-
-
-def planned(directory: Path, layout: str) -> Plan:
-    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
-    spec = {"batch": {"global": 4, "micro": 2}, "inputs": {"input_ids": ids, "labels": ids}, **LAYOUTS[layout]}
-    return plan(load_model(f"hf:{directory}"), Spec.load(spec))
-
-
-def assert_ranks_read_their_parts(decided: Plan, directory: Path) -> None:
-    wanted = load_model(f"hf:{directory}", materialize=True).state_dict()
-    with SafetensorsFiles(directory) as files:
-        found = find(files, decided)
-        for row in decided.parameters:
-            for part in senders_of(row, decided.mesh).values():
-                value = torch.zeros(row.local_shape)
-                read_ranges(value, found.parameters[row.name][0], part.ranges, files.read)
-                assert torch.equal(value, shard(wanted[row.name], part)), (row.name, part)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,27 @@
+"""From files of the Hub through three steps and back, for families whose files hold other tensors than the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.capture.model.reference import load_model
+
+pytest.importorskip("transformers")
+
+from tests.models.hub_families import FAMILIES
+from tests.tools.hub_directories import LAYOUTS, saved, stored, trained_alone, trained_by_ranks
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_are_trained_and_written_again_as_by_one_process(family, layout, tmp_path, lab):
+    saved(family, tmp_path / "in", torch.float64)
+    lab.call(trained_by_ranks, tmp_path, layout)
+    given, written = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert {n: (t.shape, t.dtype) for n, t in written.items()} == {n: (t.shape, t.dtype) for n, t in given.items()}
+    found = load_model(f"hf:{tmp_path / 'out'}", materialize=True).state_dict()
+    differences = {name: (found[name] - value).abs().max().item() for name, value in trained_alone(tmp_path).items()}
+    assert max(differences.values()) < 1e-6, max(differences.items(), key=lambda pair: pair[1])  # norms are in float32
+    assert any(not torch.equal(written[name], tensor) for name, tensor in given.items())

@@ -1,0 +1,104 @@
+"""Directories of the Hub as transformers saves them, and plans of these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from planner.capture.model.reference import load_model
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.checkpoint.assembled import read_ranges
+from runtime.checkpoint.pretrained_load import find
+from runtime.checkpoint.safetensors_files import SINGLE
+from runtime.checkpoint.weight_files import WeightFiles
+from runtime.engine import Engine
+from runtime.fuzz.forks import StoreHost
+from runtime.verify.reference import OneProcess
+from runtime.weights.gather import senders_of
+from runtime.weights.shards import shard
+from tests.models.hub_families import FAMILIES
+from tests.models.hugging_face import LENGTH, VOCABULARY, made
+from tests.tools.captures import plan_again
+from tests.tools.limits import HANG_SECONDS
+
+
+def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A random model, saved by transformers itself in its original format."""
+    model = made(FAMILIES[family]).to(dtype)
+    model.save_pretrained(directory)
+    return model
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / SINGLE)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {}},
+    "tp 2": {"mesh": {"tp": 2}},
+    "ep 2": {"mesh": {"dp": 2, "ep": 2}},
+    "ep 2, tp 2": {"mesh": {"tp": 2, "dp": 2, "ep": 2}},
+    "zero 3": {"mesh": {"dp": 2}, "optimizer": {"lr": 0.01, "eps": 0.01, "zero": 3}},
+    "pp 2": {"mesh": {"pp": 2}},
+}
+
+
+def spec_of(layout: str) -> dict[str, Any]:
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+    # a large eps: where a gradient is tiny, Adam's first step would otherwise be the sign of a rounding error
+    common = {"batch": {"global": 4, "micro": 2}, "inputs": {"input_ids": ids, "labels": ids}}
+    return {**common, "optimizer": {"lr": 0.01, "eps": 0.01}, **LAYOUTS[layout]}
+
+
+def planned(directory: Path, layout: str) -> Plan:
+    return plan_again(load_model(f"hf:{directory}"), Spec.load(spec_of(layout)))
+
+
+def assert_ranks_read_their_parts(decided: Plan, directory: Path) -> None:
+    """Against transformers' own loading."""
+    wanted = load_model(f"hf:{directory}", materialize=True).state_dict()
+    with WeightFiles(directory) as files:
+        found = find(files, decided)
+        for row in decided.parameters:
+            for part in senders_of(row, decided.mesh).values():
+                value = torch.zeros(row.local_shape, dtype=wanted[row.name].dtype)
+                read_ranges(value, found.parameters[row.name][0], part.ranges, files.read)
+                assert torch.equal(value, shard(wanted[row.name], part)), (row.name, part)
+
+
+STEPS = 3
+PLANNED: list[Plan] = []  # of the process that ranks are forked from
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {n: torch.randint(3, VOCABULARY, (4, LENGTH), generator=generator) for n in ("input_ids", "labels")}
+
+
+def trained_by_ranks(host: StoreHost, directory: Path, layout: str) -> None:
+    """``directory``/in → three steps → ``directory``/out."""
+    PLANNED[:] = [planned(directory / "in", layout)]
+    host.run_ranks(PLANNED[0].mesh.world_size, _train, directory)
+
+
+def _train(directory: Path) -> None:
+    with Engine(PLANNED[0], timeout_seconds=HANG_SECONDS) as engine:
+        engine.load_pretrained(directory / "in")
+        for _ in range(STEPS):
+            engine.train_step(batch())
+        engine.save_pretrained(directory / "out")
+
+
+def trained_alone(directory: Path) -> dict[str, Tensor]:
+    """The same in one process, by transformers' own loading and plain torch."""
+    model: Any = load_model(f"hf:{directory / 'in'}", materialize=True)
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    one = OneProcess(model, Spec.load(spec_of("one")))
+    for _ in range(STEPS):
+        one.train_step(batch())
+    return model.state_dict()
