@@ -19,11 +19,10 @@ from planner.sharding.shards import Shards
 from runtime.build import parameters_of
 from runtime.checkpoint.entries import MAX_SHARD_BYTES
 from runtime.checkpoint.hub_names import names_in
-from runtime.checkpoint.loader import load_save
 from runtime.checkpoint.pretrained_load import load_pretrained
 from runtime.checkpoint.pretrained_save import save_pretrained
 from runtime.checkpoint.saver import Saver
-from runtime.checkpoint.training_state import Reads, TrainingState
+from runtime.checkpoint.training_state import Reads, TrainingState, load_save
 from runtime.distributed.exchange_json import broadcast_json
 from runtime.distributed.faults.shared_call import shared_call
 from runtime.distributed.groups import Groups

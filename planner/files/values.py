@@ -112,11 +112,8 @@ class Writer:
         marks = {key: value for key, value in node.meta.items() if key not in self.dropped}
         if node.op not in OPS:
             raise Unstorable(f"{node.name} is no value of a plan: {node.op}")
-        try:
-            for key, value in marks.items():
-                allowed.check_mark(key, value)
-        except allowed.NotAllowed as error:
-            raise Unstorable(f"{node.name}: {error}") from None
+        for key, value in marks.items():
+            allowed.check_mark(key, value)
         meta = [[key, self.write(value)] for key, value in marks.items()]
         return [node.op, node.name, target, self.write(node.args), self.write(node.kwargs), meta]
 

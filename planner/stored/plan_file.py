@@ -29,6 +29,7 @@ from planner.capture.kept.sources import our_sources
 from planner.capture.model.hub_format import HubFormat
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
+from planner.files.allowed import NotAllowed
 from planner.files.atomic import replaced_file
 from planner.files.fits import checked, fits
 from planner.files.sealed import seal, unseal
@@ -95,7 +96,7 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
         for plan in plans:
             _check_constants(plan.decisions.program)
         of_lengths, model = [_of_length(plan, writer) for plan in plans], writer.write(_model_of(owner))
-    except Unstorable as error:
+    except (Unstorable, NotAllowed) as error:
         raise PlanError(
             f"this plan cannot be saved to run without its model: {error}", where=SUFFIX, fix="save it as JSON"
         ) from None

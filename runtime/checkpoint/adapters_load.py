@@ -6,13 +6,11 @@ adapter_model.safetensors      exactly the tensors that peft would save for this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from passes.errors import PlanError
 from passes.stage_module import StageModule
@@ -22,9 +20,9 @@ from planner.capture.model.with_adapters import CONFIG
 from planner.files.json_text import read_json
 from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters_save import adapted_of, directory_of
-from runtime.checkpoint.pretrained_load import read_part, read_whole
+from runtime.checkpoint.pretrained_load import read_all
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
-from runtime.distributed.agreement import agree, agreed
+from runtime.distributed.agreement import agreed, halfway
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
 
@@ -57,14 +55,9 @@ def load_adapters(
                 adapter: stack.enter_context(_opened(adapted, adapter, place)) for adapter, place in places.items()
             }
             found = {adapter: find(files, plan, adapted, adapter) for adapter, files in opened.items()}
-        try:
+        with halfway(groups, "the adapters are"):
             for adapter, files in opened.items():
-                _read(files, found[adapter], stages, groups, kept, bring)
-            error = None
-        except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
-            what = failed.what if isinstance(failed, PlanError) else str(failed)
-            error = PlanError(f"loading failed halfway, and the adapters are incomplete: {what}", fix="load them again")
-        agree(groups, error)
+                read_all(files, found[adapter], stages, groups, kept, bring)
 
 
 def check_adapters(plan: Plan, directory: str | PathLike[str]) -> None:
@@ -135,25 +128,3 @@ def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) ->
         )
     first = {name: row.name for row in plan.parameters for name in (row.name, *row.aliases)}
     return {first.get(name, name): files.source(stored) for stored, name in names.items() if name}
-
-
-@torch.no_grad()
-def _read(
-    files: SafetensorsFiles,
-    found: Mapping[str, Source],
-    stages: Sequence[StageModule],
-    groups: Groups,
-    kept: Kept,
-    bring: Callable[[str], None],
-) -> None:
-    for stage in stages:
-        for parameter in stage.parameters:
-            if parameter.fqn in found:
-                bring(parameter.fqn)
-                read_part(files, found[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, groups)
-        for fqn in stage.buffers:
-            if fqn in found:
-                read_whole(files, found[fqn], stage.module.get_buffer(stage.attributes[fqn]))
-    for fqn, value in (kept.parameters | kept.buffers).items():
-        if fqn in found:
-            read_whole(files, found[fqn], value)

@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 
 from passes.errors import PlanError
@@ -25,6 +26,19 @@ from planner.files.atomic import MOST_LETTERS, PARTIAL, name_beside
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def writing(what: str, directory: str | PathLike[str]) -> Iterator[None]:
+    """Raises PlanError where ``directory`` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(
+            f"cannot write {what}: {error.strerror or error}",
+            where=str(error.filename or directory),
+            fix="use a writable directory with space for the weights",
+        ) from None
 
 
 @contextmanager

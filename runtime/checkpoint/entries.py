@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from passes.errors import PlanError
 from planner.capture.hub.assembly import Assembly
 from planner.sharding.parameters import ParameterPlan
-from runtime.checkpoint.filled import filled
 from runtime.checkpoint.safetensors_files import SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +47,17 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
         else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     )
     return dict(zip(names, ordered, strict=True))
+
+
+def filled(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """``items`` in parts that are filled up to ``most`` bytes; more only for an item that is larger alone."""
+    parts: list[list[T]] = []
+    size = 0
+    for item in items:
+        more = num_bytes(item)
+        if not parts or size + more > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(item)
+        size += more
+    return parts

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.errors import PlanError
 from planner.sharding.boxes import Box
 from runtime.checkpoint.assembled import Read
+from runtime.checkpoint.atomic_directory import writing
 from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
 from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensor, made_tensors
 from runtime.checkpoint.manifest import Manifest, TensorEntry
@@ -45,14 +45,8 @@ def export(
             read = read_merged(merge, manifest, partial(_whole, manifest, read))
         files = files_of(hub_entries(entries, manifest.names) if names == "hf" else entries, MAX_SHARD_BYTES)
         tensors = made_tensors(files, read)
-        try:
+        with writing("the export", directory):
             write_directory(Path(directory), files, tensors, texts)
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the export: {error.strerror}",
-                where=str(error.filename or directory),
-                fix="use a writable directory with space for the weights",
-            ) from None
 
 
 def _entries(manifest: Manifest) -> list[Entry]:

@@ -29,13 +29,13 @@ from planner.ranks import DEFAULT_ORDER
 from planner.sharding.boxes import Box
 from planner.slow_steps import shown_if_slow
 from runtime.checkpoint.assembled import read_into, whole_box
-from runtime.checkpoint.atomic_directory import replaced_directory
-from runtime.checkpoint.filled import filled
+from runtime.checkpoint.atomic_directory import replaced_directory, writing
+from runtime.checkpoint.entries import filled
 from runtime.checkpoint.hub_names import json_of_names, names_of_files
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, NO_OPTIMIZER, Manifest, OptimizerEntry, write_manifest
 from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
-from runtime.checkpoint.pretrained_load import Found, check_equal, dtype_of, find_in, read_whole
+from runtime.checkpoint.pretrained_load import Described, Found, check_equal, dtype_of, find_in, read_whole
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.checkpoint.saves import owned, saves_in, write_latest
 from runtime.checkpoint.weight_files import WeightFiles
@@ -44,16 +44,6 @@ BUCKET_BYTES = 512 << 20
 STEP = 0
 _TEXTS = ("config.json", "generation_config.json")
 _AXES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp")
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A parameter of a model that no plan was made of."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +149,9 @@ def _write(
     bucket_bytes: int,
 ) -> Path:
     name = f"step-{STEP:08d}"
-    try:
-        parts = [part for each in tensors for part in each.parts(bucket_bytes)]
-        with (
-            shown_if_slow(f"importing {files.directory}"),
-            replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new,
-        ):
+    parts = [part for each in tensors for part in each.parts(bucket_bytes)]
+    with shown_if_slow(f"importing {files.directory}"), writing("the save", run):
+        with replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new:
             records = [
                 write_pieces(new, number, [_piece(files, each) for each in bucket], 0, {})
                 for number, bucket in enumerate(filled(parts, lambda each: each.num_bytes, bucket_bytes))
@@ -172,12 +159,6 @@ def _write(
             names = [(each.name, aliases.get(each.name, ())) for each in tensors]
             write_manifest(new / MANIFEST, _manifest(names, records, texts, stored_names))
         write_latest(run, name)
-    except OSError as error:
-        raise PlanError(
-            f"cannot write the save: {error.strerror or error}",
-            where=str(error.filename or run),
-            fix="use a writable directory with space for the weights",
-        ) from None
     return run / name
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ from planner.capture.model.hub_format import HubFormat
 from planner.files.json_text import read_json
 from planner.files.text import is_file, shorten
 from planner.frozen_plan import Plan
+from planner.sharding.parameters import ParameterPlan
 from planner.sharding.parts import part_of
 from planner.slow_steps import shown_if_slow
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
 from runtime.checkpoint.hub_names import names_of_files
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.checkpoint.weight_files import WeightFiles
-from runtime.distributed.agreement import agree, agreed
+from runtime.distributed.agreement import agreed, halfway
 from runtime.distributed.groups import Groups
 from runtime.weights.shards import Kept
 
@@ -49,20 +50,14 @@ class Found:
     buffers: Mapping[str, Assembly]
 
 
-class OfModel(Protocol):
-    """A parameter of a model: a plan's row, or one that is described without a plan."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter of a model that no plan was made of."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
 
 
 def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
@@ -102,18 +97,14 @@ def load_pretrained(
             config = files.directory / "config.json"
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
             files.tell_unread()
-        try:
+        with halfway(groups, "the weights are"):
+            made = {**{name: copies[0] for name, copies in found.parameters.items()}, **found.buffers}
             with shown_if_slow(f"loading {shorten(files.directory)}"):
-                _read(files, found, stages, groups, kept, opened)
-            rest(frozenset((*found.parameters, *found.buffers)), partial(_full, files, found, plan.hub))
+                read_all(files, made, stages, groups, kept, opened)
+            rest(frozenset(made), partial(_full, files, found, plan.hub))
             kept.texts.update(texts)
             kept.names.clear()
             kept.names.update(names_of_files(_by_base_name(found, plan.hub)))
-            error = None
-        except (PlanError, OSError) as failed:  # a file that changed since it was checked, or a disk that fails
-            what = failed.what if isinstance(failed, PlanError) else str(failed)
-            error = PlanError(f"loading failed halfway, and the weights are incomplete: {what}", fix="load them again")
-        agree(groups, error)
 
 
 # ---- which file holds which tensor
@@ -124,7 +115,7 @@ def find(files: SafetensorsFiles, plan: Plan) -> Found:
     return find_in(files, plan.hub, plan.parameters)
 
 
-def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[OfModel]) -> Found:
+def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPlan | Described]) -> Found:
     """Match the stored tensors with ``rows``, the parameters of a model. Raises PlanError likewise."""
     names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in rows}
     buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
@@ -178,7 +169,7 @@ def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
     return best[0] if len(best) == 1 else ("", "")
 
 
-def _misfit(files: SafetensorsFiles, made: Assembly, row: OfModel) -> str:
+def _misfit(files: SafetensorsFiles, made: Assembly, row: ParameterPlan | Described) -> str:
     """Why these tensors cannot be the parameter of ``row``; empty if they can."""
     stored = [files.tensors[source.name] for source in sources(made)]
     first = f"{stored[0].name} in {stored[0].file.name}"
@@ -188,8 +179,8 @@ def _misfit(files: SafetensorsFiles, made: Assembly, row: OfModel) -> str:
         return f"{len(stored)} tensors like {first} make {row.name} {list(made.shape)}, the model has {list(row.shape)}"
     planned = getattr(torch, row.dtype)
     for each in stored:
-        if each.dtype is None or (planned.is_floating_point and not each.dtype.is_floating_point):
-            kind = str(each.dtype).removeprefix("torch.") if each.dtype else "a quantised type"
+        if planned.is_floating_point and not each.dtype.is_floating_point:
+            kind = str(each.dtype).removeprefix("torch.")
             return f"{each.name} in {each.file.name} is stored as {kind}, the model has {row.dtype}"
     return ""
 
@@ -248,41 +239,30 @@ def _own_part(files: SafetensorsFiles, made: Assembly, parameter: LocalParameter
 
 def dtype_of(files: SafetensorsFiles, made: Assembly) -> torch.dtype:
     """The smallest dtype that holds the values of all its sources."""
-    stored = [files.tensors[source.name] for source in sources(made)]
-    found = None
-    for each in stored:
-        if each.dtype is None:
-            fix = "store the weights in a floating-point dtype"
-            raise PlanError(f"{each.name} is stored in a quantised type", where=str(each.file), fix=fix)
-        found = each.dtype if found is None else torch.promote_types(found, each.dtype)
-    assert found is not None, made
-    return found
+    return reduce(torch.promote_types, (files.tensors[source.name].dtype for source in sources(made)))
 
 
 @torch.no_grad()
-def _read(
+def read_all(
     files: SafetensorsFiles,
-    found: Found,
+    made: Mapping[str, Assembly],
     stages: Sequence[StageModule],
     groups: Groups,
     kept: Kept,
     opened: Callable[[str], None],
 ) -> None:
+    """This rank's parts of the parameters, and the buffers, that ``made`` has."""
     for stage in stages:
         for parameter in stage.parameters:
-            if parameter.fqn in found.parameters:
+            if parameter.fqn in made:
                 opened(parameter.fqn)
-                target = stage.parameter(parameter.fqn).data
-                read_part(files, found.parameters[parameter.fqn][0], target, parameter, groups)
+                read_part(files, made[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, groups)
         for fqn in stage.buffers:
-            if fqn in found.buffers:
-                read_whole(files, found.buffers[fqn], stage.module.get_buffer(stage.attributes[fqn]))
-    for fqn, value in kept.parameters.items():
-        if fqn in found.parameters:
-            read_whole(files, found.parameters[fqn][0], value)
-    for fqn, value in kept.buffers.items():
-        if fqn in found.buffers:
-            read_whole(files, found.buffers[fqn], value)
+            if fqn in made:
+                read_whole(files, made[fqn], stage.module.get_buffer(stage.attributes[fqn]))
+    for fqn, value in (kept.parameters | kept.buffers).items():
+        if fqn in made:
+            read_whole(files, made[fqn], value)
 
 
 def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str) -> Tensor:

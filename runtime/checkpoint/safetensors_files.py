@@ -49,12 +49,12 @@ _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file, shape and dtype of a tensor; ``dtype`` None for a quantised tensor, which this program cannot read."""
+    """The file, shape and dtype of a tensor."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
 
 class SafetensorsFiles:
@@ -166,7 +166,10 @@ class SafetensorsFiles:
                         fix="take the index and the files of one save",
                     )
                 values = handle.get_slice(name)
-                dtype = DTYPES.get(str(values.get_dtype()))
+                dtype = DTYPES.get(code := str(values.get_dtype()))
+                if dtype is None:
+                    what = f"{shorten(name)} in {path.name} is stored as {code}, which is not read"
+                    raise PlanError(what, where=str(path), fix="load the directory of the model that was quantised")
                 self.tensors[name] = StoredTensor(name, path, tuple(values.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             raise PlanError(

@@ -17,8 +17,7 @@ from passes.errors import PlanError
 from planner.capture.model.hub_format import in_its_dtype
 from planner.frozen_plan import Plan
 from runtime.checkpoint.assembled import Read
-from runtime.checkpoint.entries import Entry
-from runtime.checkpoint.filled import filled
+from runtime.checkpoint.entries import Entry, filled
 from runtime.checkpoint.hub_names import check_names, made_tensor
 from runtime.checkpoint.merged_save import merge_of_plan, reader_merged
 from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from passes.errors import PlanError
 from planner.files.atomic import name_beside, write_whole
-from runtime.checkpoint.atomic_directory import sync
+from runtime.checkpoint.atomic_directory import sync, writing
 from runtime.checkpoint.entries import Entry
 from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE
@@ -73,7 +72,7 @@ class DirectoryTarget:
 
     def begin(self, num_buckets: int) -> None:
         self._num_buckets = num_buckets
-        with self._told():
+        with writing("the weights", self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             for path in sorted(self._directory.iterdir(), key=lambda path: path.name != INDEX):  # the index first
                 if is_weights(path.name):
@@ -86,25 +85,14 @@ class DirectoryTarget:
         name = SINGLE if self._num_buckets == 1 else name
         entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in bucket.items()]
         entries.sort(key=lambda entry: -entry.dtype.itemsize)  # every tensor at a multiple of its element's size
-        with self._told():
+        with writing("the weights", self._directory):
             partial = name_beside(self._directory / name)
             write_safetensors(partial, entries, iter(bucket[entry.name] for entry in entries))
             os.replace(partial, self._directory / name)
         self._files[name] = entries
 
     def end(self) -> None:
-        with self._told():
+        with writing("the weights", self._directory):
             if self._num_buckets > 1:
                 write_whole(self._directory / INDEX, json.dumps(index_of(self._files), indent=2, sort_keys=True) + "\n")
             sync(self._directory)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the weights: {error.strerror or error}",
-                where=str(error.filename or self._directory),
-                fix="use a writable directory with space for the weights",
-            ) from None

@@ -3,13 +3,19 @@
     written   each logical element by one rank: of equal copies over dp, tp and stages one alone
     read      all that this rank owns, whoever has written it, straight into place; ZeRO's gather brings the rest
 
-Padding is not written, and is zero after reading.
+Padding is not written, and is zero after reading. A save is loaded by an engine of any layout:
+
+    manifest      every rank: sound, of this model, the same on all
+    files         each is read by one rank, evenly over the ranks, and its checksum compared
+    values        every rank: the boxes that it owns, straight into place; nothing has changed before
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,8 +29,11 @@ from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
 from planner.sharding.parts import part_of
 from runtime.checkpoint.manifest import LossScaleEntry, Manifest
-from runtime.checkpoint.pieces import PieceReader, WrittenPiece
+from runtime.checkpoint.pieces import PieceReader, WrittenPiece, check_files
 from runtime.checkpoint.safetensors_files import listed
+from runtime.checkpoint.saves import read_step, resolve
+from runtime.distributed.agreement import agreed, halfway
+from runtime.distributed.exchange_json import all_gather_json, broadcast_json
 from runtime.distributed.groups import Groups
 from runtime.optimizer.loss_scale import LossScale
 from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, owned_runs, updates_of
@@ -247,3 +256,38 @@ def view_of(values: Tensor, piece: Piece) -> Tensor:
 def _all_of(shape: Iterable[int]) -> Box:
     shape = tuple(shape)
     return Box(tuple(0 for _ in shape), shape)
+
+
+def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> tuple[Manifest, str]:
+    """The manifest and its checksum. The same call on every rank. ``groups``: the saver's, which wait for a slow disk.
+
+    Raises PlanError on every rank, naming the file; then nothing was changed, unless it says so.
+    """
+    directory = Path(directory)
+    with agreed(groups):
+        save = resolve(directory) if groups.rank == 0 else directory
+        name = "" if save == directory else save.name
+    name = broadcast_json(groups, name)
+    save = directory / name if name else directory
+    with agreed(groups):
+        manifest, checksum = read_step(save)
+        state.check(manifest)
+    _require_same(groups, checksum, save)
+    with agreed(groups):
+        check_files(save, manifest.files[groups.rank :: groups.mesh.world_size])
+    with agreed(groups):
+        reader = PieceReader(save, manifest, state.needed(manifest))
+    with reader, halfway(groups, "the training state is"):
+        state.restore(manifest, reader)
+    return manifest, checksum
+
+
+def _require_same(groups: Groups, checksum: str, save: Path) -> None:
+    seen = all_gather_json(groups, checksum)
+    odd = [rank for rank, told in enumerate(seen) if told != seen[0]]
+    if odd:
+        raise PlanError(
+            f"rank {odd[0]} sees another save under this name than rank 0",
+            where=str(save),
+            fix="save to and load from a directory that all nodes share",
+        )

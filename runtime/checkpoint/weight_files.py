@@ -99,16 +99,11 @@ class WeightFiles(SafetensorsFiles):
 
     def _values(self, of: Quantised, place: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """Of one matrix, in float32. Blocks of FP4 are read whole."""
-        first, last = columns
-        if of.is_packed:
-            first, last = first // _GROUP * _GROUP, min(-(-last // _GROUP) * _GROUP, of.shape[-1])
-        inner = ((first, last),)
-        if of.is_packed:
-            inner = (
-                ((first // _GROUP, last // _GROUP), (0, _GROUP // 2))
-                if of.is_transposed
-                else ((first // 2, last // 2),)
-            )
+        unit = _GROUP if of.is_packed else 1
+        first, last = columns[0] // unit * unit, -(-columns[1] // unit) * unit
+        inner = ((first // 2, last // 2),) if of.is_packed else ((first, last),)
+        if of.is_transposed:
+            inner = (first // unit, last // unit), (0, _GROUP // 2)
         held = self._held(of.values, (*((at, at + 1) for at in place), rows, *inner)).reshape(rows[1] - rows[0], -1)
         if of.is_packed:
             held = held.view(torch.uint8)

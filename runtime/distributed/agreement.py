@@ -35,6 +35,18 @@ def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
     agree(groups, found)
 
 
+@contextmanager
+def halfway(groups: Groups, state: str) -> Iterator[None]:
+    """``agreed`` around what changes a state: a file may differ since it was checked, or a disk fail."""
+    with agreed(groups):
+        try:
+            yield
+        except (PlanError, OSError) as failed:
+            what = failed.what if isinstance(failed, PlanError) else str(failed)
+            what = f"loading failed halfway, and {state} incomplete: {what}"
+            raise PlanError(what, fix="load it again") from failed
+
+
 def agree(groups: Groups, error: PlanError | None) -> None:
     """Exchange errors and raise the first one on every rank."""
     words = error and (error.what, str(error.where or ""), error.fix)

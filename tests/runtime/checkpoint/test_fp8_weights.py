@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ def test_experts_in_fp8_are_parts_of_the_models_tensors(family, tmp_path):
 
 WEIGHT = torch.ones(4, 4).to(torch.float8_e4m3fn)
 SCALE = torch.ones(1, 1)
+MXFP4 = {"quant_method": "mxfp4"}
+BLOCKS, EXPONENTS = torch.zeros(2, 8, 2, 16, dtype=torch.uint8), torch.full((2, 8, 2), 127, dtype=torch.uint8)
+PACKED = torch.zeros(8, 32, dtype=torch.int8)
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 BAD: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "no scale": ({"up.weight": WEIGHT}, FP8, r"up\.weight in model\.safetensors has no scale"),
     "two scales": ({"up.weight": WEIGHT, "up.weight_scale": SCALE, "up.scale": SCALE + 1}, FP8, "has 2 scales"),
@@ -98,6 +103,34 @@ BAD: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "not finite": ({"up.weight": WEIGHT, "up.weight_scale_inv": SCALE * torch.nan}, FP8, "values that are not finite"),
     "no config": ({"up.weight": WEIGHT, "up.weight_scale_inv": SCALE}, None, "has no quantization_config"),
     "plain": ({"up.weight": torch.ones(4, 4)}, FP8, "is not quantised, but config.json has a quantization_config"),
+    "blocks without scales": ({"up_blocks": BLOCKS}, MXFP4, r"up_blocks in model\.safetensors has no scale"),
+    "scales of fewer blocks": (
+        {"up_blocks": BLOCKS, "up_scales": EXPONENTS[:, :, :1].contiguous()},
+        MXFP4,
+        r"up_scales in .* has shape \[2, 8, 1\], which fits neither rows nor blocks \[1, 32\] of up_blocks",
+    ),
+    "blocks of another width": (
+        {"up_blocks": BLOCKS[..., :8].contiguous(), "up_scales": EXPONENTS},
+        MXFP4,
+        "fits neither",
+    ),
+    "an exponent that is NaN": ({"up_blocks": BLOCKS, "up_scales": EXPONENTS | 255}, MXFP4, "up_scales .* not finite"),
+    "no blocks": ({"up": torch.ones(4, 4)}, MXFP4, "is not quantised, but config.json has a quantization_config"),
+    "packed, scales of rows": (
+        {"up.weight": PACKED, "up.scale": EXPONENTS[0, :, 0].contiguous()},
+        FP8,
+        r"up\.scale in .* has shape \[8\], which fits neither rows nor blocks \[1, 32\] of up\.weight",
+    ),
+    "packed, half a block": (
+        {"up.weight": PACKED[:, :8].contiguous(), "up.scale": EXPONENTS[0, :, :1].contiguous()},
+        FP8,
+        "fits neither",
+    ),
+    "integers": (
+        {"up.weight": PACKED, "up.weight_scale": torch.ones(8, 1)},
+        INT8,
+        "by 'compressed-tensors int-quantized'",
+    ),
     "gptq": ({"up.weight": torch.ones(4, 4)}, {"quant_method": "gptq"}, "quantised by 'gptq', which is not read"),
 }
 
@@ -107,3 +140,24 @@ def test_weights_that_do_not_fit_their_scales_are_an_error(case, tmp_path):
     tensors, settings, words = BAD[case]
     with pytest.raises(PlanError, match=words):
         WeightFiles(write(tmp_path, tensors, settings))
+
+
+def test_scales_of_activations_and_other_weight_files_are_not_read_and_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    names = [f"layers.0.{name}" for name in ("up.input_scale", "up.activation_scale", "k_scale", "v_scale")]
+    given = {"up.weight": WEIGHT, "up.weight_scale_inv": SCALE, **{name: torch.ones(()) for name in names}}
+    write(tmp_path, given)
+    save_file({"up.weight": torch.ones(4, 4)}, tmp_path / "consolidated.safetensors")
+    with WeightFiles(tmp_path) as files:
+        assert list(files.tensors) == ["up.weight"]
+        files.tell_unread()
+    told = capsys.readouterr().err
+    assert "not read: consolidated.safetensors, " in told
+    assert "and 2 more" in told
+
+
+def test_a_plain_model_may_have_tensors_with_these_names(tmp_path):
+    write(tmp_path, {"v_scale": torch.ones(4)}, None)
+    with WeightFiles(tmp_path) as files:
+        assert list(files.tensors) == ["v_scale"]
+        assert not files.unread

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner import plan
 from planner.capture.hub.assembly import sources
 from planner.capture.model.hub_format import hub_format
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.reference import load_model
+from planner.capture.model.with_adapters import CONFIG, named
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
+from planner.spec.spec import Spec
 from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
 from runtime.checkpoint.export import export
 from runtime.checkpoint.hub_names import names_in, stored_names
@@ -31,9 +36,10 @@ from runtime.engine import Engine
 pytest.importorskip("transformers")
 
 from tests.models.hub_families import FAMILIES
-from tests.models.hugging_face import made
+from tests.models.hugging_face import ZOO, made
+from tests.models.vllm_names import VLLM
 from tests.tools.checkpoints import Own, assert_same, own_checkpoint, own_engine, write
-from tests.tools.hub_directories import LAYOUTS, assert_ranks_read_their_parts, planned, saved, stored
+from tests.tools.hub_directories import LAYOUTS, assert_ranks_read_their_parts, batch, planned, saved, spec_of, stored
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -275,3 +281,63 @@ def own_file(directory: Path) -> Path:
     path = directory / "own.py"
     path.write_text("from tests.tools.checkpoints import Own\n")
     return path
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_tied_embedding_that_is_stored_twice_is_read_once_and_written_twice(is_equal, tmp_path):
+    tied = replace(ZOO["llama"], sizes=ZOO["llama"].sizes | {"tie_word_embeddings": True})
+    made(tied).save_pretrained(tmp_path / "in")
+    files = stored(tmp_path / "in")
+    files["lm_head.weight"] = files["model.embed_tokens.weight"] + (not is_equal)
+    save_file(files, tmp_path / "in" / SINGLE, {"format": "pt"})
+    with Engine(planned(tmp_path / "in", "one")) as engine:
+        if not is_equal:
+            with pytest.raises(PlanError, match="differ in the checkpoint, but are one tied parameter"):
+                engine.load_pretrained(tmp_path / "in")
+            return
+        engine.load_pretrained(tmp_path / "in")
+        engine.save_pretrained(tmp_path / "out")
+    assert_files(tmp_path / "out", files)
+
+
+def test_adapters_of_experts_are_merged_into_the_files_names(tmp_path):
+    peft = pytest.importorskip("peft")
+    saved("mixtral", tmp_path / "in")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = {"r": 2, "target_modules": ["q_proj"], "target_parameters": targets, "lora_dropout": 0.0}
+    peft.LoraConfig(task_type="CAUSAL_LM", **settings).save_pretrained(tmp_path / "peft")
+    model = load_model(named(f"hf:{tmp_path / 'in'}", tmp_path / "peft" / CONFIG))
+    with Engine(plan(model, Spec.load(spec_of("one")))) as engine:
+        engine.load_pretrained(tmp_path / "in")
+        for _ in range(2):
+            engine.train_step(batch())
+        engine.save_adapters(tmp_path / "adapters")
+        engine.save_merged(tmp_path / "out")
+        engine.save(tmp_path / "run")
+    save = resolve(tmp_path / "run")
+    export(save, read_manifest(save)[0], tmp_path / "exported")
+    base: Any = load_model(f"hf:{tmp_path / 'in'}", materialize=True)
+    peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().save_pretrained(tmp_path / "wanted")
+    wanted, given = stored(tmp_path / "wanted"), stored(tmp_path / "in")
+    assert wanted.keys() == given.keys()
+    assert sum(not torch.equal(wanted[name], given[name]) for name in given) == 2 + 2 * 4 * 3
+    assert_files(tmp_path / "out", wanted)
+    assert_files(tmp_path / "exported", wanted)
+
+
+def as_on_the_hub(name: str) -> str:
+    """transformers' own saves give DeepSeek-V4's tensors other names than its files on the Hub have."""
+    name = name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+
+@pytest.mark.parametrize("family", VLLM)
+def test_an_export_has_the_names_that_vllm_reads(family, tmp_path):
+    saved(family, tmp_path / "in")
+    if family == "deepseek_v4":
+        files = {as_on_the_hub(name): tensor for name, tensor in stored(tmp_path / "in").items()}
+        save_file(files, tmp_path / "in" / SINGLE, {"format": "pt"})
+    save, _ = import_weights(tmp_path / "in", tmp_path / "run")
+    export(save, read_manifest(save)[0], tmp_path / "out")
+    assert_files(tmp_path / "out", stored(tmp_path / "in"))
+    assert {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in stored(tmp_path / "out")} == VLLM[family]
