@@ -256,8 +256,10 @@ def _decide(
         memory = on_device(memory, mesh, cluster, shards.buffers)
         cost = cost_row(lowered, spec, schedule, recomputed, cluster)
     with shown_if_slow("writing the plan's tables"):
-        tables = tables_of(spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled)
-    owner = ModelOwner(captured.given)
+        owner = ModelOwner(captured.given)
+        tables = tables_of(
+            spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled, owner.hub
+        )
     return Plan.of(tables, decisions, lowered.shards, owner, regions, recomputed, compiled)
 
 

@@ -17,6 +17,7 @@ from passes.blocks.places import Places, glob_of
 from passes.pieces import Piece
 from passes.program.ops.aten import shape_of
 from passes.regions import Region
+from planner.capture.model.hub_format import HubFormat
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
 from planner.compiled.rows import rows_of as compiled_rows
@@ -36,7 +37,7 @@ from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
-from planner.tables.diagnostics import diagnostic_rows, summary_row
+from planner.tables.diagnostics import diagnostic_rows, stored_notes, summary_row
 from planner.tables.experts import experts_rows
 from planner.tables.parameters import decay_notes, optimizer_plan, parameter_rows, regather_notes
 from planner.tables.reasons import Reasons
@@ -57,6 +58,7 @@ def tables_of(
     cost: CostPlan | None = None,
     cluster: Cluster | None = None,
     compiled: Compiled | None = None,
+    hub: HubFormat | None = None,
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     decisions, shards = lowered.decisions, lowered.shards
@@ -91,6 +93,7 @@ def tables_of(
             *padded_notes(decisions, shards, places),
             *decay_notes(spec.optimizer, parameters, shards.buffers),
             *sharded_notes(spec, lowered, memory, cluster),
+            *(() if hub is None else stored_notes(hub, parameters)),
         ),
         summary=summary_row(decisions, parameters),
     )

@@ -21,7 +21,7 @@ from passes.program.program import Program
 from passes.program.weights import matrices_read
 from passes.rules.flops import node_flops
 from planner.capture.hub.assembly import read_whole
-from planner.capture.model.hub_format import stored_in
+from planner.capture.model.hub_format import HubFormat, stored_in
 from planner.decisions import Decisions
 from planner.placement.attention.sites import AttentionSite
 from planner.placement.divisibility import nearest_tp
@@ -44,7 +44,6 @@ def diagnostic_rows(
     """Warnings first, then notes; each once."""
     rows = [
         *_notes(decisions),
-        *_stored(decisions, parameters),
         *_sequences(decisions),
         *batch_notes(decisions),
         *_untrained(decisions.program),
@@ -74,11 +73,12 @@ def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
         )
 
 
-def _stored(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Iterator[Diagnostic]:
-    if kind := stored_in(decisions.hub.config):
+def stored_notes(hub: HubFormat, parameters: tuple[ParameterPlan, ...]) -> Iterator[Diagnostic]:
+    """The format of quantised weights, and ops of which no part can be made alone."""
+    if kind := stored_in(hub.config):
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in parameters))
         yield Diagnostic("info", f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
-    for op, elements in read_whole(decisions.hub.stored_names.values()).items():
+    for op, elements in read_whole(hub.stored_names.values()).items():
         size = elements * getattr(torch, parameters[0].dtype).itemsize
         what = f"stored tensors are converted by {op}, which has no rule for parts"
         yield Diagnostic("info", f"{what}: it reads {size:,} bytes whole, and so does each rank that needs a part")
