@@ -56,7 +56,7 @@ def spec_of(layout: str) -> dict[str, Any]:
 
 
 def planned(directory: Path, layout: str) -> Plan:
-    return plan_again(load_model(f"hf:{directory}"), Spec.load(spec_of(layout)))
+    return plan_again(load_model(f"hf:{directory}").eval(), Spec.load(spec_of(layout)))
 
 
 def assert_ranks_read_their_parts(decided: Plan, directory: Path) -> None:
