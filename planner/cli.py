@@ -10,6 +10,7 @@ PlanError from anywhere below becomes one message on stderr and exit code 2, Run
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
@@ -22,7 +23,7 @@ from meshwright import __version__
 from passes.errors import PlanError
 from planner.command_group import App, Commands
 from planner.files.atomic import write_for_user
-from planner.files.text import shorten
+from planner.files.text import reason, shorten
 from planner.pipeline.schedule import KINDS
 
 if TYPE_CHECKING:
@@ -288,7 +289,15 @@ def write_text(text: str | Iterable[str], path: Path | None = None, option: str 
     if isinstance(text, str):
         text = (text if text.endswith("\n") else text + "\n",)
     if path is None:
-        sys.stdout.writelines(text)
+        try:
+            sys.stdout.writelines(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
+            fix = f"free space there, or write to a file: {option}"
+            raise PlanError(reason(error), where="the standard output", fix=fix) from None
         return
     try:
         write_for_user(path, text)

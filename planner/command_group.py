@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EMFILE, ENFILE
+from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOENT, ENOSPC, EROFS
 from typing import Any
 
 import typer
@@ -14,6 +14,7 @@ from passes.errors import PlanError, RunError
 from planner.files.text import OPEN_FILES_FIX, printable, reason, shorten
 
 BAD_INPUT, RUN_FAILED = 2, 1
+_OF_FILES = (EMFILE, ENFILE, ENOSPC, EFBIG, EDQUOT, EIO, EROFS, ENOENT)  # of the machine, whichever file it was
 PROCESS = "process"  # the object of a context: the command is all that this process does
 
 
@@ -46,7 +47,7 @@ def _file_errors() -> Iterator[None]:
         yield
     except OSError as error:
         too_many = error.errno in (EMFILE, ENFILE)
-        if error.filename is None and not too_many:
+        if error.filename is None and error.errno not in _OF_FILES:
             raise
         fix = OPEN_FILES_FIX if too_many else "use another file or directory, or repair this one"
         raise PlanError(reason(error), where=shorten(error.filename or "this process"), fix=fix) from error

@@ -398,3 +398,19 @@ def test_too_many_open_files_are_no_fault_of_a_file():
 
     for arguments in (["read", "--file", "tokens.bin"], ["connect"]):
         assert_bad_input(CliRunner().invoke(full, arguments), "Too many open files", "ulimit -n 1024")
+
+
+STREAMS = {
+    "closed output": (">&-", 0, ""),
+    "all closed": ("<&- >&- 2>&-", 0, ""),
+    "a full disk": (">/dev/full", 2, "No space left on device\n  at:  the standard output"),
+}
+
+
+@pytest.mark.parametrize("redirected", STREAMS)
+def test_streams_that_cannot_be_written_end_in_no_traceback(redirected):
+    redirection, code, words = STREAMS[redirected]
+    command = f"exec '{sys.executable}' -m meshwright groups --world-size 4 {redirection}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert words in done.stderr
