@@ -66,6 +66,13 @@ def test_groups_and_schedules_load_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rank_that_is_given_a_plan_loads_no_capture():
+    """A third of the time in which it starts."""
+    code = "import sys, runtime.training.loop\nassert not {'torch._dynamo', 'planner.captured'} & {*sys.modules}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
 MODULES = {"pyyaml": "yaml"}  # where the name of the package is not that of its module
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
@@ -23,7 +24,6 @@ from planner.capture.model.compiled import in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.reference import load_model
 from planner.capture.own_loss.with_loss import apply_loss
-from planner.captured import dtype_of
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
@@ -76,9 +76,15 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+def _dtype_of(spec: Spec) -> torch.dtype | None:
+    from planner.captured import dtype_of  # it captures: a run of training does not
+
+    return dtype_of(spec)
+
+
 def in_its_dtype(batch: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
     """``batch`` as ranks read it: its floats in the dtype of the parameters, if a spec sets one."""
-    dtype = dtype_of(spec)
+    dtype = _dtype_of(spec)
     return {name: v if dtype is None or not v.is_floating_point() else v.to(dtype) for name, v in batch.items()}
 
 
@@ -98,7 +104,7 @@ class OneProcess:
         parameters: Iterable[ParameterPlan] = (),
     ) -> None:
         self.model, self.draws = model, draws
-        if (dtype := dtype_of(spec)) is not None:
+        if (dtype := _dtype_of(spec)) is not None:
             self.model.to(dtype)
         self.spec = spec
         self._module, self._wanted = apply_loss(model, spec.loss)
