@@ -37,6 +37,8 @@ class Row:
             if isinstance(self.value, PlanError):
                 raise self.value
             yield self.value
+        except RecursionError:
+            raise RowError("a row is nested too deeply", where=self.where, fix="flatten its objects") from None
         except PlanError as error:
             raise error if error.where else type(error)(error.what, where=self.where, fix=error.fix) from None
 

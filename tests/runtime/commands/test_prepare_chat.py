@@ -131,6 +131,7 @@ def test_texts_of_a_field_are_documents_that_may_begin_with_the_tokenizers_token
 
 
 GOOD = {"messages": talk("a", "b")}
+DEEP = {"function": {"name": "f", "arguments": json.loads('{"a":[' * 400 + "1" + "]}" * 400)}}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ GOOD = {"messages": talk("a", "b")}
         ([{"instruction": 1, "output": "x"}], "the row has no text 'instruction'", 2),
         ([{"instruction": "a", "input": [1], "output": "x"}], "the row has no text 'input'", 2),
         ([{"instruction": "a", "output": "x", "system": 7}], "the row has no text 'system'", 2),
+        ([{"messages": talk("a", {"content": "b", "tool_calls": [DEEP]})}], "a row is nested too deeply", 2),
         (["\0"], "a row cannot be read", 2),
         (['{"messages": [{"role": "user"'], "a row cannot be read", 2),
     ],
