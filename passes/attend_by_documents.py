@@ -21,12 +21,12 @@ from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.documents import MaskRows, attention_by_documents, runs_of_rows
 from passes.ops.gathered_attention import gathered_attention
 from passes.program.ops.aten import aten, is_pointwise, ops_named, shape_of
+from passes.program.ops.groups import WITH_SIZES
 from passes.program.walks import in_order
 from passes.units import module_of
 
 SDPA = aten.scaled_dot_product_attention.default
 FACTORIES = frozenset(ops_named("full ones zeros"))
-VIEWS = (aten.reshape.default, aten.expand.default)
 
 
 def attend_by_documents(stage: StageGraph, context: LowerContext) -> None:
@@ -66,7 +66,7 @@ def _in_rows(stage: StageGraph, mask: fx.Node) -> tuple[fx.Node, dict[str, Any]]
     reads: dict[fx.Node, fx.Node] = {node: _read(stage, node) for node in given}
     module = module_of(members, given, [mask])
     for node in module.graph.nodes:
-        if node.target in VIEWS:
+        if node.target in WITH_SIZES:
             sizes = list(node.args[1])
             sizes[-2] = -1 if len(shape_of(node.args[0])) > 1 else 1
             node.update_arg(1, sizes)

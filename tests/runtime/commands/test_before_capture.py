@@ -28,7 +28,7 @@ INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {li
 SPEC = "mesh: {}\nbatch: {global: 4, micro: 2}\n"
 BAD: dict[str, tuple[str, ...]] = {
     "--wandb needs the package wandb": ("train", "--wandb", "project"),
-    "no Python file 'x'": ("train", "--callback", "x:nope"),
+    "module 'x' cannot be imported": ("train", "--callback", "x:nope"),
     "--patience needs a validation loss": ("train", "--patience", "2"),
     "--keep-best needs a validation loss": ("train", "--keep-best", "--save", "DIR/run"),
     "the spec holds out none": ("train", "--validate-every", "2"),
