@@ -11,7 +11,7 @@ log_probs [rows, length] (float64): log P of each label, 0 where the loss takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -74,24 +74,22 @@ class Metric:
         self._function: Callable[..., Any] = NamedCode(reference, "--metric").load()
 
     def of(self, batches: list[dict[str, Tensor]], engine: Engine, *, is_local: bool) -> dict[str, float]:
-        total, error = dict[str, tuple[float, float]](), None
+        of_batches, error = list[Sums](), None
         for batch in batches:
             scores = engine.score(batch, local=is_local)
             try:
-                found = self._sums(self._function(scores.log_probabilities, batch[scores.key], batch))
+                of_batches.append(self._sums(self._function(scores.log_probabilities, batch[scores.key], batch)))
             except PlanError as refused:
                 error = error or refused
             except Exception as raised:
                 what = f"--metric failed: {first_line(raised)}"
                 fix = "correct it, or remove --metric"
                 error = error or PlanError(what, where=line_of(raised) or "--metric", fix=fix)
-            else:
-                total = {name: _added(total.get(name, (0.0, 0.0)), found[name]) for name in found}
         agree(engine.groups, error)
         # every rank of a dp coordinate has the same; without own rows, all have
-        own = [engine.mesh.dp_rank if is_local else 0, total]
+        own = [engine.mesh.dp_rank if is_local else 0, _added(of_batches)]
         of_dp = dict(all_gather_json(engine.groups, own))
-        return _quotients(list(of_dp.values()))
+        return _quotients(of_dp.values())
 
     def _sums(self, found: Any) -> Sums:
         pairs = found.items() if isinstance(found, Mapping) else [("", found)]
@@ -104,16 +102,19 @@ class Metric:
         return {name: (float(total), float(count)) for name, (total, count) in pairs}
 
 
-def _added(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-    return a[0] + b[0], a[1] + b[1]
+def _added(parts: Iterable[Mapping[str, Any]]) -> Sums:
+    """By name; a name may be in some of them alone."""
+    total: Sums = {}
+    for sums in parts:
+        for name, (value, count) in sums.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = before[0] + value, before[1] + count
+    return total
 
 
-def _quotients(of_ranks: list[Mapping[str, Any]]) -> dict[str, float]:
+def _quotients(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Raises PlanError for a figure that is no number: the same on every rank."""
-    total = dict[str, tuple[float, float]]()
-    for sums in of_ranks:
-        for name, pair in sums.items():
-            total[name] = _added(total.get(name, (0.0, 0.0)), (pair[0], pair[1]))
+    total = _added(of_ranks)
     found = {name: value / count if count else math.nan for name, (value, count) in total.items()}
     for name, value in found.items():
         if not math.isfinite(value):

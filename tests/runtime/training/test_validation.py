@@ -13,6 +13,7 @@ from runtime.checkpoint.saves import saves_in
 from runtime.train import train
 from runtime.training.job import Job, Trained
 from runtime.training.mixture import named_files
+from runtime.training.validation import _added
 from tests.runtime.training.test_best import MODEL, SPEC
 
 METRICS = """
@@ -106,3 +107,7 @@ def test_sets_and_metrics_need_a_validation(files: Path) -> None:
     for options in ({"validation_data": job.validation_data}, {"metric": f"{files / 'metrics.py'}:figures"}):
         with pytest.raises(PlanError, match="is for validations, and there are none"):
             train(Job(*names, num_steps=2, **options))
+
+
+def test_a_name_that_some_batches_lack_keeps_its_sum():
+    assert _added([{"a": (1.0, 2.0), "b": (3.0, 1.0)}, {"a": (4.0, 5.0)}]) == {"a": (5.0, 7.0), "b": (3.0, 1.0)}
