@@ -1,5 +1,6 @@
 # Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
-# Three tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in nine, `make all` in an hour and a half.
+# Four tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in nine, `make all` (every case) in an hour
+# and a half or more; `make pairs` is less than all: of large products of models and layouts it runs covering arrays.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 BIN := .venv/bin
@@ -16,7 +17,7 @@ MAKEFLAGS += --jobs=2
 SHOWN := gpt2.html
 TYPED := planner passes runtime specs
 
-.PHONY: report demo check test all lint types changed_types bench clean
+.PHONY: report demo check test pairs all lint types changed_types bench clean
 
 # Where there is a screen the page opens in the browser.
 report: $(PLANS)
@@ -37,6 +38,10 @@ check: lint changed_types
 test: lint types
 	$(PYTEST) --tier test --durations=250 --durations-min=3
 	$(BIN)/python -m tests.fuzz --minutes 1 --seed 1000
+
+pairs: lint types
+	$(PYTEST) --tier pairs --durations=60 --durations-min=5
+	$(BIN)/python -m tests.fuzz --minutes 5 --seed 2000
 
 all: lint types
 	$(PYTEST) --tier all --durations=60 --durations-min=5

@@ -16,12 +16,11 @@ from planner import plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
 from runtime import Engine
-from runtime.data.prefetch import Prefetched
-from runtime.data.prepare import prepare
 from runtime.data.reading import read_tokens
-from runtime.data.text.byte_tokens import ByteEncoder
-from runtime.data.text.sources import STDLIB, files_of
-from runtime.data.token_batches import token_batches
+from runtime.data.text.documents import STDLIB, files_of
+from runtime.data.text.encoders import ByteEncoder
+from runtime.data.token_batches import Prefetched, token_batches
+from runtime.data.token_writer import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {"shape": [64], "dtype": "int64", "high": 257}

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from planner import plan  # noqa: E402
 from runtime import Engine  # noqa: E402
-from runtime.next_tokens.rows import NextRows  # noqa: E402
+from runtime.engine.next_tokens import NextRows  # noqa: E402
 
 PLACES, AROUND = (20, 200), 5
 REACH = 1.3  # of the time of token 200 with kept rows, over that of token 20

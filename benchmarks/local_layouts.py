@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from examples.gpt import GPT
 from planner import plan
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import read_cluster
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.batches import random_batch
 
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, BATCH = 1024, 128, 256, 8, 8, 16

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 from planner import plan
-from planner.cluster.cluster import Cluster
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import Cluster, read_cluster
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import estimate
-from planner.cost.layout import Layout
-from planner.cost.step_time import CostPlan
-from planner.cost.work import cut_work
+from planner.cost.layout import CostPlan, Layout
+from planner.cost.planned import cut_work
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
 

@@ -30,21 +30,19 @@ from torch import nn
 from passes.errors import PlanError
 from planner.capture.model.reference import load_model
 from planner.captured import Captured, capture_model, inputs_of, prepare
-from planner.cluster.cluster import Cluster
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import Cluster, read_cluster
 from planner.cost.estimate import estimate
-from planner.pipeline.split import may_be_alone
+from planner.cost.planned import usable_bytes
+from planner.pause_gc import gc_paused
+from planner.pipeline.layout import may_be_alone
 from planner.report.section import Section
 from planner.report.text import sections_text
-from planner.search.best_first import Candidate
-from planner.search.choice import Cut
+from planner.search.best_first import Candidate, gigabytes, percent, seconds_text
 from planner.search.cuts import Cuts
-from planner.search.losers import gigabytes, percent, seconds_text
-from planner.search.search import memory_of, num_behind
-from planner.search.space import Space
+from planner.search.search import num_behind
+from planner.search.space import Cut, Space
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
-from planner.undisturbed import undisturbed
 
 PUBLISHED = Path(__file__).parent / "published.json"
 OF_LAYOUT = ("mesh", "batch", "pipeline", "recompute", "cluster", "devices")  # keys that need no other capture
@@ -78,7 +76,7 @@ class Predicted:
 
     @property
     def fits(self) -> bool:
-        return self.candidate.fullest.total <= memory_of(self.run.cluster)
+        return self.candidate.fullest.total <= usable_bytes(self.run.cluster)
 
     @property
     def error(self) -> float | None:
@@ -133,7 +131,7 @@ class Predictor:
         """Raises PlanError if the model, the batch or the cluster does not admit the layout."""
         recompute = str(run.spec.recompute)
         key = (_key(run), recompute, may_be_alone(run.spec.pipeline.split))
-        with undisturbed():
+        with gc_paused():
             if key not in self.cuts:
                 self.cuts[key] = self._made(run, key[0], recompute)
             return Predicted(run, _candidate(run, self.cuts[key], recompute))
@@ -182,7 +180,7 @@ def runs_table(found: Sequence[Predicted]) -> Section:
     rows = tuple(
         (p.run.name, seconds_text(p.run.seconds) if p.run.seconds else "-", seconds_text(p.candidate.seconds),
          " and ".join(map(seconds_text, p.candidate.estimate.cost.range)), _signed(p.error),
-         gigabytes(p.candidate.fullest.total), gigabytes(memory_of(p.run.cluster)), YES[p.fits], YES[p.run.ran])
+         gigabytes(p.candidate.fullest.total), gigabytes(usable_bytes(p.run.cluster)), YES[p.fits], YES[p.run.ran])
         for p in found
     )  # fmt: skip
     note = "seconds of a step; memory of the fullest rank, of what a process may fill"

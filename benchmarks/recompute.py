@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from passes.stage_module import RankProgram, StageModule
+from passes.base import RankProgram, StageModule
 from planner import plan
 from planner.lower import lower
 from runtime.weights.shards import fill

@@ -2,6 +2,7 @@
 ids and labels [pairs, 2, length] is a pair, chosen then rejected; labels are -100 outside of the answer. Needs peft.
 
     meshwright verify examples/dpo_lora.py:build examples/dpo_lora.yaml
+    meshwright train examples/dpo_lora.py:build SPEC --data FILE    # of prepare --chosen FIELD --rejected FIELD
 """
 
 import peft

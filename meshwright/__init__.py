@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "Captured": "planner.captured",
-    "Engine": "runtime.engine",
+    "Engine": "runtime.engine.engine",
     "Plan": "planner.frozen_plan",
     "PlanError": "passes.errors",
     "RankError": "runtime.distributed.launch",
@@ -23,13 +23,13 @@ _HOMES = {
     "StepReport": "runtime.report.step_report",
     "build_schedule": "planner.pipeline.schedule",
     "capture": "planner.api",
-    "combine": "planner.capture.own_loss.combined",
+    "combine": "planner.capture.own_loss",
     "find_layouts": "planner.api",
     "meta_parameters": "planner.capture.model.meta_init",
-    "parse_schedule": "planner.pipeline.schedule_text",
+    "parse_schedule": "planner.pipeline.simulate",
     "plan": "planner.api",
     "rule": "passes.rules.own",
-    "with_loss": "planner.capture.own_loss.with_loss",
+    "with_loss": "planner.capture.own_loss",
 }
 
 __all__ = [

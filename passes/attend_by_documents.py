@@ -6,7 +6,7 @@
 
 A mask that pointwise ops make of smaller values becomes a graph of its own, which is run for some rows at a time.
 
-Needs:   ops of this rank's sizes (passes.localize), and exchanges over cp (passes.exchange_sequence).
+Needs:   ops of this rank's sizes (passes.localize), and exchanges over cp (passes.exchanges).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from passes.base import LowerContext, StageGraph
 from passes.ops.attention import attention_arguments, shared_key_attention
 from passes.ops.documents import MaskRows, attention_by_documents, runs_of_rows
 from passes.ops.gathered_attention import gathered_attention
+from passes.parts import module_of
 from passes.program.ops.aten import aten, is_pointwise, ops_named, shape_of
 from passes.program.ops.groups import WITH_SIZES
 from passes.program.walks import in_order
-from passes.units import module_of
 
 SDPA = aten.scaled_dot_product_attention.default
 FACTORIES = frozenset(ops_named("full ones zeros"))

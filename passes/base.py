@@ -5,6 +5,11 @@
     leaves_slowly            likewise, for a thorough lowering
 
 The passes are one tuple (passes.lower.PASSES); a new one is one more entry there.
+
+The result of lowering for the runtime is a stage's torch.fx GraphModule over local tensors. Its placeholders are, in
+order, the received boundary values (``receives``), the batch tensors it reads (``inputs``), and the loss denominators
+(``denominators``). It returns a tuple: the boundary values it sends (``sends``), the scores of labels if it was lowered
+to give them, and last the loss if the stage computes it.
 """
 
 from __future__ import annotations
@@ -19,16 +24,16 @@ from torch import fx, nn
 from passes.lowering import Lowering
 from passes.moe.domain import axis_of
 from passes.ops.axis import AxisHandle
-from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.global_sums import GlobalSums
-from passes.ops.load import ExpertLoad
+from passes.ops.counts import ExpertLoad, GlobalSums
+from passes.ops.linear import column_linears, gathered_linears
 from passes.ops.parameter_gate import ParameterGate
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
-from passes.partition.sequence.one_row import OneRow
-from passes.pieces import CompiledPiece, Piece
+from passes.parameters import LocalParameter
+from passes.partition.sequence.versions import OneRow
+from passes.pieces import CompiledPiece, Piece, Region
+from passes.program.program import BoundaryPlan
 from passes.program.source_lines import where_of
-from passes.regions import Region
 
 
 @dataclass
@@ -47,6 +52,25 @@ class StageGraph:
     buffers: dict[str, str] = field(default_factory=dict)
     has_loss: bool = False
     has_scores: bool = False
+
+    def handle(self, name: str, handle: Any) -> fx.Node:
+        """The node of a handle, which is an attribute of the stage's module; made once."""
+        for node in self.graph.find_nodes(op="get_attr", target=name):
+            return node
+        setattr(self.root, name, handle)
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            return self.graph.create_node("get_attr", name)
+
+    def axis(self, axis: AxisHandle) -> fx.Node:
+        """The node that hands the axis to collectives."""
+        return self.handle(axis.name, axis)
+
+    def call(self, like: fx.Node, function: Any, args: tuple[Any, ...], value: Any, kwargs: Any = None) -> fx.Node:
+        """A new call at the origin of ``like``; ``value``: a tensor as its result is."""
+        new = self.graph.call_function(function, args, kwargs or {})
+        new.meta = {k: v for k, v in like.meta.items() if k in ("origin", "nn_module_stack", "stack_trace")}
+        new.meta |= {"val": value, "grad": False, "placement": like.meta["placement"]}
+        return new
 
 
 @dataclass(frozen=True)
@@ -168,3 +192,50 @@ def text_of(node: fx.Node, name: Callable[[fx.Node], str] = lambda node: node.na
         return f"{name(node)} = {kind_of(node)}"
     given = [*map(shown, node.args), *(f"{key}={shown(value)}" for key, value in node.kwargs.items())]
     return f"{name(node)} = {name_of(node.target)}({', '.join(given)})"
+
+
+@dataclass
+class StageModule:
+    """One stage (or virtual stage) of this rank, ready to run once its parameters and buffers are filled.
+
+    ``module`` has every parameter as ``module.get_parameter(attributes[fqn])`` and every buffer likewise.
+    """
+
+    index: int
+    chunk: int
+    module: fx.GraphModule
+    receives: tuple[BoundaryPlan, ...]
+    sends: tuple[BoundaryPlan, ...]
+    inputs: tuple[str, ...]
+    denominators: tuple[int, ...]
+    parameters: tuple[LocalParameter, ...]
+    buffers: tuple[str, ...]
+    attributes: dict[str, str]
+    has_loss: bool
+    has_scores: bool = False
+
+    def parameter(self, fqn: str) -> nn.Parameter:
+        return self.module.get_parameter(self.attributes[fqn])
+
+
+@dataclass
+class RankProgram:
+    """All that one rank runs: its stages in chunk order, the axis handles and the random state they share.
+
+    ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
+    its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
+    ``load``: the counts of rows that experts get. ``sums``: those of the global batch that the loss needs, counted by
+    forwards of their own. ``gate``: lets stages wait for updated parameters; None if all are
+    awaited before the first forward. ``weight_gradients``: the weight gradients of their products.
+    """
+
+    stages: list[StageModule]
+    axes: dict[str, AxisHandle]
+    random: RandomState
+    count_module: fx.GraphModule | None = None
+    count_inputs: tuple[str, ...] = ()
+    gate: ParameterGate | None = None
+    load: ExpertLoad | None = None
+    sums: GlobalSums | None = None
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    notes: list[str] = field(default_factory=list)

@@ -16,31 +16,28 @@ for a thorough lowering only. A violation is a bug of ours, never of the user's 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_map_only
 
-from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph, Violation
-from passes.compile_pieces import calls_in
 from passes.dropout import is_draw
-from passes.gather_weights import aliases_of
-from passes.moe.domain import in_domain
+from passes.gather_weights import aliases_of, buckets_of
+from passes.moe import exchange
+from passes.moe.domain import bare, in_domain
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
 from passes.ops.parameter_gate import await_bucket, need_again, need_weights
 from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.partition.type_changes import sent_type
+from passes.parts import calls_in
+from passes.program.known_values import computed
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.sequence import CALLS
 from passes.types.types import I, Placement
-
-META = torch.device("meta")
 
 
 def is_sound(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:
@@ -84,7 +81,7 @@ _UNTRIED = (
     meeting.ends_of,
     meeting.ids_of,
     meeting.part,
-    meeting.join,
+    exchange.join,
     *meeting.MOVING,
 )  # the shapes of their results depend on the routing
 
@@ -160,7 +157,7 @@ class _Trials:
 
     def _run(self, node: fx.Node) -> Any:
         try:
-            return _called(node, lambda n: self._tensor(self.held[n]))
+            return computed(node, lambda n: self._tensor(self.held[n]), "meta")
         except NotImplementedError:
             return None
         except Exception as error:
@@ -169,30 +166,16 @@ class _Trials:
     def _tensor(self, held: Any) -> Any:
         if held not in self.tensors:
             shape, dtype = held
-            self.tensors[held] = torch.empty(shape, dtype=dtype, device=META)
+            self.tensors[held] = torch.empty(shape, dtype=dtype, device="meta")
         return self.tensors[held]
 
     def _runs_whole(self, node: fx.Node) -> bool:
         """Whether the captured op runs on meta; an op that fails even at global shapes proves nothing."""
         try:
-            _called(self.program.node(node.meta["origin"]), lambda n: tree_map_only(Tensor, _emptied, n.meta["val"]))
+            computed(self.program.node(node.meta["origin"]), lambda n: bare(n.meta["val"]), "meta")
         except Exception:
             return False
         return True
-
-
-def _emptied(value: Tensor) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=META)
-
-
-def _called(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    def on_meta(value: Any) -> Any:
-        return value_of(value) if isinstance(value, fx.Node) else META if isinstance(value, torch.device) else value
-
-    args, kwargs = map_aggregate((node.args, node.kwargs), on_meta)  # pyright: ignore[reportGeneralTypeIssues]
-    target: Any = node.target
-    with torch.no_grad():
-        return target(*args, **kwargs)
 
 
 def no_op_draws_from_the_default_generator(stage: StageGraph, context: LowerContext) -> Iterator[Violation]:

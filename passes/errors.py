@@ -7,7 +7,8 @@ PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -70,6 +71,21 @@ def first_line(error: BaseException) -> str:
     """An error of other code in one line: its kind and the first line of its message."""
     text = message_of(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:1000]}" if text else type(error).__name__
+
+
+@contextmanager
+def refusing(
+    what: str, *, where: Where | str | None, fix: str, of: tuple[type[BaseException], ...] = (BaseException,)
+) -> Iterator[None]:
+    """Inside, errors ``of`` these kinds, those of a user's or another package's code, are PlanErrors: ``what``, and the
+    error's first line.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except of as error:
+        raise PlanError(f"{what}: {first_line(error)}", where=where, fix=fix) from error
 
 
 def message_of(error: BaseException) -> str:

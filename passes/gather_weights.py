@@ -10,8 +10,14 @@ Autograd runs the ops of a stage in the exact reverse of their order, so the fir
 its last reader. A recomputation asks before it begins: on all ranks at the last op of its block, since which op needs a
 freed value first depends on the rows that the experts of a rank have. A view of a weight is read where its readers are.
 
+Weights that other ranks update (zero 1) are awaited before their first reader, bucket by bucket, not all before the
+first forward. The gathers of an update start in the order in which a forward reads their buckets, and run meanwhile:
+
+    h = linear(x, W)   →   await_bucket(gate, buffer, bucket of W);  h = linear(x, W)
+
 Needs:   a finished graph: these calls give no values, so dead-code elimination would drop them.
-Leaves:  every read of a sharded weight has its unit among those of the last ``need_weights`` before it.
+Leaves:  every read of a sharded weight has its unit among those of the last ``need_weights`` before it, and every
+         read of a gathered parameter comes after the wait for its bucket.
 """
 
 from __future__ import annotations
@@ -26,12 +32,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.await_parameters import buckets_of
 from passes.base import LowerContext, StageGraph
-from passes.moe.domain import is_of_one
-from passes.ops.compiled import run_piece
-from passes.ops.parameter_gate import Units, need_again, need_weights
+from passes.ops.parameter_gate import Units, await_bucket, need_again, need_weights
 from passes.ops.recompute import MARKS, begin_block, end_block
+from passes.ops.region import run_piece
 from passes.ops.vocabulary import vocabulary_embedding
 
 BACK_WITHOUT_WEIGHT = (torch.ops.aten.embedding.default, vocabulary_embedding)
@@ -53,9 +57,7 @@ def gather_weights(stage: StageGraph, context: LowerContext) -> None:
     visits = visits_of(stage, context)
     if not visits:
         return
-    stage.root.gate = context.gate  # pyright: ignore
-    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
-        gate = stage.graph.create_node("get_attr", "gate")
+    gate = stage.handle("gate", context.gate)
     ahead, behind = _neighbours(visits)
     for visit in visits:
         with stage.graph.inserting_before(visit.readers[0]):
@@ -108,34 +110,24 @@ def _neighbours(visits: list[Visit]) -> tuple[Mapping[int, Units], Mapping[int, 
 
 def aliases_of(stage: StageGraph, context: LowerContext) -> Aliases:
     """Of each value the units in the memory of which it may lie."""
-    found: Aliases = {node: frozenset((place,)) for node, place in buckets_of(stage, context).items()}
-    for node in stage.graph.nodes:
-        _follow(node, found, stage)
+    found = {node: frozenset((place,)) for node, place in buckets_of(stage, context).items()}
+    return _followed(stage.graph, stage.root, found)
+
+
+def _followed(graph: fx.Graph, root: Any, found: Aliases) -> Aliases:
+    """Of a compiled piece, the units of weights that it gives views of."""
+    for node in graph.nodes:
+        read: Any = _read_by(node, found) if node.op == "call_function" else ()
+        if read and node.target is run_piece:
+            inner = getattr(root, node.args[0].target).module.graph
+            given = zip(inner.find_nodes(op="placeholder"), node.args[1], strict=True)
+            inside = _followed(inner, None, {held: found[outer] for held, outer in given if outer in found})
+            read = _read_by(inner.output_node(), inside)
+        elif not may_alias(node):
+            continue
+        if read:
+            found[node] = read
     return found
-
-
-def _follow(node: fx.Node, found: Aliases, stage: StageGraph) -> None:
-    read = _read_by(node, found)
-    if node.op != "call_function" or not read:
-        return
-    if node.target is run_piece:
-        read = _of_piece(node, found, stage)
-    elif not may_alias(node):
-        return
-    if read:
-        found[node] = read
-
-
-def _of_piece(node: fx.Node, found: Aliases, stage: StageGraph) -> frozenset[tuple[int, int]]:
-    """Units of weights that a compiled piece gives views of."""
-    args: Any = node.args
-    graph = getattr(stage.root, args[0].target).module.graph
-    given = zip(graph.find_nodes(op="placeholder"), args[1], strict=True)
-    inside: Aliases = {inner: found[outer] for inner, outer in given if outer in found}
-    for inner in graph.nodes:
-        if inner.op == "call_function" and may_alias(inner) and (read := _read_by(inner, inside)):
-            inside[inner] = read
-    return _read_by(next(iter(reversed(graph.nodes))), inside)
 
 
 def may_alias(node: fx.Node) -> bool:
@@ -184,8 +176,8 @@ def _visit_before(end: fx.Node, visits: list[Visit], context: LowerContext) -> V
 
 
 def _last_before(end: fx.Node, context: LowerContext) -> fx.Node | None:
-    """The last op of a block that every rank has, of those with a gradient."""
-    return next((n for n in _backwards(end) if _gets_a_gradient(n, context) and not is_of_one(n)), None)
+    """The last op of a block with a gradient."""
+    return next((n for n in _backwards(end) if _gets_a_gradient(n, context)), None)
 
 
 def _backwards(end: fx.Node) -> Iterator[fx.Node]:
@@ -194,3 +186,28 @@ def _backwards(end: fx.Node) -> Iterator[fx.Node]:
     while node.op == "call_function" and node.target is not begin_block:
         yield node
         node = node.prev
+
+
+def await_parameters(stage: StageGraph, context: LowerContext) -> None:
+    """One wait a bucket and stage, before the first op that reads one of its parameters."""
+    if context.homes:  # they are gathered in the graph (passes.gather_weights)
+        return
+    places, seen = buckets_of(stage, context), set[tuple[int, int]]()
+    if not places:
+        return
+    gate = stage.handle("gate", context.gate)
+    for node in list(stage.graph.nodes):
+        for value in node.all_input_nodes:
+            place = places.get(value)
+            if place is not None and place not in seen:
+                seen.add(place)
+                with stage.graph.inserting_before(node):
+                    stage.graph.call_function(await_bucket, (gate, *place))
+
+
+def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
+    """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
+    buckets, parameters = context.buckets, context.lowering.program.parameters
+    names = {attribute: parameters[name] for name, attribute in stage.parameters.items()}
+    nodes = stage.graph.find_nodes(op="get_attr") if buckets else []
+    return {node: buckets[names[node.target]] for node in nodes if names.get(node.target) in buckets}

@@ -19,20 +19,19 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.add_scores import call
 from passes.base import LowerContext, StageGraph
-from passes.insert_collectives import axis_node
 from passes.ops import collectives
 from passes.ops.attention import shared_key_attention
-from passes.ops.kept_rows import KeptRows, extend, keep, last_row, row_at, seen_at
-from passes.partition.local_arguments import local_arguments
-from passes.partition.options.base import Option
-from passes.partition.sequence.exchanges import resized
-from passes.partition.sequence.one_row import OneRow, refused
+from passes.ops.kept_rows import KeptRows, extend, keep, row_at, seen_at
+from passes.ops.loss_head import last_row
+from passes.partition.sequence.partition import resized
 from passes.partition.sequence.rules import RULES, triangle
-from passes.partition.sequence.versions import Made, as_version, needed_versions
+from passes.partition.sequence.versions import Made, OneRow, as_version, needed_versions, refused
+from passes.partition.typings.base import Option
+from passes.partition.writer import local_arguments
 from passes.program.ops.aten import aten, position_of, shape_of
 from passes.program.ops.groups import Ops
+from passes.program.walks import last_of_header
 from passes.program.weights import is_weight
 from passes.types.types import P, Placement, R
 
@@ -44,12 +43,12 @@ SDPA = aten.scaled_dot_product_attention.default
 
 def keep_rows(stage: StageGraph, context: LowerContext) -> None:
     """Values that the program of one position reads of all positions are kept by the forward of all."""
-    handle = _handle(stage, context)
+    handle = stage.handle(KEPT, KeptRows(context.random))
     for node, versions in _versions(stage, context).items():
         if any(_is_kept(version, made) for version, made in versions.items()):
             value = stage.env[node.name]
-            with stage.graph.inserting_before(_behind(value)):
-                kept = call(stage, value, keep, (value, handle, node.name), value.meta["val"])
+            with stage.graph.inserting_before(last_of_header(value).next):
+                kept = stage.call(value, keep, (value, handle, node.name), value.meta["val"])
             kept.meta = dict(value.meta)
             value.replace_all_uses_with(kept, delete_user_cb=lambda user, new=kept: user is not new)
             stage.env[node.name] = kept
@@ -69,19 +68,6 @@ def cut_to_row(stage: StageGraph, context: LowerContext) -> None:
 def _one_row(context: LowerContext) -> OneRow:
     assert context.one_row is not None, "no types along the sequence"
     return context.one_row
-
-
-def _handle(stage: StageGraph, context: LowerContext) -> fx.Node:
-    setattr(stage.root, KEPT, KeptRows(context.random))
-    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
-        return stage.graph.create_node("get_attr", KEPT)
-
-
-def _behind(value: fx.Node) -> fx.Node:
-    """The place behind a value, and behind all arguments."""
-    if value.op == "call_function":
-        return value.next
-    return next(n for n in value.graph.nodes if n.op not in ("placeholder", "get_attr"))
 
 
 def _versions(stage: StageGraph, context: LowerContext) -> dict[fx.Node, Made]:
@@ -309,7 +295,7 @@ class _Writer:
         return new
 
     def _axis(self) -> fx.Node:
-        held = axis_node(self.stage, self.context.tp)
+        held = self.stage.axis(self.context.tp)
         if (held, R) not in self.carried:
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 self.carried[held, R] = self.graph.node_copy(held)

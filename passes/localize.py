@@ -1,4 +1,5 @@
-"""Make each op compute this rank's part: written sizes become local, and a few ops become their parallel form.
+"""Put a collective on every edge between different types, exactly those that the plan lists; then make each op compute
+this rank's part: written sizes become local, and a few ops become their parallel form.
 
     reshape, expand      sizes of the local result
     split, slice         bounds in the local row of segments
@@ -6,13 +7,14 @@
     mean over a cut dim  the local mean times local/global count
     embedding            rows of this rank (passes.ops.vocabulary)
     cross_entropy        columns of this rank (passes.ops.vocabulary)
-    logsumexp, softmax   over the ranks' parts of a cut dim (passes.ops.softmax); gather from one likewise
-    norms                over the ranks' parts of the features (passes.ops.norm)
-    vector_norm, amax    over the ranks' parts of a cut dim (passes.ops.reductions)
+    logsumexp, softmax   over the ranks' parts of a cut dim (passes.ops.over_ranks); gather from one likewise
+    norms                over the ranks' parts of the features (passes.ops.over_ranks)
+    vector_norm, amax    over the ranks' parts of a cut dim (passes.ops.over_ranks)
     attention            key heads that this rank's query heads read (passes.ops.attention)
 
-Needs:   typed edges (passes.insert_collectives).
-Leaves:  every value in the shape that this rank holds of it.
+Needs:   a stage at global shapes (passes.lower).
+Leaves:  ``meta["placement"]`` of every node, every reader gets the type that it wants, and every value is in the shape
+         that this rank holds of it.
 """
 
 from __future__ import annotations
@@ -23,23 +25,71 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import _register_custom_builtin
 
 from passes.base import LowerContext, StageGraph
-from passes.insert_collectives import axis_node
 from passes.moe.domain import domain_of, in_domain
-from passes.ops.attention import attention_arguments, shared_key_attention
-from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
-from passes.ops.norm import cut_layer_norm, cut_rms_norm
-from passes.ops.reductions import cut_amax, cut_amin, cut_vector_norm
-from passes.ops.softmax import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
+from passes.ops import collectives, over_ranks
+from passes.ops.attention import (
+    attention_arguments,
+    causal_attention,
+    shared_key_attention,
+    shared_key_causal_attention,
+)
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
-from passes.partition.options.forms import Form
-from passes.partition.writer import AXIS, Rewrite, Scene, rewrite
+from passes.partition.type_changes import type_at
+from passes.partition.typings.base import Form
+from passes.partition.writer import AXIS, Rewrite, Scene, convert, rewrite
 from passes.program.ops.aten import arguments, named
 from passes.program.ops.groups import WITH_SIZES
-from passes.types.sizes import Sizes
+from passes.types.types import Placement, Segment, Sizes
 
 aten = torch.ops.aten
+# The generated code of the graph names a collective's cut, and must find these names
+NAMES_IN_CODE: dict[str, tuple[str, type]] = {
+    "Placement": ("from passes.types.types import Placement", Placement),
+    "Segment": ("from passes.types.types import Segment", Segment),
+}
+
+
+def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
+    """One call for each change, right after its value, shared by all its readers."""
+    lowering = context.lowering
+    for name, node in stage.env.items():
+        captured = lowering.program.node(name)
+        node.meta["placement"] = type_at(lowering.placements, lowering.stages, captured, stage.index)
+    changes = lowering.changes[stage.index]
+    if not changes:
+        return
+    for name, (line, kind) in NAMES_IN_CODE.items():
+        _register_custom_builtin(name, line, kind)
+    output = stage.graph.output_node()
+    for change in changes:
+        value = stage.env[change.value]
+        handle = stage.axis(context.axis_of(value))
+        cut = (change.before if change.before.is_sharded else change.after,)
+        if change.how.name == "exchange":
+            cut = (change.before, change.after)
+        elif change.how.name not in collectives.TAKES_CUT:
+            cut = ()
+        arguments: Any = (value, handle, *cut)
+        readers = [stage.env[reader] for reader in change.readers if reader in stage.env]
+        function = collectives.BY_NAME[change.how.name]
+        call = convert(value, readers, lambda f=function, a=arguments: stage.graph.call_function(f, a))
+        call.meta = {**value.meta, "placement": change.after, "change": change}
+        for reader in ("send", "loss"):
+            if reader in change.readers:
+                _replace_output(output, change.value, call, reader)
+
+
+def _replace_output(output: fx.Node, name: str, call: fx.Node, reader: str) -> None:
+    names, values = output.meta["names"], list(output.args[0])  # pyright: ignore
+    is_loss = reader == "loss"
+    for position, held in enumerate(names):
+        last = position == len(names) - 1
+        if held == name and (last if is_loss else True):
+            values[position] = call
+    output.args = (tuple(values),)
 
 
 def localize(stage: StageGraph, context: LowerContext) -> None:
@@ -47,7 +97,7 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
     for name, node in list(stage.env.items()):
         option = context.lowering.placements.options[name]
         axis = context.axis_of(node)
-        scene = Scene(node, option, axis.size, partial(axis_node, stage, axis))
+        scene = Scene(node, option, axis.size, partial(stage.axis, axis))
         if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
             _sizes_among_experts(scene, context.lowering.sizes)
         elif node.op == "call_function" and axis.size > 1:
@@ -83,47 +133,11 @@ def _cross_entropy(scene: Scene) -> None:
 
 
 def _over_ranks(scene: Scene) -> None:
-    STATISTICS[scene.node.target](scene, named(scene.node))
-
-
-def _logsumexp(scene: Scene, given: dict[str, Any]) -> None:
-    scene.become(cut_logsumexp, (given["self"], given["dim"], given["keepdim"], AXIS, _cut_size(scene, given["self"])))
-
-
-def _softmax(scene: Scene, given: dict[str, Any]) -> None:
-    x, dim = given["self"], scene.input_type(0).dim
-    function = cut_softmax if scene.node.target is aten.softmax.int else cut_log_softmax
-    scene.become(function, (x, dim, given["dtype"], AXIS, _cut_size(scene, x)))
-
-
-def _layer_norm(scene: Scene, given: dict[str, Any]) -> None:
-    size = int(given["normalized_shape"][0])
-    scene.become(cut_layer_norm, (given["input"], given["weight"], given["bias"], given["eps"], AXIS, size))
-
-
-def _rms_norm(scene: Scene, given: dict[str, Any]) -> None:
-    size = int(given["normalized_shape"][0])
-    scene.become(cut_rms_norm, (given["input"], given["weight"], given["eps"], AXIS, size))
-
-
-def _vector_norm(scene: Scene, given: dict[str, Any]) -> None:
-    scene.become(cut_vector_norm, (given["self"], given["dim"], given["keepdim"], AXIS))
-
-
-def _extreme(scene: Scene, given: dict[str, Any]) -> None:
-    function = cut_amax if scene.node.target is aten.amax.default else cut_amin
-    scene.become(function, (given["self"], given["dim"], given["keepdim"], AXIS))
-
-
-def _cut_size(scene: Scene, x: fx.Node) -> int:
-    """The full size of the sharded dim of ``x``."""
-    return int(x.meta["val"].shape[scene.input_type(0).dim])
-
-
-def _picked(scene: Scene) -> None:
-    given = named(scene.node)
-    x, dim = given["self"], scene.input_type(0).dim
-    scene.become(cut_gather, (x, dim, given["index"], AXIS, _cut_size(scene, x)))
+    """The call with its axis and, if the op reads it, the full size of the sharded dim."""
+    (function, names, reads_size), given = STATISTICS[scene.node.target], named(scene.node)
+    x, *rest = (given[name] for name in names.split())
+    size = (int(x.meta["val"].shape[scene.input_type(0).dim]),) if reads_size else ()
+    scene.become(function, (x, *rest, AXIS, *size))
 
 
 def _attention(scene: Scene) -> None:
@@ -140,16 +154,17 @@ OVER_TP: dict[Form, Rewrite] = {
     Form.VOCABULARY: _embedding,
     Form.CLASSES: _cross_entropy,
     Form.OVER_RANKS: _over_ranks,
-    Form.PICKED: _picked,
+    Form.PICKED: _over_ranks,
     Form.SHARED_KEYS: _attention,
 }
-STATISTICS: dict[Any, Callable[[Scene, dict[str, Any]], None]] = {
-    aten.logsumexp.default: _logsumexp,
-    aten.softmax.int: _softmax,
-    aten.log_softmax.int: _softmax,
-    aten.layer_norm.default: _layer_norm,
-    aten.rms_norm.default: _rms_norm,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.amax.default: _extreme,
-    aten.amin.default: _extreme,
+STATISTICS: dict[Any, tuple[Callable[..., Any], str, bool]] = {  # function, arguments of the op, and whether the size
+    aten.logsumexp.default: (over_ranks.cut_logsumexp, "self dim keepdim", True),
+    aten.softmax.int: (over_ranks.cut_softmax, "self dim dtype", True),
+    aten.log_softmax.int: (over_ranks.cut_log_softmax, "self dim dtype", True),
+    aten.layer_norm.default: (over_ranks.cut_layer_norm, "input weight bias eps", True),
+    aten.rms_norm.default: (over_ranks.cut_rms_norm, "input weight eps", True),
+    aten.linalg_vector_norm.default: (over_ranks.cut_vector_norm, "self dim keepdim", False),
+    aten.amax.default: (over_ranks.cut_amax, "self dim keepdim", False),
+    aten.amin.default: (over_ranks.cut_amin, "self dim keepdim", False),
+    aten.gather.default: (over_ranks.cut_gather, "self dim index", True),
 }

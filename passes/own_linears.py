@@ -1,41 +1,96 @@
-"""Products with parameters become ops that add the gradients of their weights to the runtime's buffers.
+"""Products with parameters: those that read an f or a gather become one op with it, which exchanges while it computes
+the weights' gradients; then all become ops that add these gradients to the runtime's buffers.
+
+    f(x), linear(f, W), linear(f, V)          →   column_linears(x, [W, V])
+    f(x), addmm(b, f, W)                      →   column_linears(x, [W], [b])
+    gather(x), linear(gather, W)              →   gathered_linears(x, [W])     if the plan says so, saving a part
 
     linear(x, W), addmm(b, x, W), mm(x, W)    →   linear(x, W, b, .., weight_gradients)
     column_linears(…), gathered_linears(…)    →   the same, given the handle too
     grouped_mm(rows, W or Wᵀ, here)           →   grouped_linear(rows, W, here, .., weight_gradients)
 
 In a region that a CUDA graph captures they add at once, since a replay cannot wait for a W. Products outside that read
-its static memory do so too, since it holds another microbatch by then (planner.regions.weight_gradients).
+its static memory do so too, since it holds another microbatch by then (planner.tables.build).
 
-Needs:   f and gather fused with the products behind them.
+Needs:   biases given back to their products.
 Leaves:  no product of a value with a real parameter that ATen computes.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from passes.base import LowerContext, StageGraph
-from passes.column_linear import operands
-from passes.cut_regions import owners, region_of
 from passes.moe.ties import is_grouped
-from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.grouped_linear import grouped_linear
-from passes.ops.linear import linear
-from passes.ops.meeting import ends_of, grouped_mm
+from passes.ops.collectives import f, gather
+from passes.ops.linear import column_linears, gathered_linears, linear
+from passes.ops.meeting import ends_of, grouped_linear, grouped_mm
 from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
+from passes.parts import owners, region_of
+from passes.pieces import homes, lies_in_a_graph
+from passes.program import walks
 from passes.program.ops.aten import aten, packet_of, tensors_of
-from passes.program.ops.groups import VALUED
-from passes.program.walks import operands as operands_of
-from passes.program.walks import walk
-from passes.regions import homes, lies_in_a_graph
+from passes.program.ops.groups import VALUED, WITH_WEIGHT
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
+
+
+def overlap_f(stage: StageGraph, context: LowerContext) -> None:
+    """Only if no other op reads f: its gradient then comes from these products alone."""
+    owner = owners(stage, context)
+    for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
+        readers = list(node.users)
+        if len({id(region_of(place, owner)) for place in (node, *readers)}) > 1:
+            continue  # one op cannot be in two regions
+        parts = [_held(reader, node) for reader in readers]
+        if not readers or None in parts or len({reader.target is aten.linear.default for reader in readers}) > 1:
+            continue
+        weights, biases = zip(*parts, strict=True)  # pyright: ignore
+        transposed = readers[0].target is not aten.linear.default
+        with stage.graph.inserting_before(node):
+            products = (transposed, list(weights), list(biases))
+            if node.target is f:
+                fused = stage.graph.call_function(column_linears, (*node.args, *products))
+            else:
+                again = _gathers_again(node, weights, context)
+                fused = stage.graph.call_function(gathered_linears, (*node.args, again, *products))
+            fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
+            for position, reader in enumerate(readers):
+                result = stage.graph.call_function(operator.getitem, (fused, position))
+                result.meta = dict(reader.meta)
+                reader.replace_all_uses_with(result)
+        for done in (*readers, node):
+            stage.graph.erase_node(done)
+
+
+def _gathers_again(node: fx.Node, weights: Sequence[fx.Node], context: LowerContext) -> bool:
+    """Whether the gathered value is not saved: only the gradients of weights need it."""
+    trains = any(weight.meta.get("grad") for weight in weights)
+    return context.lowering.options.regather and node.meta["change"].axis == "tp" and trains
+
+
+def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """(value, weight, bias or None) of a product of two matrices; None for anything else."""
+    if node.op != "call_function" or node.target not in WITH_WEIGHT or node.kwargs:
+        return None
+    args: Any = node.args
+    bias, value, weight = args if node.target is aten.addmm.default else (*(args[2:] or (None,)), *args[:2])
+    return value, weight, bias
+
+
+def _held(reader: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
+    """(weight, bias) of a product of ``x`` with a parameter; None for anything else."""
+    value, weight, bias = operands(reader) or (None, None, None)
+    held = [n for n in (weight, bias) if n is not None]
+    is_product = value is x and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
+    return (weight, bias) if is_product else None
 
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
@@ -44,15 +99,13 @@ def own_linears(stage: StageGraph, context: LowerContext) -> None:
     for node in stage.graph.nodes:
         _regroup(node)
     found = [n for n in stage.graph.nodes if n.target in PRODUCTS or _is_product(n)]
-    handles: dict[bool, fx.Node] = {}
     for node in found:
         at_once = region_of(node, owner) is not None or _reads_a_graph(node, stage, context, home)
-        if at_once not in handles:
-            handles[at_once] = _handle(stage, context, at_once)
+        handle = AtOnce(context.weight_gradients) if at_once else context.weight_gradients
         if node.target not in PRODUCTS:
             node.args = (*(operands(node) or ()), node.target is not aten.linear.default)
             node.target = linear
-        node.args = (*node.args, handles[at_once])
+        node.args = (*node.args, stage.handle(repr(handle), handle))
 
 
 def _regroup(node: fx.Node) -> None:
@@ -87,13 +140,6 @@ def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home
     return lies_in_a_graph(lowering.program.node(name), stage.index, lowering.stages, lowering.sizes.pp_rank_of, home)
 
 
-def _handle(stage: StageGraph, context: LowerContext, at_once: bool) -> fx.Node:
-    handle = AtOnce(context.weight_gradients) if at_once else context.weight_gradients
-    setattr(stage.root, repr(handle), handle)
-    with stage.graph.inserting_before(next(iter(stage.graph.nodes))):
-        return stage.graph.create_node("get_attr", repr(handle))
-
-
 def _is_product(node: fx.Node) -> bool:
     """A product with a real weight of its own: a weight that is cast or sliced before stays with autograd."""
     parts = operands(node)
@@ -121,7 +167,9 @@ def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
 
 def reached_by_backward(graph: fx.Graph) -> set[fx.Node]:
     """The nodes from which a way leads to an output on which no op ends the gradient, themselves neither."""
-    return set(walk(graph.find_nodes(op="output"), operands_of, into=lambda node: not _ends_the_gradient(node)))
+    return set(
+        walks.walk(graph.find_nodes(op="output"), walks.operands, into=lambda node: not _ends_the_gradient(node))
+    )
 
 
 def _ends_the_gradient(node: fx.Node) -> bool:
@@ -144,7 +192,7 @@ def knows_places(call: fx.Node, module: nn.Module) -> bool:
     """Whether a call is a product of ours, which gives the gradients of its weights without autograd."""
     last: Any = call.args[-1] if call.op == "call_function" and call.args else None
     handle = getattr(module, str(last.target), None) if isinstance(last, fx.Node) and last.op == "get_attr" else None
-    return isinstance(handle, (AtOnce, WeightGradients))
+    return isinstance(handle, WeightGradients)
 
 
 def _reads_in_region(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.types.types import Placement
 
 

@@ -21,10 +21,8 @@ from torch import Tensor, fx, nn
 
 from passes.base import LowerContext, StageGraph, ops_of
 from passes.ops.collectives import g
-from passes.ops.column_linear import gathered_linears
-from passes.ops.compiled import run_piece
-from passes.ops.counted import counted_dropout
-from passes.ops.dropout import stream_dropout
+from passes.ops.dropout import counted_dropout, stream_dropout
+from passes.ops.linear import gathered_linears
 from passes.ops.recompute import (
     BlockCall,
     begin_block,
@@ -35,8 +33,11 @@ from passes.ops.recompute import (
     unwatch_inside,
     watch_inside,
 )
-from passes.pieces import Homes, Piece
-from passes.units import comes_of_region, regions_in
+from passes.ops.region import run_piece
+from passes.parts import comes_of_region, regions_in
+from passes.pieces import Piece, PieceHomes
+from passes.program.ops.aten import tensors_of
+from passes.program.walks import walk
 
 OF_SHAPE_ALONE = {stream_dropout, counted_dropout}  # their internal tensors do not depend on input values
 
@@ -46,7 +47,7 @@ def recompute(stage: StageGraph, context: LowerContext) -> None:
     mine = [piece for piece in context.recomputed if piece.stage == stage.index]
     if not mine:
         return
-    homes = Homes(stage.index, mine, context.regions)
+    homes = PieceHomes(stage.index, mine, context.regions)
     regions = {call.index: call for call in regions_in(stage.graph, stage.root)}
     for piece in mine:
         if piece.region is None:
@@ -64,7 +65,7 @@ class _Part:
     graph: fx.Graph
     root: nn.Module
     piece: Piece
-    homes: Homes
+    homes: PieceHomes
 
     def members(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if self._is_member(node)]
@@ -152,7 +153,8 @@ class _Rerun:
         inner = set(members) - kept
         # One of several results of a call outside is read itself: to hold the call's tuple would hold all of them.
         inner -= {n for n in inner if n.target is operator.getitem and n.args[0] not in inner}
-        needed = _needed([*dropped, *overwriting, *(n for n in insides if n.target not in OF_SHAPE_ALONE)], inner)
+        targets = [*dropped, *overwriting, *(n for n in insides if n.target not in OF_SHAPE_ALONE)]
+        needed = set(walk(targets, lambda node: [v for v in node.all_input_nodes if v in inner]))
         self.blank = {n for n in insides if n not in needed}
         self.nodes = [n for n in members if n in needed or n in self.blank]
         made = set(needed)
@@ -195,20 +197,9 @@ class _Rerun:
         return result
 
 
-def _needed(targets: Sequence[fx.Node], inner: set[fx.Node]) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), list(targets)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [v for v in node.all_input_nodes if v in inner]
-    return found
-
-
 def _computes(node: fx.Node) -> bool:
     """Whether it is an op that gives tensors: one, or several."""
-    value = node.meta.get("val")
-    return _is_tensor(node) or (isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value))
+    return next(tensors_of(node), None) is not None
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from passes.rules.own import rule
     from planner.api import capture, plan
     from planner.capture.model.meta_init import meta_parameters
-    from planner.capture.own_loss.combined import combine
-    from planner.capture.own_loss.with_loss import with_loss
+    from planner.capture.own_loss import combine, with_loss
     from planner.captured import Captured
     from planner.frozen_plan import Plan
 
@@ -24,11 +23,11 @@ __all__ = ["Captured", "Plan", "PlanError", "capture", "combine", "meta_paramete
 _HOMES = {
     "Captured": "planner.captured",
     "Plan": "planner.frozen_plan",
-    "combine": "planner.capture.own_loss.combined",
+    "combine": "planner.capture.own_loss",
     "meta_parameters": "planner.capture.model.meta_init",
     "plan": "planner.api",
     "rule": "passes.rules.own",
-    "with_loss": "planner.capture.own_loss.with_loss",
+    "with_loss": "planner.capture.own_loss",
 }
 
 

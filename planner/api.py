@@ -16,38 +16,36 @@ import torch
 from torch import nn
 
 from passes.errors import PlanError
-from passes.partition.sequence.refusals import Undivided
-from planner.capture.again.earlier import Earlier
+from passes.partition.sequence.facts import Undivided
+from planner.capture.resized import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import read_cluster
 from planner.compiled.pieces import decide_compiled
-from planner.cost.device_memory import on_device
-from planner.cost.memory import memory_rows
-from planner.cost.planned import cost_row, costs_of_stages
-from planner.cost.resharding import decide_reshard
+from planner.cost.memory import memory_rows, on_device
+from planner.cost.planned import cost_row, costs_of_stages, decide_reshard
 from planner.frozen_plan import Plan
-from planner.lengths import Held, of_length, plan_lengths
+from planner.lengths import KeptDecisions, of_length, plan_lengths
 from planner.mesh import Mesh
-from planner.model_owner import ModelOwner
+from planner.pause_gc import gc_paused
 from planner.pipeline.schedule import Schedule, build_schedule, check_schedule, fold_of
 from planner.pipeline.simulate import planned
 from planner.pipeline.zero_bubble import StageCosts
-from planner.rate_function import check_rate_function
+from planner.progress import shown_if_slow
 from planner.recipe import blocks_of, decide_cut, opened
 from planner.recompute.decide import decide_recompute
 from planner.regions.regions import decide_regions
 from planner.regions.static_memory import decide_slots
-from planner.saved.lowered import Lowered
-from planner.search.search import Progress, Result, search
-from planner.search.winner import check_before_capture, chosen, fits_not, planned_spec, spec_to_capture
+from planner.saved_plan.model import ModelOwner
+from planner.search.search import Progress, Result, check_devices, check_pins, search
+from planner.search.winner import chosen, fits_not, planned_spec, spec_to_capture
 from planner.sharding.shards import decide_shards
-from planner.slow_steps import shown_if_slow
 from planner.spec.cluster import shipped_names
+from planner.spec.learning_rate import check_rate_function
 from planner.spec.spec import Spec
 from planner.tables.build import tables_of
-from planner.tables.rows import Diagnostic
-from planner.undisturbed import undisturbed
-from planner.updates.rules import decide_rules
+from planner.tables.tables import Diagnostic
+from planner.trace.lowered import Lowered
+from planner.updates import decide_rules
 
 _MOST_PLANNED = 8  # layouts that are planned before the error that none fits
 
@@ -146,13 +144,10 @@ def _checked(
 @contextlib.contextmanager
 def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator[None]:
     """Errors name the lines of ``spec``; a Captured must still be of its model."""
-    try:
-        with undisturbed(), _on_cpu():
-            if isinstance(model, Captured):
-                model.check_model()
-            yield
-    except PlanError as error:
-        raise spec.locate(error) from error.__cause__
+    with spec.locating(), gc_paused(), _on_cpu():
+        if isinstance(model, Captured):
+            model.check_model()
+        yield
 
 
 def _earlier(spec: Spec) -> Earlier | None:
@@ -186,7 +181,7 @@ def _search(
         fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
         raise spec.error("mesh", "the mesh is auto, but the spec names no cluster, on which the search depends", fix)
     cluster = read_cluster(spec.cluster)
-    check_before_capture(spec, cluster)
+    check_pins(spec, check_devices(spec, cluster))  # before a model is captured
     start = time.perf_counter()
     progress("capturing the model", 0, 0)
     if example_inputs is None and isinstance(model, Captured):
@@ -227,44 +222,50 @@ def _decide(
     model: nn.Module | Captured,
     spec: Spec,
     example_inputs: Mapping[str, torch.Tensor] | None,
-    held: Held | None = None,
+    held: KeptDecisions | None = None,
     earlier: Earlier | None = None,
 ) -> Plan:
     """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided;
     ``earlier``: captures of the model at other lengths.
     """
     cluster = None if spec.cluster is None else read_cluster(spec.cluster)
-    mesh, on_gpu = _mesh(spec), cluster is not None and cluster.device.is_gpu
+    mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)
+    on_gpu = cluster is not None and cluster.device.is_gpu
     captured = _captured(model, spec, example_inputs, earlier)
     prepared = prepare(captured, spec, on_gpu=on_gpu)
     rules = decide_rules(spec.optimizer, prepared.program)
     of = opened(prepared.program, spec, mesh, cluster)
     blocks = blocks_of(of.program, spec)
     decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, rules=rules, cluster=cluster, held=held)
-    check_schedule(spec.pipeline.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
+    asked = spec.pipeline.schedule
+    if not isinstance(asked, Schedule):
+        check_schedule(asked, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
     with shown_if_slow("computing shards and collectives of each rank"):
         shards = decide_shards(spec, decisions)
         regions = decide_regions(spec.cuda_graphs, decisions, shards)
         lowered = Lowered(decisions, shards, regions)
-        recomputed = decide_recompute(spec.recompute, lowered)
-        compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), lowered, regions, recomputed)
-        costs = costs_of_stages(lowered, spec, spec.pipeline.schedule, recomputed, cluster)
+        lowered = replace(lowered, recomputed=decide_recompute(spec.recompute, lowered))
+        compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), lowered)
+        lowered = replace(lowered, pieces=compiled.pieces)
+        costs = costs_of_stages(lowered, spec, cluster)
         schedule = planned(_schedule(spec, mesh, costs), costs)
         slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
-        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, recomputed, compiled.pieces, cluster)
-        memory = memory_rows(lowered, schedule, slots, recomputed, compiled.pieces)
-        memory = on_device(memory, mesh, cluster, shards.buffers)
-        cost = cost_row(lowered, spec, schedule, recomputed, cluster)
+        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, cluster)
+        memory = on_device(memory_rows(lowered, schedule, slots), mesh, cluster, shards.buffers)
+        cost = cost_row(lowered, spec, schedule, cluster)
     with shown_if_slow("writing the plan's tables"):
         owner = ModelOwner(captured.given)
         tables = tables_of(
-            spec, lowered, schedule, sites, memory, regions, slots, recomputed, cost, cluster, compiled, owner.hub
-        )
-    return Plan.of(tables, decisions, lowered.shards, owner, regions, recomputed, compiled)
+            spec, lowered, schedule, compiled, sites=sites, slots=slots, memory=memory, cost=cost, cluster=cluster,
+            hub=owner.hub,
+        )  # fmt: skip
+    return Plan.of(tables, lowered, owner)
 
 
 def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
     asked = spec.pipeline
+    if isinstance(asked.schedule, Schedule):
+        return asked.schedule
     return build_schedule(asked.schedule, mesh.pp, spec.num_microbatches, mesh.vpp, asked.group_size, costs)
 
 
@@ -272,7 +273,3 @@ def _on_cpu() -> contextlib.AbstractContextManager[Any]:
     """The caller may be inside `with torch.device("meta")`; if not, no mode needs to watch each factory call."""
     is_cpu = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_cpu else torch.device("cpu")
-
-
-def _mesh(spec: Spec) -> Mesh:
-    return spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)

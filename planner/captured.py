@@ -19,27 +19,25 @@ from torch import Tensor, nn
 
 from passes.canonical.masks import simplify_masks
 from passes.canonical.norms import fuse_norms
+from passes.dropout import name_draws
 from passes.errors import PlanError
-from passes.partition.batch.fixed_lookups import check_fixed_lookups
-from passes.partition.batch.two_captures import wider
+from passes.lowering import NO_DOCUMENTS, Documents, find_documents
+from passes.partition.batch.align_exports import wider
+from passes.partition.batch.id_ranges import check_fixed_lookups
 from passes.partition.loss.shares import LossTerms, share_loss
-from passes.partition.options.table import has_rule
-from passes.program.copied import copied
-from passes.program.documents import NO_DOCUMENTS, Documents, find_documents
-from passes.program.program import Program
-from passes.rng.places import name_draws
-from planner.capture.again.earlier import Earlier
+from passes.partition.typings.table import has_rule
+from passes.program.program import Program, copied
 from planner.capture.export import capture
+from planner.capture.graphs_equal import refuse_another_forward
 from planner.capture.inferred_rules import infer_rules
-from planner.capture.kept.same_model import ModelState
-from planner.capture.model.compiled import uncompiled, unwrapped
-from planner.capture.own_loss.functions import loss_function
-from planner.capture.own_loss.with_loss import apply_loss
-from planner.capture.real_forward import refuse_another_forward
+from planner.capture.model.eager import uncompiled, unwrapped
+from planner.capture.model_fingerprint import ModelState
+from planner.capture.own_loss import apply_loss, loss_function
+from planner.capture.resized import Earlier
 from planner.documents import check_documents
 from planner.forms import Forms
 from planner.named_code import is_named
-from planner.slow_steps import shown_if_slow
+from planner.progress import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
@@ -60,7 +58,7 @@ class Captured:
     loss: str
     dtype: torch.dtype | None
     seconds: float
-    _example: dict[str, Tensor]
+    example: dict[str, Tensor]  # the inputs that it was captured with
     _programs: dict[int, Program]  # size of the batch in microbatches → its program, which is never rewritten
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
@@ -76,17 +74,12 @@ class Captured:
     @cached_property
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Batch key → shape of one microbatch [b, …] and dtype."""
-        return {name: (tuple(value.shape), value.dtype) for name, value in self._example.items()}
-
-    @property
-    def example(self) -> dict[str, Tensor]:
-        """The inputs that it was captured with."""
-        return self._example
+        return {name: (tuple(value.shape), value.dtype) for name, value in self.example.items()}
 
     @property
     def micro(self) -> int:
         """Sequences of the microbatch."""
-        return next(iter(self._example.values())).shape[0]
+        return next(iter(self.example.values())).shape[0]
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -94,26 +87,26 @@ class Captured:
         return tuple(self.micro * times for times in self._programs)
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{name} {_text(value)}" for name, value in self._example.items())
+        inputs = ", ".join(f"{name} {_text(value)}" for name, value in self.example.items())
         dtype = "" if self.dtype is None else f", as {_name(self.dtype)}"
         loss = "" if self.loss == AUTO else f", loss {self.loss}"
         return f"Captured({type(self.model).__name__} of {inputs}{dtype}{loss}, {self.seconds:.1f} s)"
 
     def example_for(self, spec: Spec) -> dict[str, Tensor] | None:
         """The inputs that it was captured with, if ``spec`` names none."""
-        return None if spec.inputs else self._example
+        return None if spec.inputs else self.example
 
     def program(self, times: int = 1) -> Program:
         """A copy of the captured program, of ``times`` as many sequences. Raises PlanError as capturing does."""
         if times not in self._programs:
             with shown_if_slow("capturing the model at another batch size"):
-                self._programs[times] = self._of(wider(self._example, times))
+                self._programs[times] = self._of(wider(self.example, times))
         return copied(self._programs[times])
 
     def program_at(self, inputs: Mapping[str, Tensor]) -> Program:
         """Of ``inputs`` of another length, or of its own if the model cannot be captured at them."""
         try:
-            return self.program() if inputs is self._example else self._of(inputs)
+            return self.program() if inputs is self.example else self._of(inputs)
         except PlanError:
             return self.program()
 
@@ -138,16 +131,16 @@ class Captured:
             raise PlanError(what, where="loss", fix="capture the model again")
         if self.dtype is None:  # weights may be others: the check that reads their values is made again
             module = apply_loss(self.model, self.loss, self.forms)[0]
-            refuse_another_forward(module, self._example, self._programs[1])
+            refuse_another_forward(module, self.example, self._programs[1])
 
     def check_spec(self, spec: Spec, inputs: Mapping[str, Tensor]) -> None:
         """Raise PlanError if ``spec``, with microbatches like ``inputs``, needs another capture."""
-        if list(inputs) != list(self._example):
-            asked, seen = ", ".join(inputs), ", ".join(self._example)
+        if list(inputs) != list(self.example):
+            asked, seen = ", ".join(inputs), ", ".join(self.example)
             raise PlanError(
                 f"the model was captured with inputs {seen}; the spec has {asked}", where="inputs", fix=_AGAIN
             )
-        for name, value in self._example.items():
+        for name, value in self.example.items():
             self._check_input(name, inputs[name], value)
         if spec.inputs and spec.forms != self.forms:
             what = "the model was captured with inputs of other values, or joined in another way"

@@ -12,19 +12,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from meshwright import __version__
 from passes.errors import PlanError
 from planner.command_group import App, Commands
 from planner.files.atomic import write_for_user
 from planner.files.text import reason, shorten
-from planner.pipeline.schedule import KINDS
+from planner.pipeline.schedule import CUSTOM, KINDS
+from planner.pipeline.simulate import format_schedule
+from planner.progress import shown_by
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
@@ -41,6 +47,20 @@ app = App(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Peft = Annotated[
+    Path | None,
+    typer.Option(
+        "--peft",
+        metavar="CONFIG|DIR",
+        help="Wrap MODEL by the package peft: an adapter_config.json, or a directory of saved adapters.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
+]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with mesh, batch, inputs and options.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -58,28 +78,13 @@ def options(
     """Options of no command."""
 
 
-MODEL_HELP = "[bold]package.module:callable[/], [bold]path/file.py:callable[/] or [bold]hf:DIR_OR_CONFIG.json[/]"
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-Peft = Annotated[
-    Path | None,
-    typer.Option(
-        "--peft",
-        metavar="CONFIG|DIR",
-        help="Wrap MODEL by the package peft: an adapter_config.json, or a directory of saved adapters.",
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
-]
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with mesh, batch, inputs and options.")]
-
-
 class PlanFormat(StrEnum):
     table = "table"
     json = "json"
     yaml = "yaml"
     html = "html"
     pt = "pt"
+    schedule = "schedule"
 
 
 class Format(StrEnum):
@@ -95,12 +100,9 @@ class ScheduleFormat(StrEnum):
 
 def show_plan(plan: Plan, *, full: bool = False) -> None:
     """The plan's tables on stdout: in colours and at its width in a terminal, as plain text elsewhere."""
-    from planner.report.text import print_plan
+    from planner.report.sections import sections
 
-    if sys.stdout.isatty():
-        print_plan(plan, full=full)
-    else:
-        write_text(plan.describe(full=full))
+    show_sections(sections(plan, full=full))
 
 
 def show_sections(parts: list[Section], output: Path | None = None) -> None:
@@ -126,7 +128,7 @@ def title_of(model: str, spec: Path) -> str:
 
 
 def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: str = "") -> str:
-    """The plan as text: tables for people (with ``full`` a row for every block), or JSON, YAML or HTML."""
+    """The plan as text: tables for people (``full``: a row for every block), JSON, YAML or HTML; or its schedule."""
     from planner.report.text import to_yaml
 
     match format:
@@ -140,6 +142,8 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
             return plan_page(plan, full=full, title=title)
         case PlanFormat.table:
             return plan.describe(full=full)
+        case PlanFormat.schedule:
+            return format_schedule(replace(plan.schedule.on(plan.mesh), kind=CUSTOM))
         case PlanFormat.pt:
             raise AssertionError("a plan that runs is a file, not text")
 
@@ -165,14 +169,13 @@ def search_command(
 ) -> None:
     """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
     from planner.api import find_layouts
-    from planner.capture.model.reference import load_model
-    from planner.capture.model.with_adapters import named
-    from planner.search.progress import shown_progress
-    from planner.search.table import result_sections, result_to_dict
-    from planner.search.winner import chosen, winner_text
+    from planner.capture.model.reference import load_model, named
+    from planner.cli import shown_progress
+    from planner.search.winner import chosen, result_sections, result_to_dict, winner_text
     from planner.spec.spec import Spec
 
-    if best is None and _names_a_spec(output, format):
+    names_a_spec = output is not None and output.suffix in (".yaml", ".yml")  # a table is no YAML
+    if best is None and format is Format.table and names_a_spec:
         best, output = output, None
     asked = Spec.load(spec)
     if devices is not None:
@@ -185,11 +188,6 @@ def search_command(
         show_sections(result_sections(result), output)
     else:
         write_text(json.dumps(result_to_dict(result), indent=2), output)
-
-
-def _names_a_spec(output: Path | None, format: Format) -> bool:
-    """``-o best.yaml``: a table is no YAML, so that the file can only be meant for the spec."""
-    return output is not None and format is Format.table and output.suffix in (".yaml", ".yml")
 
 
 @app.command("groups", epilog="Example: meshwright groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4")
@@ -224,7 +222,10 @@ def groups_command(
 def _groups_section(kind: str, groups: dict[str, list[list[int]]], world_size: int) -> Section:
     from planner.report.section import Section
 
-    rows = [(_axis_name(axes, kind), str(len(of)), "  ".join(map(_ranks, of))) for axes, of in groups.items()]
+    rows = [
+        (_axis_name(axes, kind), str(len(of)), "  ".join(str(ranks).replace(" ", "") for ranks in of))
+        for axes, of in groups.items()
+    ]
     title = f"{kind} groups of {world_size} ranks"
     return Section(title, ("axis", "groups", "ranks"), tuple(rows), right=frozenset({"groups"}))
 
@@ -233,10 +234,6 @@ def _axis_name(token: str, kind: str) -> str:
     """``tp`` of the experts is etp, their ``dp`` edp: in JSON the generator's own names stay."""
     names = {"tp": "etp", "dp": "edp"} if kind == "expert" else {}
     return "-".join(names.get(axis, axis) for axis in token.split("-"))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"[{','.join(map(str, ranks))}]"
 
 
 @app.command("schedule", epilog="Example: meshwright schedule --pp 4 --microbatches 8 --kind 1f1b")
@@ -252,8 +249,7 @@ def schedule_command(
     """Print the order of forwards and backwards on each pipeline rank, and the bubble."""
     from planner.pipeline.schedule import build_schedule
     from planner.pipeline.simulate import simulate
-    from planner.report.schedule import schedule_text, schedule_to_dict
-    from planner.report.timeline import schedule_svg
+    from planner.report.schedule import schedule_svg, schedule_text, schedule_to_dict
 
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)
@@ -276,7 +272,7 @@ def schema_command(
     [bold]# yaml-language-server: $schema=spec.schema.json[/]
     """
     from planner.cluster.cluster import Cluster
-    from planner.spec.schema import json_schema
+    from planner.spec.fields import json_schema
     from planner.spec.spec import Spec
 
     schema = json_schema(Cluster, "A meshwright cluster file") if cluster else json_schema(Spec)
@@ -303,3 +299,19 @@ def write_text(text: str | Iterable[str], path: Path | None = None, option: str 
         write_for_user(path, text)
     except OSError as error:
         raise PlanError(f"cannot write {path}: {error.strerror}", where=option, fix="give a writable file") from error
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that gets the current work, the number of finished items, and their total (0: unknown)."""
+    console = Console(stderr=True)
+    if not (sys.stderr.isatty() and console.is_terminal):
+        yield lambda what, done, total: None
+        return
+    with console.status("searching") as status, shown_by(lambda line: status.update(escape(line))):
+
+        def show(what: str, done: int, total: int) -> None:
+            count = f" {done} of {total}" if total else f" {done}" if done else ""
+            status.update(escape(f"{what}{count}"))
+
+        yield show

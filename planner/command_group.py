@@ -18,7 +18,18 @@ _OF_FILES = (EMFILE, ENFILE, ENOSPC, EFBIG, EDQUOT, EIO, EROFS, ENOENT)  # of th
 PROCESS = "process"  # the object of a context: the command is all that this process does
 
 
-class Commands(TyperGroup):
+class _PlainFlags:
+    """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
+
+class Commands(_PlainFlags, TyperGroup):
     """A group of commands in which bad input ends with one message and exit code 2, never with a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -36,9 +47,6 @@ class Commands(TyperGroup):
         """``plan`` first: all begins with it."""
         return sorted(super().list_commands(ctx), key=lambda name: name != "plan")
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_take_no_value(super().get_params(ctx))
-
 
 @contextmanager
 def _file_errors() -> Iterator[None]:
@@ -53,11 +61,8 @@ def _file_errors() -> Iterator[None]:
         raise PlanError(reason(error), where=shorten(error.filename or "this process"), fix=fix) from error
 
 
-class Command(TyperCommand):
+class Command(_PlainFlags, TyperCommand):
     """A command with a help text that shows flags as flags."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _flags_take_no_value(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         """An error at an argument of a function is one at the option that gave it: ``top_p`` → ``--top-p``."""
@@ -68,14 +73,6 @@ class Command(TyperCommand):
             options = (p.opts[0] for p in self.params if p.name in (name, name.removesuffix("s")) and p.name)
             error.where = next((option for option in options if option.startswith("--")), error.where)
             raise
-
-
-def _flags_take_no_value(params: list[Any]) -> list[Any]:
-    """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-    return params
 
 
 class App(typer.Typer):

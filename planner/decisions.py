@@ -14,19 +14,17 @@ from torch import fx
 
 from passes.blocks.blocks import Block, Blocks
 from passes.lowering import Lowering
-from passes.moe.layers import Experts
-from passes.moe.parts import ExpertPart, expert_parts, resting
+from passes.moe.layers import ExpertPart, Experts, expert_parts, resting
 from passes.partition.batch.id_ranges import IdRange, id_ranges
-from passes.partition.loss.ignored_labels import ignored_labels
+from passes.partition.loss.counts import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored
 from passes.partition.loss.shares import LossTerms
-from passes.partition.placements import Placements
 from passes.partition.sequence.facts import Context
-from passes.program.program import Program
-from passes.program.roles import parameter_roles
-from passes.program.stages import StageAssignment
+from passes.partition.type_changes import Placements
+from passes.program.matrices import parameter_roles
+from passes.program.program import Program, StageAssignment
 from planner.mesh import Mesh
-from planner.updates.rules import UpdateRules
+from planner.updates import UpdateRules
 
 
 @dataclass(frozen=True)

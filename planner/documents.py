@@ -15,13 +15,13 @@ from torch import Tensor, fx, nn
 from passes.errors import PlanError
 from passes.moe.find import find_experts
 from passes.partition.sequence.crossing import crossing
-from passes.partition.sequence.refusals import op
+from passes.partition.sequence.facts import op
 from passes.program.ops.aten import aten
 from passes.program.ops.groups import ATTENTION
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
-from planner.spec.roles import TELLING, role_of
+from planner.spec.inputs import TELLING, role_of
 
 SHORT = 272  # tokens: attention over them takes milliseconds, and few models have a width of as many
 LABELS = ("labels", "next_tokens", "attention_mask")

@@ -28,12 +28,6 @@ def rank_of(stage: int, pp: int, fold: Fold) -> int:
     return _turned(stage % pp, stage // pp, pp, fold)
 
 
-def chunk_of(stage: int, pp: int, fold: Fold) -> int:
-    """Which chunk of its rank ``stage`` is: its row, however the rows are folded."""
-    del fold
-    return stage // pp
-
-
 def stages_of(rank: int, pp: int, num_stages: int, fold: Fold) -> tuple[int, ...]:
     """The stages of pp rank ``rank``, chunk by chunk."""
     return tuple(stage_of(rank, chunk, pp, fold) for chunk in range(-(-num_stages // pp)))

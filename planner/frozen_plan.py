@@ -13,26 +13,23 @@ from torch import nn
 
 from meshwright import __version__
 from passes.errors import PlanError
-from passes.pieces import CompiledPiece, Piece
-from passes.regions import Region
+from passes.pieces import CompiledPiece, Piece, Region
 from planner.capture.model.hub_format import HubFormat
-from planner.compiled.pieces import Compiled
 from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
-from planner.files.json_text import read_json
-from planner.files.text import MIB, shorten
+from planner.files.text import MIB, read_json, shorten
 from planner.mesh import SIZES
-from planner.model_owner import ModelOwner
 from planner.named_code import is_named
 from planner.report.text import to_text as describe
+from planner.saved_plan.model import ModelOwner
+from planner.saved_plan.plan_file import PARTS, SUFFIX, Stored, read, write
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
-from planner.stored.plan_file import PARTS, SUFFIX, Stored, read, write
-from planner.tables.codec import decode, to_text
-from planner.tables.tables import VERSION, Tables
+from planner.tables.tables import VERSION, Tables, decode, to_text
 
 if TYPE_CHECKING:
-    from planner.cost.evaluation import EvaluationMemory
+    from planner.cost.memory import MemoryRow
+    from planner.trace.lowered import Lowered
 
 _BY = "meshwright"  # in a saved plan: the version that wrote it
 _AGAIN = "save the plan again with this version"
@@ -50,7 +47,7 @@ class Plan(Tables):
     ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them. ``shorter``: the
     plans of the other lengths, if there are several.
     A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
-    ``.pt`` has them, and runs without the model's code (planner.stored).
+    ``.pt`` has them, and runs without the model's code (planner.saved_plan).
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
@@ -63,19 +60,10 @@ class Plan(Tables):
     shorter: tuple[Plan, ...] = field(default=(), compare=False, repr=False)
 
     @staticmethod
-    def of(
-        tables: Tables,
-        decisions: Decisions | None = None,
-        shards: Shards | None = None,
-        owner: ModelOwner | None = None,
-        regions: tuple[Region, ...] = (),
-        recomputed: tuple[Piece, ...] = (),
-        compiled: Compiled | None = None,
-    ) -> Plan:
+    def of(tables: Tables, lowered: Lowered | None = None, owner: ModelOwner | None = None) -> Plan:
         rows = {f.name: getattr(tables, f.name) for f in fields(Tables)}
-        found = {"decisions": decisions, "shards": shards, "owner": owner, "regions": regions}
-        found["recomputed"], found["pieces"] = recomputed, () if compiled is None else compiled.pieces
-        return Plan(**rows, **found)
+        names = ("decisions", "shards", "regions", "recomputed", "pieces") if lowered is not None else ()
+        return Plan(**rows, **{name: getattr(lowered, name) for name in names}, owner=owner)
 
     @property
     def of_all_lengths(self) -> tuple[Plan, ...]:
@@ -96,6 +84,12 @@ class Plan(Tables):
             raise PlanError("a plan loaded from JSON does not run", fix="plan the model again, or save the plan as .pt")
         return self.decisions, self.shards
 
+    def lowered(self) -> Lowered:
+        """Its stages, to trace and count. Raises PlanError for a plan loaded from JSON."""
+        from planner.trace.lowered import Lowered
+
+        return Lowered(*self.to_run(), self.regions, self.recomputed, self.pieces)
+
     @property
     def model(self) -> nn.Module | None:
         """The user's model, while someone keeps it alive."""
@@ -113,19 +107,16 @@ class Plan(Tables):
         if self.flops is not None:
             return self.flops
         from planner.cost.planned import step_flops  # a rank with a saved plan counts nothing
-        from planner.saved.lowered import Lowered
 
-        spec = Spec.load({**self.spec, "cluster": None})
-        return step_flops(Lowered(*self.to_run(), self.regions), spec, self.schedule, self.recomputed)
+        return step_flops(self.lowered(), Spec.load({**self.spec, "cluster": None}), self.schedule)
 
-    def evaluation_memory(self) -> tuple[EvaluationMemory, ...]:
+    def evaluation_memory(self) -> tuple[MemoryRow, ...]:
         """Bytes on one rank of each pipeline rank under ``Engine(plan, mode="evaluate")``: parameters, and one
         microbatch. ``memory`` has those of training. Raises PlanError for a plan loaded from JSON.
         """
         from planner.cost.evaluation import evaluation_memory  # a rank with a saved plan forecasts nothing
-        from planner.saved.lowered import Lowered
 
-        return evaluation_memory(Lowered(*self.to_run(), self.regions), self.schedule, self.recomputed)
+        return evaluation_memory(self.lowered(), self.schedule)
 
     def __repr__(self) -> str:
         """One line: axes of more than one rank, stages, schedule, parameters."""
@@ -177,7 +168,10 @@ class Plan(Tables):
         if str(path).endswith(SUFFIX):
             stored = read(Path(path))
             try:
-                *shorter, longest = map(_of_stored, stored)
+                *shorter, longest = (
+                    replace(Plan.from_dict(s.tables), decisions=s.decisions, shards=s.shards, owner=s.owner, **s.parts)
+                    for s in stored
+                )
                 longest.check_functions(own_functions)
             except PlanError as error:
                 raise PlanError(error.what, where=shorten(path), fix=error.fix) from None
@@ -223,8 +217,3 @@ def check_length(length: int, known: Sequence[int]) -> None:
     if length not in known:
         told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
         raise PlanError(f"the plan has no length {length}: {told}", where="--length", fix="name one of its lengths")
-
-
-def _of_stored(stored: Stored) -> Plan:
-    found = Plan.from_dict(stored.tables)
-    return replace(found, decisions=stored.decisions, shards=stored.shards, owner=stored.owner, **stored.parts)

@@ -6,40 +6,39 @@ All else follows the length: values and messages, what is freed, schedules, grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from passes.errors import PlanError
-from passes.partition.sequence.refusals import Undivided
+from passes.partition.sequence.facts import Undivided
 from passes.types.types import Placement
-from planner.cost.memory import MemoryRow
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
-from planner.tables.rows import LengthPlan
+from planner.tables.tables import LengthPlan
 
 
 @dataclass(frozen=True)
-class Held:
+class KeptDecisions:
     """What other lengths take over: the type of each parameter, by name, and the blocks of each stage."""
 
     placements: Mapping[str, Placement]
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(decisions: Decisions) -> Held:
+    def of(decisions: Decisions) -> KeptDecisions:
         program, placements = decisions.program, decisions.placements
         found = {fqn: placements.of(program.node(name)) for name, fqn in program.parameters.items()}
-        return Held(found, tuple(map(len, decisions.stages.blocks_of_stage)))
+        return KeptDecisions(found, tuple(map(len, decisions.stages.blocks_of_stage)))
 
 
-def plan_lengths(spec: Spec, longest: Plan, decide: Callable[[Spec, Held], Plan]) -> Plan:
+def plan_lengths(spec: Spec, longest: Plan, decide: Callable[[Spec, KeptDecisions], Plan]) -> Plan:
     """``longest`` with the plans of the other lengths of ``spec``. Raises PlanError, with the length, if one has none.
 
     ``decide``: the plan of a spec of one length that takes something over.
     """
-    held, shorter = Held.of(longest.to_run()[0]), list[Plan]()
+    held, shorter = KeptDecisions.of(longest.to_run()[0]), list[Plan]()
     chosen = Spec.load({**longest.spec, "cluster": None}).model_copy(update={"cluster": spec.cluster})
     for place, length in enumerate(spec.lengths[:-1]):
         try:
@@ -52,7 +51,9 @@ def plan_lengths(spec: Spec, longest: Plan, decide: Callable[[Spec, Held], Plan]
         shorter.append(found)
     plans = [*shorter, longest]
     rows = tuple(_row(length, found) for length, found in zip(spec.lengths, plans, strict=True))
-    return replace(longest, shorter=tuple(shorter), lengths=rows, memory=_greatest([p.memory for p in plans]))
+    of_ranks = zip(*(plan.memory for plan in plans), strict=True)
+    most = tuple(max(of_rank, key=lambda row: row.total) for of_rank in of_ranks)
+    return replace(longest, shorter=tuple(shorter), lengths=rows, memory=most)
 
 
 def of_length(error: PlanError, spec: Spec, length: int) -> PlanError:
@@ -100,8 +101,3 @@ def _row(length: int, found: Plan) -> LengthPlan:
         seconds=None if found.cost is None else found.cost.step_seconds,
         decisions=found.hash(),
     )
-
-
-def _greatest(of_plans: Sequence[tuple[MemoryRow, ...]]) -> tuple[MemoryRow, ...]:
-    """Of each pp rank the row with the most bytes."""
-    return tuple(max(rows, key=lambda row: row.total) for rows in zip(*of_plans, strict=True))

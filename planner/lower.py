@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from passes.base import LowerContext, Pass
-from passes.difference import Differences
+from passes.base import LowerContext, Pass, RankProgram, StageModule
 from passes.errors import PlanError
-from passes.extract import extract
-from passes.lower import (
-    KEEPING,
-    KEEPING_NEXT_ROWS,
-    LOG_PROBS,
-    NEXT_ROWS,
-    ONE_ROW,
-    PASSES,
-    SCORING,
-    lower_stage,
-    lower_stage_again,
-    run_passes,
-)
-from passes.ops.global_sums import GlobalSums
-from passes.ops.load import ExpertLoad
-from passes.parameters import LocalParameter
+from passes.keep_rows import KEPT
+from passes.loss_head import WANTED
+from passes.lower import ONE_ROW, PASSES, Differences, extract, finish, run_passes, with_head
+from passes.ops.counts import ExpertLoad, GlobalSums
+from passes.ops.kept_rows import KeptRows
+from passes.ops.loss_head import ROW, Wanted
+from passes.partition.sequence.versions import OneRow, one_row
 from passes.peephole import place
-from passes.program.program import Program
-from passes.stage_module import RankProgram, StageModule
+from passes.program.ops.aten import shape_of
+from passes.program.program import BoundaryPlan, Program
 from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
-from planner.exchanges.one_row import at_one_position, one_row_of
-from planner.exchanges.scores import check_scored
+from planner.exchanges.collectives import check_scored
 from planner.frozen_plan import Plan
-from planner.saved.lowered import context_at
+from planner.sharding.buffers import homes_of_ops
 from planner.sharding.parameters import local_parameter
-from planner.sharding.visits import homes_of_ops
+from planner.trace.lowered import context_at
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
@@ -54,11 +44,9 @@ def lower_again(plan: Plan, rank: int, first: RankProgram, of: Plan, device: tor
     """``plan`` for ``rank``, with the handles of ``first``: the program of another length's plan ``of``, which has the
     same weights. Parameters and buffers are on meta, for those of ``first`` to take their place."""
     context, indices = context_of(plan, rank, torch.device(device), thorough=False)
-    handles = {"tp": first.axes["tp"], "data": first.axes[context.data.name], "random": first.random}
-    handles |= {"gate": first.gate or context.gate, "weight_gradients": first.weight_gradients}
-    sums = None if context.sums is None else GlobalSums(handles["data"], context.sums.num_microbatches)
-    axes = {name: first.axes[name] for name in context.axes}
-    return _rank_program(plan, replace(context, **handles, axes=axes, sums=sums), indices, _counted_by(first, of))
+    shared = _with_handles(context, first)
+    sums = None if context.sums is None else GlobalSums(shared.data, context.sums.num_microbatches)
+    return _rank_program(plan, replace(shared, load=context.load, sums=sums), indices, _counted_by(first, of))
 
 
 def _counted_by(first: RankProgram, plan: Plan) -> dict[str, torch.Tensor]:
@@ -72,11 +60,8 @@ def _counted_by(first: RankProgram, plan: Plan) -> dict[str, torch.Tensor]:
 def _rank_program(
     plan: Plan, context: LowerContext, indices: tuple[int, ...], counted: Mapping[str, torch.Tensor] | None = None
 ) -> RankProgram:
-    decisions, shards = plan.to_run()
-    modules = []
-    for chunk, index in enumerate(indices):
-        borders = shards.received(index), shards.sent(index)
-        modules.append(lower_stage(context, index, chunk, _local(decisions, context, index), borders))
+    decisions, _ = plan.to_run()
+    modules = [_stage(plan, context, index, chunk) for chunk, index in enumerate(indices)]
     counts = decisions.terms.counts
     if counts is not None:
         root = _constants_of(plan, counts, counted or {})
@@ -117,93 +102,74 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
     return context, plan.mesh.stages_of(here["pp"])
 
 
-def _local(decisions: Decisions, context: LowerContext, stage: int) -> Callable[[str], LocalParameter]:
-    return lambda name: local_parameter(decisions, decisions.program.node(name), stage, context.place)
+def _stage(
+    plan: Plan, context: LowerContext, index: int, chunk: int, passes: tuple[Pass, ...] | None = None
+) -> StageModule:
+    """One stage through ``passes``; through all if none are given."""
+    decisions, shards = plan.to_run()
+    borders = shards.received(index), shards.sent(index)
+    if context.one_row is not None and passes is ONE_ROW:
+        received, sent = (at_one_position(decisions.program, context.one_row, border) for border in borders)
+        borders = received, sent
+    stage = extract(context, index)
+    run_passes(stage, context, passes)
+    return finish(
+        context,
+        stage,
+        chunk,
+        lambda name: local_parameter(decisions, decisions.program.node(name), index, context.place),
+        borders,
+    )
 
 
-def lower_next_rows(
-    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
+def lower_with_head(
+    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu", *, want: str
 ) -> StageModule | None:
-    """The stage of the loss as it returns the logits of one position of each sequence too; as ``lower_scoring``."""
-    return lower_scoring(plan, rank, program, device, NEXT_ROWS)
-
-
-def lower_scoring(
-    plan: Plan,
-    rank: int,
-    program: RankProgram,
-    device: torch.device | str = "cpu",
-    passes: tuple[Pass, ...] = SCORING,
-) -> StageModule | None:
-    """The stage of the loss as it returns scores of labels too; None on a rank that does not run it.
+    """The stage of the loss as it returns ``want`` (passes.ops.loss_head) too: scores of labels, the logits of one
+    position of each sequence; or log-probabilities in place of the loss, to train with one outside the model. None on a
+    rank that does not run it.
 
     It shares the handles of ``program``, the training program of ``rank``; parameters and buffers are on meta. Raises
     PlanError, on every rank, if the loss gives no label a probability.
     """
-    return _loss_stage_again(plan, rank, program, device, passes)
-
-
-def lower_for_loss_outside(
-    plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
-) -> StageModule | None:
-    """The stage of the loss for training with a loss outside the model: it returns log-probabilities of labels in place
-    of the loss; None on a rank that does not run it.
-
-    It shares the handles of ``program``, as ``lower_scoring`` does. Raises PlanError, on every rank, if the loss gives
-    no label a probability.
-    """
-    return _loss_stage_again(plan, rank, program, device, LOG_PROBS)
-
-
-def _loss_stage_again(
-    plan: Plan,
-    rank: int,
-    program: RankProgram,
-    device: torch.device | str,
-    passes: tuple[Pass, ...],
-) -> StageModule | None:
-    decisions, shards = plan.to_run()
-    check_scored(decisions)
+    check_scored(plan.to_run()[0])
     trained = next((stage for stage in program.stages if stage.has_loss), None)
     if trained is None:
         return None
     context = _context_again(plan, rank, program, device)
-    borders = shards.received(trained.index), shards.sent(trained.index)
-    return lower_stage_again(context, trained, _local(decisions, context, trained.index), borders, passes)
+    return _stage(plan, context, trained.index, trained.chunk, with_head(PASSES, want))
 
 
 def lower_kept_rows(
     plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
 ) -> tuple[list[StageModule], list[StageModule], float]:
     """The stages of ``rank`` as they keep rows of all positions, and as they compute one position; they share what
-    ``lower_scoring`` shares. Last the eps of the least precise dtype of the logits.
+    ``lower_with_head`` shares. Last the eps of the least precise dtype of the logits.
 
     Raises PlanError, with the op and its line, if one position needs more than kept rows. Other ranks may not raise it.
     """
-    decisions, shards = plan.to_run()
+    decisions, _ = plan.to_run()
     check_scored(decisions)
     rows = one_row_of(decisions)
     context = replace(_context_again(plan, rank, program, device), one_row=rows)
     keeping, alone = [], []
     for stage in program.stages:
-        local, borders = (
-            _local(decisions, context, stage.index),
-            (shards.received(stage.index), shards.sent(stage.index)),
-        )
-        passes = KEEPING_NEXT_ROWS if stage.has_loss else KEEPING
-        keeping.append(lower_stage_again(context, stage, local, borders, passes))
-        received, sent = (at_one_position(decisions.program, rows, each) for each in borders)
-        alone.append(lower_stage_again(context, stage, local, (received, sent), ONE_ROW))
+        passes = with_head(PASSES, ROW if stage.has_loss else "", keeps=True)
+        keeping.append(_stage(plan, context, stage.index, stage.chunk, passes))
+        alone.append(_stage(plan, context, stage.index, stage.chunk, ONE_ROW))
     return keeping, alone, rows.precision
 
 
 def _context_again(plan: Plan, rank: int, program: RankProgram, device: torch.device | str) -> LowerContext:
     """The context of ``rank``, with the handles of ``program``."""
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
+    return replace(_with_handles(context, program), load=program.load or context.load, sums=program.sums)
+
+
+def _with_handles(context: LowerContext, program: RankProgram) -> LowerContext:
     handles = {"tp": program.axes["tp"], "data": program.axes[context.data.name], "random": program.random}
     handles |= {"gate": program.gate or context.gate, "weight_gradients": program.weight_gradients}
-    axes = {name: program.axes[name] for name in context.axes}
-    return replace(context, **handles, axes=axes, load=program.load or context.load, sums=program.sums)
+    return replace(context, **handles, axes={name: program.axes[name] for name in context.axes})
 
 
 def check_stages(plan: Plan) -> None:
@@ -265,3 +231,81 @@ def _with_constants(program: Program, module: fx.GraphModule) -> fx.Graph:
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
     return graph
+
+
+FIX = "nothing: every token runs the whole forward"
+
+
+def one_row_of(decisions: Decisions) -> OneRow:
+    """Raises PlanError, with the op and its line, if one position needs more than kept rows of earlier ones."""
+    mesh = decisions.mesh
+    if mesh.cp > 1:
+        raise PlanError("the sequence is sharded over cp", where="mesh.cp", fix=FIX)
+    if mesh.has_expert_axes:
+        raise PlanError("rows of experts go to other ranks, over ep or etp", where="mesh.ep", fix=FIX)
+    if decisions.lowering.documents.attentions:
+        raise PlanError("attention is within documents", where="packing", fix=FIX)
+    return one_row(decisions.program, decisions.scored)
+
+
+def at_one_position(program: Program, rows: OneRow, borders: Iterable[BoundaryPlan]) -> tuple[BoundaryPlan, ...]:
+    """The values that the logits need, of the shapes that one position has."""
+    found = []
+    for border in borders:
+        node = program.node(border.name)
+        if node not in rows.needed:
+            continue
+        shape, size = _at_one(rows, border.shape, node), prod(border.shape)
+        found.append(replace(border, shape=shape, bytes=border.bytes * prod(shape) // size if size else 0))
+    return tuple(found)
+
+
+def _at_one(rows: OneRow, shape: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
+    cut = rows.types.of(node)
+    whole = shape_of(node)
+    return tuple(whole[d] // rows.length if cut.is_sharded and d == cut.dim else n for d, n in enumerate(shape))
+
+
+# ---- the forward of one position: no part of a plan, only ``Engine.generate`` runs it, for each position once
+
+
+def kept_bytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes of keys and values that a rank of each pp rank keeps while ``Engine.generate`` runs. Raises PlanError, with
+    the op and its line, if they cannot be kept.
+    """
+    return tuple(kept.num_bytes * plan.schedule.num_microbatches for kept, _ in one_position(plan))
+
+
+def one_position(plan: Plan) -> Iterator[tuple[KeptRows, RankProgram]]:
+    """Of each pp rank the buffers of a microbatch, and its program: its axes have counted the messages of a position,
+    and no others.
+    """
+    decisions, _ = plan.to_run()
+    for pp in range(plan.mesh.pp):
+        rank = plan.mesh.rank_of(pp=pp)
+        program = lower(plan, rank, "meta")
+        keeping, alone, _ = lower_kept_rows(plan, rank, program, "meta")
+        program.random.training = False  # no dropout: nothing is drawn
+        kept = KeptRows(program.random)
+        for stages in (keeping, alone):
+            for axis in program.axes.values():
+                axis.counts.clear()
+                axis.bytes.clear()
+            for stage in stages:
+                setattr(stage.module, KEPT, kept)
+                stage.module(*_inputs(stage, decisions))
+        yield kept, program
+
+
+def _inputs(stage: StageModule, decisions: Decisions) -> list[torch.Tensor]:
+    """Tensors without values, as a microbatch has them."""
+    program, made = decisions.program, []
+    if hasattr(stage.module, WANTED):
+        wanted: Wanted = getattr(stage.module, WANTED)
+        (labels,) = (n for n, key in program.inputs.items() if key == decisions.scored.key)
+        wanted.places = torch.empty(1, len(program.node(labels).meta["val"]), dtype=torch.int64, device="meta")
+    for border in stage.receives:
+        made.append(torch.empty(border.shape, dtype=getattr(torch, border.dtype), device="meta"))
+    of_keys = {key: program.node(name).meta["val"] for name, key in program.inputs.items()}
+    made += [torch.empty_like(of_keys[key], device="meta") for key in stage.inputs]
+    return made + [torch.empty((), dtype=torch.float64, device="meta") for _ in stage.denominators]

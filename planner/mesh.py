@@ -114,7 +114,7 @@ class Mesh:
 
     def chunk_of(self, stage: int) -> int:
         """Which chunk of its pp rank ``stage`` is."""
-        return folds.chunk_of(stage, self.pp, self.fold)
+        return stage // self.pp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pp rank, chunk by chunk."""
@@ -144,7 +144,7 @@ class Mesh:
 
         If cp > 1, also its place among the ranks of "dp-cp".
         """
-        expert = self.expert_coordinate(rank)
+        expert = self.expert.coordinate(rank)
         place = {**self.coordinate(rank), "etp": expert["tp"], "ep": expert["ep"], "edp": expert["dp"]}
         place |= {"dp-cp": self.dense.index_in("dp-cp", rank)} if self.cp > 1 else {}
         if self.replica > 1:
@@ -160,10 +160,6 @@ class Mesh:
         """``rank``'s place on each dense axis: {"tp", "cp", "dp", "pp"}."""
         return self.dense.coordinate(rank)
 
-    def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """``rank``'s place on each expert axis: {"tp" (etp), "ep", "dp" (edp), "pp"}."""
-        return self.expert.coordinate(rank)
-
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at a dense coordinate."""
         return self.dense.rank_of({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
@@ -172,10 +168,6 @@ class Mesh:
         """All groups over the dense axes that ``token`` names, such as ``tp`` or ``dp-cp``."""
         return self.dense.groups(token)
 
-    def expert_groups(self, token: str) -> list[list[int]]:
-        """All groups over the expert axes that ``token`` names; there ``tp`` is etp and ``dp`` is edp."""
-        return self.expert.groups(token)
-
     def groups_over(self, axis: str) -> list[list[int]]:
         """All groups over one or several axes by their names in a plan, such as ``tp-dp`` or ``etp-edp``."""
         axis = axis.removesuffix(OF_WEIGHTS)
@@ -183,17 +175,13 @@ class Mesh:
             return [part for ranks in self.groups(self.data_axis) for part in self.parts_of(axis, ranks)]
         if "e" not in axis:
             return self.groups(axis)
-        return self.expert_groups(axis.replace("etp", "tp").replace("edp", "dp"))
+        return self.expert.groups(axis.replace("etp", "tp").replace("edp", "dp"))
 
     def parts_of(self, axis: str, ranks: list[int]) -> list[list[int]]:
         """``ranks`` of the data axis, in its parts within which parameters are in shards, or with equal shards."""
         if axis == SHARD:
             return [ranks[first : first + self.shard] for first in range(0, len(ranks), self.shard)]
         return [ranks[first :: self.shard] for first in range(self.shard)]
-
-    def group_of(self, token: str, rank: int) -> list[int]:
-        """The dense group of ``token`` that holds ``rank``."""
-        return self.dense.group_of(token, rank)
 
 
 def all_groups(mesh: Mesh) -> dict[str, dict[str, list[list[int]]]]:

@@ -22,16 +22,15 @@ from planner.captured import Prepared
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import nodes_of_experts
 from planner.decisions import Decisions
-from planner.lengths import Held
+from planner.lengths import KeptDecisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
-from planner.placement.attention.sites import AttentionSite, attention_sites, check_attention
-from planner.placement.decide import decide_placements
-from planner.placement.overrides.kinds import kinds_by_override
-from planner.placement.uncut import check_something_is_cut
-from planner.slow_steps import shown_if_slow
+from planner.placement.attention import AttentionSite, attention_sites, check_attention, check_something_is_cut
+from planner.placement.decide import typing_problem
+from planner.placement.overrides import kinds_by_override
+from planner.progress import shown_if_slow
 from planner.spec.spec import Spec
-from planner.updates.rules import UpdateRules
+from planner.updates import UpdateRules
 
 
 class Opened(NamedTuple):
@@ -70,21 +69,13 @@ def decide_cut(
     *,
     rules: UpdateRules,
     cluster: Cluster | None,
-    held: Held | None = None,
+    held: KeptDecisions | None = None,
 ) -> tuple[Decisions, tuple[AttentionSite, ...]]:
     """``held``: what the plan of another length has decided. Raises PlanError, for a tp that cuts nothing too."""
     program, asked = of.program, spec.tensor_parallel
     with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
-        placements = decide_placements(
-            program,
-            blocks,
-            mesh.tp,
-            dict(asked.overrides),
-            sequence_parallel=asked.sequence_parallel is True,
-            vocabulary_multiple=asked.vocabulary_multiple,
-            etp=mesh.etp,
-            held=None if held is None else held.placements,
-        )
+        held_types = None if held is None else held.placements
+        placements = typing_problem(program, blocks, mesh.tp, **asked.typing(), etp=mesh.etp, held=held_types).decided()
     sites = attention_sites(program, blocks, placements)
     check_attention(program, placements, sites)
     check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)

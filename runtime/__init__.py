@@ -9,12 +9,12 @@ from meshwright.shadow import refuse_shadows
 refuse_shadows()
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine
+    from runtime.engine.engine import Engine
     from runtime.report.step_report import StepReport
 
 __all__ = ["Engine", "StepReport"]
 
-_HOMES = {"Engine": "runtime.engine", "StepReport": "runtime.report.step_report"}
+_HOMES = {"Engine": "runtime.engine.engine", "StepReport": "runtime.report.step_report"}
 
 
 def __getattr__(name: str) -> Any:

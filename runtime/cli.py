@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import (
+    Format,
     Model,
     Output,
     Peft,
@@ -24,7 +24,8 @@ from planner.cli import (
     title_of,
     write_text,
 )
-from planner.command_group import PROCESS
+from planner.command_group import BAD_INPUT, PROCESS
+from planner.files.text import printable
 from runtime.commands import (
     calibrate,
     checkpoint,
@@ -40,11 +41,6 @@ from runtime.commands import (
 )
 
 CHECK_FAILED = 1
-
-
-class MemoryFormat(StrEnum):
-    table = "table"
-    json = "json"
 
 
 @app.command(
@@ -77,8 +73,7 @@ def plan_command(
 ) -> None:
     """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
     from planner import plan
-    from planner.capture.model.reference import load_model
-    from planner.capture.model.with_adapters import named
+    from planner.capture.model.reference import load_model, named
     from planner.frozen_plan import check_length
     from planner.spec.spec import Spec
 
@@ -144,7 +139,7 @@ def verify_command(
 
     Starts the local processes itself.
     """
-    from planner.capture.model.with_adapters import named
+    from planner.capture.model.reference import named
     from runtime.verify.run import verify
 
     report = verify(
@@ -162,7 +157,7 @@ def memory_command(
     evaluate: Annotated[
         bool, typer.Option("--evaluate", help="Compare an evaluation instead: no gradients, no optimizer state.")
     ] = False,
-    format: Annotated[MemoryFormat, typer.Option(help="Output format.")] = MemoryFormat.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     output: Output = None,
     peft: Peft = None,
 ) -> None:
@@ -171,11 +166,11 @@ def memory_command(
 
     Starts the local processes itself.
     """
-    from planner.capture.model.with_adapters import named
-    from runtime.memory.run import compare_memory
+    from planner.capture.model.reference import named
+    from runtime.profiling.memory import compare_memory
 
     report = compare_memory(named(model, peft), str(spec), evaluates=evaluate)
-    write_text(json.dumps(report.to_dict(), indent=2) if format is MemoryFormat.json else str(report), output)
+    write_text(json.dumps(report.to_dict(), indent=2) if format is Format.json else str(report), output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)
 
@@ -197,7 +192,15 @@ app.command("env", epilog=env.EPILOG)(env.env_command)
 def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows ? for × and ·
-    app(prog_name="meshwright", obj=PROCESS)
+    try:
+        app(prog_name="meshwright", obj=PROCESS)
+    except OSError as error:
+        try:
+            print(file=sys.stderr, flush=True)
+        except OSError:  # a full disk behind the error stream: the output has the message
+            print(printable(str(error.__context__ or error)))
+            raise SystemExit(BAD_INPUT) from None
+        raise
 
 
 if __name__ == "__main__":

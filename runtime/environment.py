@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
@@ -21,28 +20,28 @@ _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "PYTORCH_ALLOC_"
 _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of networks, files and machines
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One heading of the report and its lines, (name, value)."""
-
-    title: str
-    lines: tuple[tuple[str, str], ...]
-
-
-def environment() -> tuple[Part, ...]:
-    """The report, in the order in which it is read. Takes no device and starts no process."""
-    return (
-        Part("versions", _versions()),
-        Part("machine", _machine()),
-        Part("devices", _devices()),
-        Part("torch.distributed", _back_ends()),
-        Part("compilers", tuple((name, "found" if shutil.which(name) else "none") for name in COMPILERS)),
-        Part("settings", _settings()),
-    )
+def environment() -> dict[str, dict[str, str]]:
+    """The report by headings, in the order in which it is read. Takes no device and starts no process."""
+    parts = {
+        "versions": _versions(),
+        "machine": _machine(),
+        "devices": _devices(),
+        "torch.distributed": _back_ends(),
+        "compilers": tuple((name, "found" if shutil.which(name) else "none") for name in COMPILERS),
+        "settings": _settings(),
+    }
+    return {title: dict(lines) for title, lines in parts.items()}
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    return (PACKAGE, installed_version(PACKAGE)), ("Python", platform.python_version()), *_packages()
+    """Of the dependencies, then of the extras."""
+    try:
+        required = requires(PACKAGE) or []
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        required = ["torch"]
+    names = [*(_name_of(line) for line in required if "extra ==" not in line), *EXTRAS]
+    own = (PACKAGE, installed_version(PACKAGE)), ("Python", platform.python_version())
+    return *own, *((name, installed_version(name)) for name in names)
 
 
 def installed_version(package: str) -> str:
@@ -51,19 +50,6 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _packages() -> list[tuple[str, str]]:
-    """The dependencies, then the extras."""
-    names = [_name_of(line) for line in _required() if "extra ==" not in line]
-    return [(name, installed_version(name)) for name in (*names, *EXTRAS)]
-
-
-def _required() -> list[str]:
-    try:
-        return requires(PACKAGE) or []
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return ["torch"]
 
 
 def _name_of(requirement: str) -> str:

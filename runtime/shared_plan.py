@@ -26,16 +26,16 @@ from torch.distributed import Store
 
 from passes.errors import PlanError
 from planner.capture.model.hub_format import hub_format
-from planner.capture.own_loss.functions import loss_function
+from planner.capture.own_loss import loss_function
 from planner.frozen_plan import Plan
+from planner.saved_plan.model import difference
+from planner.saved_plan.plan_file import SUFFIX
 from planner.spec.spec import Spec
-from planner.stored.plan_file import SUFFIX
-from planner.stored.skeleton import difference
 from runtime.distributed.default_group import faults_board, next_store
 from runtime.distributed.devices import known_rank, launched
-from runtime.distributed.loopback import stay_on_one_host
+from runtime.distributed.faults.board import Signer
 from runtime.distributed.meeting import came
-from runtime.distributed.signatures import Signer
+from runtime.distributed.this_host import stay_on_one_host
 
 NONE = ""  # in place of a file: each rank plans by itself
 TIMEOUT_SECONDS = 600.0
@@ -150,3 +150,15 @@ def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 def _key() -> str:
     return f"plan/{socket.gethostname()}"
+
+
+def num_ranks_of(plan: Plan, spec: Spec, asked: int | None) -> int:
+    """The world size of the plan. ``asked``: by --nproc, if given. Raises PlanError if that is another number."""
+    world_size = plan.mesh.world_size
+    if asked not in (None, world_size):
+        raise PlanError(
+            f"--nproc {asked}, but the mesh needs {world_size} processes",
+            where=spec.location("mesh"),
+            fix=f"use --nproc {world_size}, or change the mesh",
+        )
+    return world_size

@@ -34,9 +34,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _collector_stays_on() -> Iterator[None]:
     """A test that leaves the garbage collector off, or a plan under way in a thread, would fail others."""
-    from planner import undisturbed
+    from planner import pause_gc
 
     yield
-    was_on, planning = gc.isenabled(), dict(undisturbed._planning)
+    was_on, planning = gc.isenabled(), dict(pause_gc._planning)
     gc.enable()
     assert (was_on, planning) == (True, {}), f"the garbage collector: {was_on}; threads that plan: {planning}"

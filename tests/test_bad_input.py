@@ -220,6 +220,7 @@ def test_a_first_batch_that_differs_on_one_rank_is_an_error_on_every_rank(lab: L
     assert "rank 3" in errors[0] or (change == "other tokens" and "rank 0" in errors[3])
 
 
+@pytest.mark.thorough
 def test_plans_that_differ_between_ranks_are_an_error_on_every_rank(lab: Lab) -> None:
     errors = lab.run(Case("gpt", {"tp": 2, "pp": 2}, job=jobs.plans_that_differ))
     assert len(set(errors)) == 1
@@ -282,7 +283,7 @@ def is_anyone_left(group: int) -> bool:
 BAD = "tests/models/refused.py"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "old", "new", "words"),

@@ -7,7 +7,6 @@ import importlib
 import re
 import tomllib
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from passes.lower import PASSES
 from tests.tools.paths import ROOT
+from tests.tools.product_strings import comments, docstrings
 from tests.tools.tiers import MARKS, TIERS
 
 pytestmark = pytest.mark.check
@@ -27,6 +27,7 @@ HOUSES = ("planner", "passes", "runtime")
 TOPS = ("meshwright", *HOUSES, "specs", "examples", "benchmarks", "tests")
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join((*TOPS, 'docs'))})/[\w./-]*)(?:::(\w+))?")
 MODULE = re.compile(rf"`((?:{'|'.join(HOUSES)})(?:\.\w+)+)`")
+IN_PROSE = re.compile(rf"(?<![\w.:])((?:{'|'.join(HOUSES)})(?:\.[a-z_]\w*)+)(?![\w(:])")
 
 
 def section(title: str) -> str:
@@ -109,18 +110,28 @@ def test_every_dotted_name_that_a_document_names_exists(document):
         assert resolved(dotted) is not None, dotted
 
 
+@pytest.mark.parametrize("house", HOUSES)
+def test_every_dotted_name_of_a_docstring_or_comment_exists(house):
+    for file in sorted((ROOT / house).rglob("*.py")):
+        source = file.read_text()
+        for line, text in (*docstrings(source), *comments(source)):
+            missing = {name for name in IN_PROSE.findall(text) if resolved(name) is None}
+            assert missing == set(), f"{file}:{line}"
+
+
 def resolved(dotted: str) -> Any:
     """A module, or what stands in one."""
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError:
         parent, _, name = dotted.rpartition(".")
-        return getattr(resolved(parent), name) if parent else None
+        return getattr(resolved(parent), name, None) if parent else None
 
 
 def test_the_recipe_has_the_steps_of_plan_in_their_order():
     listed = re.findall(r"^\d+\. `([\w.]+)`", section("The recipe"), re.MULTILINE)
-    assert listed == [n for n in steps_of("planner.api", "_decide") if n not in ("shown_if_slow", "PlanError")]
+    carried = ("shown_if_slow", "PlanError", "replace")
+    assert listed == [n for n in steps_of("planner.api", "_decide") if n not in carried]
 
 
 def steps_of(module: str, function: str) -> Iterator[str]:
@@ -162,7 +173,7 @@ def test_the_layers_are_those_of_the_contracts():
     expected = {c.get("containers", ["houses"])[0]: c["layers"] for c in layered}
     drawn: dict[str, str] = {}
     for line in section("Layers").split("```")[1].strip("\n").splitlines():
-        name = "".join(takewhile(str.isalpha, line)) or [*drawn][-1]
+        name = line[: line.index(" ")] or [*drawn][-1]
         drawn[name] = drawn.get(name, "") + line.removeprefix(name).strip() + " "
     assert {n: [layer.strip("() ") for layer in text.split(">")] for n, text in drawn.items()} == expected
 

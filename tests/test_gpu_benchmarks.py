@@ -20,7 +20,7 @@ from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 SMALL = ("equal", "sync", "dropout", "graphs", "profile", "plain", "shared")  # on a GPU a minute each, at most
-NEW = ("nccl", "half", "layers")
+QUICK = "layers"  # a part that times, compares and writes tables as the others do
 WITH_RANKS = ("nccl", "shared", "sharded")
 CPU = torch.device("cpu")
 AT_ONCE = 0.01  # seconds, too few for any part
@@ -28,7 +28,8 @@ LONGEST = 2000  # characters of a command
 
 
 def case(part: str) -> object:
-    return pytest.param(part, marks=pytest.mark.slow) if part in WITH_RANKS else part
+    marks = [pytest.mark.slow] * (part in WITH_RANKS) + [pytest.mark.thorough] * (part != QUICK)
+    return pytest.param(part, marks=marks)
 
 
 @pytest.mark.parametrize("part", [*gpu.PARTS, "all"])
@@ -49,27 +50,15 @@ def test_an_unknown_part_is_refused() -> None:
     assert ended.value.code == 2
 
 
-def check(part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([part, "--device", "cpu", "--tiny", "--results", str(folder)]) == 0
-    written = (folder / f"{part}.md").read_text()
-    assert written.startswith(f"\n### On a GPU: {part}")
-    assert written in capsys.readouterr().out
-    assert "FAILED" not in written
-
-
-@pytest.mark.parametrize("part", [case(part) for part in NEW])
-def test_a_new_part_runs_on_a_cpu_and_writes_its_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
-) -> None:
-    check(part, tmp_path, capsys)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", [case(part) for part in gpu.PARTS if part not in NEW])
+@pytest.mark.parametrize("part", [case(part) for part in gpu.PARTS])
 def test_a_part_runs_on_a_cpu_and_writes_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
 ) -> None:
-    check(part, tmp_path, capsys)
+    assert main([part, "--device", "cpu", "--tiny", "--results", str(tmp_path)]) == 0
+    written = (tmp_path / f"{part}.md").read_text()
+    assert written.startswith(f"\n### On a GPU: {part}")
+    assert written in capsys.readouterr().out
+    assert "FAILED" not in written
 
 
 @pytest.mark.thorough

@@ -69,6 +69,7 @@ def of_kubernetes() -> Launch:
     return Launch.of(container["args"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("launch", [of_slurm, of_kubernetes])
 def test_ranks_are_those_of_the_mesh_and_a_broken_run_goes_on(launch):
     found = launch()
@@ -147,6 +148,7 @@ echo "$@" > started
 WAITS = "trap 'echo saved > saved; exit 1' USR1; while true; do sleep 0.05; done"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("body", "code", "is_signalled"), [(WAITS, 0, True), ("exit 0", 0, False), ("exit 7", 7, False)]
 )

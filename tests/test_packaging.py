@@ -16,8 +16,13 @@ import pytest
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
-PACKAGES = ("planner", "passes", "runtime", "specs")
+PACKAGES = ("meshwright", "planner", "passes", "runtime", "specs")
 
+TWO_RANKS = """
+mesh: {dp: 2}
+batch: {global: 4, micro: 2}
+inputs: {input_ids: {shape: [32], dtype: int64, high: 256}, targets: {like: input_ids}}
+"""
 USE = """
 from planner import Plan, plan
 from runtime import Engine, StepReport
@@ -89,6 +94,13 @@ def test_the_wheel_runs_in_a_clean_environment(built: dict[str, Path], tmp_path:
     )
     assert told.startswith(str(site))
     assert '"version"' in told
+    door = "import sys, meshwright; print(meshwright.__file__, 'torch' in sys.modules)"
+    assert run(python, "-c", door, cwd=tmp_path, env=environment).split() == [f"{site}/meshwright/__init__.py", "False"]
+    (tmp_path / "spec.yaml").write_text(TWO_RANKS)
+    (tmp_path / "text.txt").write_text("all that is said here is said once more. " * 100)
+    words = "train", "model.py:build", "spec.yaml", "--data", "text.txt", "--steps", "1", "--log", "log.jsonl"
+    run(python, "-m", "meshwright", *words, cwd=tmp_path, env=environment)
+    assert '"step": 1,' in (tmp_path / "log.jsonl").read_text()
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ import pytest
 from planner import plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
-from runtime.data.roles import length_of, roles_of
+from runtime.data.token_batches import length_of, roles_of
 from tests.tools.paths import ROOT
 
 PAPER = ROOT / "specs" / "paper"
@@ -72,6 +72,7 @@ def told() -> dict[str, tuple[str, str]]:
     return {row[0]: (row[4], row[5].replace("−", "-").replace(" ", "")) for row in rows if row[0] in ROWS}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_has_as_many_parameters_as_the_paper_tells(name, told):
     row, model = ROWS[name], load_model(f"hf:{PAPER / name}.json")

@@ -55,6 +55,7 @@ def test_version_is_the_one_that_the_command_prints():
 HIDDEN = "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'multiprocessing.forkserver']));"
 
 
+@pytest.mark.thorough
 def test_plan_needs_no_module_that_only_posix_has(tmp_path):
     output = tmp_path / "plan.json"
     arguments = ["plan", str(ROOT / "examples/gpt.py:build"), str(ROOT / "examples/gpt.yaml"), "--format", "json"]

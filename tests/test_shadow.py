@@ -20,6 +20,7 @@ def run_beside(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("package", ["planner", "passes", "runtime"])
 @pytest.mark.parametrize("code", ["from meshwright import plan", "import meshwright.shadow as s; s.refuse_shadows()"])
 def test_shadowed_package_is_named(tmp_path, package, code):
@@ -31,6 +32,7 @@ def test_shadowed_package_is_named(tmp_path, package, code):
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("package", ["planner", "passes", "runtime"])
 def test_the_command_reports_it_in_one_error(tmp_path, package):
     (tmp_path / package).mkdir()

@@ -22,7 +22,7 @@ from planner.spec.fields import Section
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.batches import random_batch
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS
@@ -134,7 +134,7 @@ OF_UPDATE_RULES = [
 ]
 # tests/numeric/test_update_rules.py, tests/numeric/test_muon.py
 OF_FORECASTS = [
-    "experts.imbalance",  # tests/runtime/memory/test_imbalance.py
+    "experts.imbalance",  # tests/runtime/profiling/test_imbalance.py
     "data.mean_document",  # tests/planner/tables/test_documents.py
 ]
 OF_FORMS = ["inputs.joined", "inputs.batch_dim", "inputs.value"]  # tests/planner/test_forms.py

@@ -16,7 +16,7 @@ from benchmarks.on_gpu.models import batch, llama
 from benchmarks.on_gpu.profile import MICRO, MICROBATCHES, TIMED, WARM, cluster, release, seconds_a_step, spec_of
 from benchmarks.on_gpu.table import Table
 from planner import Plan, capture, plan
-from planner.cost.step_time import CostPlan
+from planner.cost.layout import CostPlan
 from runtime import Engine
 from runtime.calibrate.run import calibrate
 

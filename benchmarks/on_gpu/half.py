@@ -22,8 +22,7 @@ from benchmarks.on_gpu.models import batch, miniature, planned
 from benchmarks.on_gpu.plain import timed
 from benchmarks.on_gpu.rounding import error, hold, of_tensors, plainly
 from benchmarks.on_gpu.table import Table
-from passes.ops.grouped_linear import grouped_linear
-from passes.ops.meeting import has_kernel
+from passes.ops.meeting import grouped_linear, has_kernel
 from runtime import Engine
 
 COUNTS = ([0, 7, 9, 3], [8, 0, 0, 8], [0, 19, 0, 0])

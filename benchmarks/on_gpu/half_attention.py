@@ -15,11 +15,11 @@ from benchmarks.on_gpu.plain import timed
 from benchmarks.on_gpu.profile import attention_kernels, kernels_in
 from benchmarks.on_gpu.rounding import hold, of_tensors
 from benchmarks.on_gpu.table import Table
-from passes.ops import gathered_attention
+from passes.ops import flash, gathered_attention
 from passes.ops.axis import AxisHandle
+from passes.ops.document_blocks import has_kernel
 from passes.ops.documents import attention_by_documents
-from passes.ops.varlen import has_kernel
-from passes.partition.sequence import zigzag
+from passes.partition.sequence import facts
 from tests.tools.cudnn_stand_in import stand_in
 
 CP = 2
@@ -53,7 +53,7 @@ def over_cp(device: torch.device, length: int) -> Table:
     table = Table("half: attention over cp 2", ("kernel", "cp rank", "error", "own error"))
     made, grad = operands(length, 4, 4, 64, 64)
     for rank in range(CP):
-        rows = torch.cat([torch.arange(a, b) for a, b in zigzag.rows(length, CP, rank)])
+        rows = torch.cat([torch.arange(a, b) for a, b in facts.rows(length, CP, rank)])
         own_rows, own_grad = [made[0][:, :, rows], *made[1:]], grad[:, :, rows]
         mask = rows[:, None] >= torch.arange(length)
 
@@ -62,7 +62,7 @@ def over_cp(device: torch.device, length: int) -> Table:
 
         truth = with_gradients(masked, own_rows, own_grad, "cpu", torch.float64)
         own = of_tensors(with_gradients(masked, own_rows, own_grad, device, torch.bfloat16), truth)
-        for name in gathered_attention.KERNELS:
+        for name in flash.KERNELS:
             axis = AxisHandle("cp", CP, rank)
 
             def parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle = axis, name: str = name) -> Tensor:

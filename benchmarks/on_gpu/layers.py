@@ -149,9 +149,9 @@ def alone(decided: Plan, device: torch.device) -> Iterator[Engine]:
         opening._make_axis_groups(groups, ("tp",))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("runtime.engine.open_rank", lambda *_: (groups, None))
-            patch.setattr("runtime.build.differing", lambda *_: [])  # no peers to compare weights and code with
-            patch.setattr("runtime.build.require_same_code", lambda *_, **__: None)
+            patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, None))
+            patch.setattr("runtime.engine.build.differing", lambda *_: [])  # no peers to compare weights and code with
+            patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)
             yield Engine(decided, device=device)
     finally:
         if groups.world is not None:

@@ -15,12 +15,11 @@ from torch import Tensor
 from benchmarks.on_gpu.equal import exact_products, steps
 from benchmarks.on_gpu.models import batch, miniature, planned
 from benchmarks.on_gpu.rounding import of_tensors
-from passes.ops.runs import all_gather_single, reduce_scatter_single
+from passes.ops.axis import all_gather_single, reduce_scatter_single
 from planner.mesh import Mesh
 from runtime import Engine
 from runtime.distributed.groups import Groups
-from runtime.distributed.nccl_options import axis_options, link_options
-from runtime.distributed.opening import open_groups
+from runtime.distributed.opening import axis_options, link_options, open_groups
 
 LIMIT, LIMIT_OF_CASE, EXCHANGE_LIMIT = 120.0, 15.0, 60.0  # seconds
 FAULT = "raised on purpose"

@@ -22,8 +22,7 @@ import yaml
 import runtime.verify.run
 from benchmarks.other_models.catalogue import Listed, find
 from planner import PlanError
-from runtime.distributed.launch import RankError
-from runtime.distributed.local_ranks import PRELOADED
+from runtime.distributed.launch import PRELOADED, RankError
 
 RANKS_SECONDS = 500
 # Modules that each rank would import: their server has them from the start.

@@ -11,7 +11,8 @@ Calls are taken if they hold nearly all of the repetition and no more bytes cros
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,11 +20,12 @@ import numpy as np
 from torch import fx
 
 from passes.blocks.live_sets import anchors, live_values, recomputed_nodes
-from passes.blocks.module_calls import CONTAINER_SHARE, module_blocks
-from passes.blocks.periods import Flow, Run, find_runs, live_bytes
-from passes.blocks.structure import Group, Structure
+from passes.blocks.periods import BlockRun, Flow, find_runs, live_bytes
+from passes.blocks.structure import CONTAINER_SHARE, Group, Structure, module_blocks
+from passes.errors import Where
 from passes.program.ops.aten import value_bytes
 from passes.program.program import Program
+from passes.program.source_lines import module_of, where_of
 
 # Calls that hold less than this of a repetition's work, or of its nodes, are parts of its blocks.
 _CALLS_SHARE = 0.9
@@ -128,7 +130,7 @@ def _repetitions(program: Program, structure: Structure, recomputed: set[fx.Node
     return [_groups(runs, nodes, structure, recomputed) for runs in find_runs(flow)]
 
 
-def _groups(runs: list[Run], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
+def _groups(runs: list[BlockRun], nodes: list[fx.Node], structure: Structure, recomputed: set[fx.Node]) -> list[Group]:
     """The blocks of ``runs``, each with the recomputed calls within it that it alone reads (a transposed weight)."""
     starts = [s for run in runs for s in range(run.start, run.end, run.period)]
     ends = [s + run.period for run in runs for s in range(run.start, run.end, run.period)]
@@ -229,3 +231,35 @@ def _common_prefix(fqns: frozenset[str]) -> str:
     first, last = min(fqns, default="").split("."), max(fqns, default="").split(".")
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return ".".join(first[:same])
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+class Places:
+    """Owns the places found so far: a model of 9,000 nodes has some 50 distinct lines."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._lines: dict[str, Where] = {}
+        self._block = {name: block.path for block in blocks.instances for name in block.nodes}
+
+    def where(self, node: fx.Node) -> Where:
+        """Module and the user's line of a node; a parameter has the place of its first reader."""
+        if node.op == "placeholder" and node.users:
+            node = next(iter(node.users))
+        trace = node.meta.get("stack_trace") or ""
+        if trace not in self._lines:
+            self._lines[trace] = where_of(node)
+        return replace(self._lines[trace], module=module_of(node))
+
+    def text(self, node: fx.Node) -> str:
+        return str(self.where(node))
+
+    def block(self, node: fx.Node) -> str:
+        """The path of the block that holds a node; "" outside of blocks."""
+        return self._block.get(node.name, "")
+
+
+def glob_of(fqn: str) -> str:
+    """A dotted name with a star for each number: the same module in every block."""
+    return _NUMBER.sub("*", fqn)

@@ -38,7 +38,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """``count`` blocks of ``period`` operations each, one after the other from ``start`` on."""
 
     start: int
@@ -65,7 +65,7 @@ def live_bytes(edges: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
-def find_runs(flow: Flow) -> list[list[Run]]:
+def find_runs(flow: Flow) -> list[list[BlockRun]]:
     """The repetitions in ``flow``, runs of one period together (the layers of two towers), heaviest first."""
     tokens, found = flow.tokens.copy(), []
     while runs := _best(flow, tokens):
@@ -75,7 +75,7 @@ def find_runs(flow: Flow) -> list[list[Run]]:
     return found
 
 
-def _best(flow: Flow, tokens: np.ndarray) -> list[Run]:
+def _best(flow: Flow, tokens: np.ndarray) -> list[BlockRun]:
     total = np.concatenate(([0], np.cumsum(flow.work)))
     options = []
     for period in _periods(tokens):
@@ -115,7 +115,7 @@ def _stretches(flow: Flow, tokens: np.ndarray, total: np.ndarray, period: int) -
         start, stop = max(first, end), last + period
         taken = (tokens[start:stop] < 0).any()
         if stop - start >= 2 * period and total[start + period] > total[start] and not taken:
-            run = Run(start, period, (stop - start) // period)
+            run = BlockRun(start, period, (stop - start) // period)
             if _is_chain(flow, run):
                 end = stop
                 yield start, stop
@@ -135,7 +135,7 @@ def _joined(equal: np.ndarray, period: int) -> list[list[int]]:
     return ranges
 
 
-def _cleanest(flow: Flow, start: int, stop: int, period: int) -> Run:
+def _cleanest(flow: Flow, start: int, stop: int, period: int) -> BlockRun:
     """The phase with the fewest bytes across its cuts; of those about equal the one with the most blocks."""
     most, spare = divmod(stop - start, period)
     options = []
@@ -147,7 +147,7 @@ def _cleanest(flow: Flow, start: int, stop: int, period: int) -> Run:
             ]
     limit = _TOLERANCE * min(crossing for _, crossing, _ in options)
     count, _, first = min(option for option in options if option[1] <= limit)
-    return Run(first, period, -count)
+    return BlockRun(first, period, -count)
 
 
 def _median(crossing: np.ndarray) -> np.ndarray:
@@ -155,7 +155,7 @@ def _median(crossing: np.ndarray) -> np.ndarray:
     return np.sort(crossing, axis=0)[len(crossing) // 2]
 
 
-def _is_chain(flow: Flow, run: Run) -> bool:
+def _is_chain(flow: Flow, run: BlockRun) -> bool:
     """Whether most blocks read values of the block before them."""
     block = (flow.edges - run.start) // run.period
     follows = (block[:, 1] == block[:, 0] + 1) & (block[:, 0] >= 0) & (block[:, 1] < run.count)

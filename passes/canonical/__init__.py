@@ -1,1 +1,5 @@
-"""Rewrites the many spellings of one computation to one form."""
+"""Rewrites the many spellings of one computation to one form.
+
+Begin at `form`: it calls all others in a fixed order. `decompose`, `layout` and `products` are tables by op; `emit`
+is what they share.
+"""

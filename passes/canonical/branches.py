@@ -9,7 +9,6 @@ held in full on every rank, while the matrices can be sharded one by one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.aten import aten, cut_of, dim_of_cat, nodes_in, shape_of
+from passes.program.source_lines import origin_of
 
 CopyBody = Callable[[fx.GraphModule, dict[fx.Node, Any]], Any]
 
@@ -26,15 +26,14 @@ FEWEST = 2
 
 
 @dataclass
-class _Branches:
+class Branches:
     """The inputs of ``num`` equal branches, by the node of the first: pieces of a tensor, one value each, or one for
     all.
     """
 
     num: int
-    dim: int
-    pieces: dict[fx.Node, fx.Node] = field(default_factory=dict)  # piece 0 → the tensor that is cut in pieces
-    own: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    pieces: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # piece 0 → tensor, and its dim of pieces
+    own: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # a parameter or buffer of each branch
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     body: dict[fx.Node, None] = field(default_factory=dict)  # the calls of branch 0, inputs first
 
@@ -55,41 +54,46 @@ def join_branches(graph: fx.Graph, copy_body: CopyBody) -> bool:
     return joined
 
 
-def _branches_of(cat: fx.Node) -> _Branches | None:
+def _branches_of(cat: fx.Node) -> Branches | None:
     """The equal branches that ``cat`` puts together; None if they differ, or are too little or too much to join."""
-    outs: Any = cat.args[0]
-    dim = int(cat.args[1]) if len(cat.args) > 1 else 0  # pyright: ignore[reportArgumentType]
-    if len(outs) < FEWEST or len({shape_of(out) for out in outs}) > 1:
+    found = equal_branches(cat.args[0])
+    is_small = found is not None and all(len(shape_of(first)) < 2 for first in found.own)
+    if found is None or not found.pieces or not found.own or not is_small:
         return None
-    found = _Branches(len(outs), dim % len(shape_of(cat)))
-    if not _equal(tuple(outs), found, set()) or not found.pieces or not found.own:
-        return None
-    return found
+    return found if {dim for _, dim in found.pieces.values()} == {dim_of_cat(cat)} else None
 
 
-def _equal(nodes: tuple[Any, ...], found: _Branches, seen: set[fx.Node]) -> bool:
+def equal_branches(leaves: Any) -> Branches | None:
+    """The branches that end in ``leaves``, one each; None if there are too few, or they differ."""
+    if len(leaves) < FEWEST or len({shape_of(leaf) for leaf in leaves}) > 1:
+        return None
+    found = Branches(len(leaves))
+    return found if _are_equal(tuple(leaves), found, set()) else None
+
+
+def _are_equal(nodes: tuple[fx.Node, ...], found: Branches, seen: set[fx.Node]) -> bool:
     """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
     first = nodes[0]
-    if not isinstance(first, fx.Node) or first in seen:
-        return isinstance(first, fx.Node) or all(n == first for n in nodes)
+    if first in seen:
+        return True
     if all(n is first for n in nodes):
         found.shared[first] = first
         return True
-    cut = _pieces_of(nodes, found.dim)
-    if cut is not None:
-        found.pieces[first] = cut
-        return True
     if all(n.op == "placeholder" for n in nodes):
         found.own[first] = nodes
-        return len({(shape_of(n), n.meta["val"].dtype) for n in nodes}) == 1 and len(shape_of(first)) < 2
+        return len({(shape_of(n), n.meta["val"].dtype) for n in nodes}) == 1
+    if (cut := cut_of(first)) is not None and _are_pieces(nodes, *cut[:2]):
+        found.pieces[first] = cut[:2]
+        return True
     seen.add(first)
-    if not same_call(nodes) or not all(_equal(inner, found, seen) for inner in operands_of(nodes)):
+    operands = zip(*(nodes_in((n.args, n.kwargs)) for n in nodes), strict=False)
+    if not _same_call(nodes) or not all(_are_equal(inner, found, seen) for inner in operands):
         return False
     found.body[first] = None
     return True
 
 
-def same_call(nodes: tuple[fx.Node, ...]) -> bool:
+def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
     """Calls of one op with equal plain arguments, each read by its own branch alone."""
     first = nodes[0]
     keys = {
@@ -100,43 +104,15 @@ def same_call(nodes: tuple[fx.Node, ...]) -> bool:
     return first.op == "call_function" and len(keys) == 1 and len(set(nodes)) == len(nodes)
 
 
-def operands_of(nodes: tuple[fx.Node, ...]) -> list[tuple[fx.Node, ...]]:
-    return list(zip(*(_inputs(n) for n in nodes), strict=True))
+def _are_pieces(nodes: tuple[fx.Node, ...], whole: fx.Node, dim: int) -> bool:
+    """Whether ``nodes``, in order, are ``whole`` in as many equal parts along ``dim``."""
+    step, rest = divmod(shape_of(whole)[dim], len(nodes))
+    return not rest and all(cut_of(n) == (whole, dim, i * step, (i + 1) * step) for i, n in enumerate(nodes))
 
 
-def _inputs(node: fx.Node) -> list[fx.Node]:
-    """Every node among the arguments, one that is read twice also twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
-def _pieces_of(nodes: tuple[fx.Node, ...], dim: int) -> fx.Node | None:
-    """The tensor with ``nodes`` as its equal parts along ``dim``, all of them and in order."""
-    sources = {piece_of(node, dim, i, len(nodes)) for i, node in enumerate(nodes)}
-    return sources.pop() if len(sources) == 1 else None
-
-
-def piece_of(node: fx.Node, dim: int, index: int, num: int) -> fx.Node | None:
-    """The tensor with ``node`` as its part ``index`` of ``num`` along ``dim``."""
-    source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    if node.target is operator.getitem and source.target is aten.split_with_sizes.default:
-        sizes, whole = source.args[1], source.args[0]
-        along = int(source.args[2]) if len(source.args) > 2 else 0  # pyright: ignore[reportArgumentType]
-        is_part = along == dim and sizes == [sizes[0]] * num and node.args[1] == index  # pyright: ignore
-        return whole if is_part and isinstance(whole, fx.Node) else None
-    if node.target is not aten.slice.Tensor or node.args[1] != dim or len(node.args) > 4:
-        return None
-    size = shape_of(source)[dim]
-    step = size // num
-    return source if size == num * step and node.args[2:4] == (index * step, (index + 1) * step) else None
-
-
-def _batched(cat: fx.Node, branches: _Branches, copy_body: CopyBody) -> fx.Node | None:
+def _batched(cat: fx.Node, branches: Branches, copy_body: CopyBody) -> fx.Node | None:
     """All branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
-    num, dim, reads = branches.num, branches.dim, branches.reads
+    num, dim, reads = branches.num, dim_of_cat(cat), branches.reads
 
     def branch(*values: torch.Tensor) -> Any:
         env: dict[fx.Node, Any] = dict(zip(reads, values, strict=True))
@@ -153,19 +129,15 @@ def _batched(cat: fx.Node, branches: _Branches, copy_body: CopyBody) -> fx.Node 
         dims = (dim,) * len(cut) + (0,) * len(own) + (None,) * len(branches.shared)
         return torch.func.vmap(branch, dims, dim)(*cut, *own, *given).flatten(dim, dim + 1)
 
-    operands = [*branches.pieces.values(), *(n for group in branches.own.values() for n in group), *branches.shared]
+    sources = [source for source, _ in branches.pieces.values()]
+    operands = [*sources, *(n for group in branches.own.values() for n in group), *branches.shared]
     try:
         traced = make_fx(whole)(*(n.meta["val"].detach() for n in operands))
     except Exception:
         return None  # random, or an op that vmap does not know: the branches stay as they are
     if traced.graph.find_nodes(op="get_attr") or traced.graph.output_node().args[0].meta["val"].shape != shape_of(cat):  # pyright: ignore
         return None
-    _keep_origin(traced, next(iter(branches.body)))
+    for node in traced.graph.nodes:  # the line of the user's, and the module, of the first branch's first call
+        node.meta.update(origin_of(next(iter(branches.body))))
     with cat.graph.inserting_before(cat):
         return copy_body(traced, dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True)))
-
-
-def _keep_origin(traced: fx.GraphModule, origin: fx.Node) -> None:
-    """The new calls stand at the user's line and in the module of the first branch's first call."""
-    for node in traced.graph.nodes:
-        node.meta.update({k: origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in origin.meta})

@@ -3,10 +3,21 @@
 PyTorch itself defines such an op: by its composite kernel, or by its table of decompositions. It is written out if it
 carries a gradient and has no rule of its own, and kept as one op (and reported) if its parts would have none either, or
 would be very many (an LSTM, step by step).
+
+Layers are written out in ops that have a rule, so that tp shards the features of the state. One step of a recurrent
+layer, where s is the sigmoid, and bags of embeddings of one length (others, which data may give, stay one op):
+
+    lstm_cell    taken, kept, new, shown = x Wi + h Wh + b        c' = s(kept) c + s(taken) tanh(new)
+                                                                  h' = s(shown) tanh(c')
+    gru_cell     reset, kept, new: of x Wi + bi and of h Wh + bh; the new one is tanh(of x + s(reset) of h)
+                                                                  h' = new + s(kept) (h - new)
+    rnn_cell     h' = tanh or relu of x Wi + h Wh + b
+    embedding_bag(W, ids [b·l], arange(0, b·l, l))                the sum, mean or maximum over l of W[ids [b, l]]
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +27,15 @@ from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_back
+from passes.errors import PlanError
+from passes.program.ops.aten import aten, named, nodes_in, shape_of
+from passes.program.source_lines import where_of
+
 HasRule = Callable[[Any], bool]
 MOST_CALLS = 64
+_SMALL = float(torch.tensor(1e-12))  # what PyTorch adds to a squared norm
+_SUM, _MEAN, _MAX = range(3)  # of a bag
 
 
 def _loss_of_linear(
@@ -52,6 +70,14 @@ def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     return _reduced(each, reduction, x.dim() > 1)
 
 
+def _cosine_embedding(a: Tensor, b: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1) -> Tensor:
+    """1 − cos(a, b) of rows with target 1, max(0, cos(a, b) − margin) of those with −1."""
+    norms = ((a * a).sum(-1) + _SMALL) * ((b * b).sum(-1) + _SMALL)
+    cosine = (a * b).sum(-1) / norms.sqrt()
+    apart = functional.relu(cosine - margin).masked_fill(target != -1, 0.0)
+    return _reduced(torch.where(target == 1, 1 - cosine, apart), reduction, has_rows=True)
+
+
 def _reduced(each: Tensor, reduction: int, has_rows: bool) -> Tensor:
     if reduction:
         return each.mean() if reduction == 1 else each.sum()
@@ -65,6 +91,7 @@ _OURS: dict[str, Callable[..., Any]] = {
         *given[:3],
     ),  # the others are gradients, for its own backward
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": _loss_of_linear,
+    "aten.cosine_embedding_loss.default": _cosine_embedding,
     "aten.multi_margin_loss.default": _multi_margin,
     "aten.multilabel_margin_loss.default": _multilabel_margin,
 }
@@ -81,14 +108,14 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
         return None  # batch norm is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
-    inputs = list(dict.fromkeys(n for n in _nodes((args, kwargs))))
+    inputs = list(dict.fromkeys(nodes_in((args, kwargs))))
     if whole is None or not any(n.meta["grad"] for n in inputs):
         return None
 
     def run(*values: torch.Tensor) -> Any:
         env = dict(zip(inputs, values, strict=True))
-        given, named = fx.map_arg((args, kwargs), lambda n: env[n])
-        return whole(*given, **named)
+        given, options = fx.map_arg((args, kwargs), lambda n: env[n])
+        return whole(*given, **options)
 
     parts = _without_rule(spellings, has_rule)
     try:
@@ -112,7 +139,110 @@ def _reads_tensors(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
-def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+def _sides(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any], state: fx.Node) -> list[fx.Node]:
+    """x Wᵢᵀ + bᵢ and h Wₕᵀ + bₕ, [b, gates · h]."""
+    given = named(node, args, kwargs)
+    sides = []
+    for read, weight, bias in ((given["input"], "w_ih", "b_ih"), (state, "w_hh", "b_hh")):
+        product = applied(emit, aten.linear.default, read, given[weight])
+        sides.append(product if given[bias] is None else applied(emit, aten.add.Tensor, product, given[bias]))
+    return sides
+
+
+def _gates(emit: Emit, x: fx.Node, num: int) -> list[fx.Node]:
+    last = len(shape_of(x)) - 1
+    pieces = applied(emit, aten.split_with_sizes.default, x, [shape_of(x)[last] // num] * num, last)
+    return [emit(operator.getitem, (pieces, i), {}, pieces.meta["val"][i]) for i in range(num)]
+
+
+def _lstm_cell(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    hidden, cell = args[1]
+    both = applied(emit, aten.add.Tensor, *_sides(emit, node, args, kwargs, hidden))
+    taken, kept, new, shown = _gates(emit, both, 4)
+    taken, kept, shown = (applied(emit, aten.sigmoid.default, gate) for gate in (taken, kept, shown))
+    added = applied(emit, aten.mul.Tensor, taken, applied(emit, aten.tanh.default, new))
+    cell = applied(emit, aten.add.Tensor, applied(emit, aten.mul.Tensor, kept, cell), added)
+    return applied(emit, aten.mul.Tensor, shown, applied(emit, aten.tanh.default, cell)), cell
+
+
+def _gru_cell(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    hidden = args[1]
+    of_x, of_hidden = (_gates(emit, side, 3) for side in _sides(emit, node, args, kwargs, hidden))
+    reset, kept = (
+        applied(emit, aten.sigmoid.default, applied(emit, aten.add.Tensor, a, b))
+        for a, b in zip(of_x[:2], of_hidden[:2], strict=True)
+    )
+    past = applied(emit, aten.mul.Tensor, reset, of_hidden[2])
+    new = applied(emit, aten.tanh.default, applied(emit, aten.add.Tensor, of_x[2], past))
+    change = applied(emit, aten.mul.Tensor, kept, applied(emit, aten.sub.Tensor, hidden, new))
+    return applied(emit, aten.add.Tensor, new, change)
+
+
+def _plain_cell(act: Any) -> Callable[..., Any]:
+    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        both = applied(emit, aten.add.Tensor, *_sides(emit, node, args, kwargs, args[1]))
+        return applied(emit, act, both)
+
+    return rewrite
+
+
+def _embedding_bag(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    given = named(node, args, kwargs)
+    size = _bag_size(given["offsets"], shape_of(given["indices"])[0])
+    if size is None or given["include_last_offset"]:
+        return emit(node.target, args, kwargs, node.meta["val"])
+    if given["scale_grad_by_freq"]:
+        raise frequency_scaled(node)
+    ids = viewed_back(emit, given["indices"], [-1, size])
+    rows, kept = applied(emit, aten.embedding.default, given["weight"], ids), None
+    if given.get("padding_idx") is not None and given["padding_idx"] >= 0:
+        kept = applied(emit, aten.unsqueeze.default, applied(emit, aten.ne.Scalar, ids, given["padding_idx"]), -1)
+    if given["per_sample_weights"] is not None:
+        weights = viewed_back(emit, given["per_sample_weights"], [-1, size])
+        rows = applied(emit, aten.mul.Tensor, rows, viewed(emit, weights, [*shape_of(weights), 1]))
+    return _of_bag(emit, rows, kept, given["mode"]), None, None, None
+
+
+def frequency_scaled(node: fx.Node) -> PlanError:
+    return PlanError(
+        "scale_grad_by_freq divides the gradient of an embedding by counts in the batch, which a microbatch does not "
+        "have",
+        where=where_of(node),
+        fix="remove scale_grad_by_freq",
+    )
+
+
+def _bag_size(offsets: fx.Node, length: int) -> int | None:
+    """The length of all bags, if they begin at multiples of it."""
+    bounds: Any = offsets.args if offsets.target is aten.arange.start_step else ()
+    begins = tuple(bounds[:2]) == (0, length) and len(bounds) == 3 and bounds[2] > 0 and length % bounds[2] == 0
+    return int(bounds[2]) if begins else None
+
+
+def _of_bag(emit: Emit, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
+    """[b, l, h] → [b, h]; of a bag without a row that is kept 0."""
+    if kept is None and mode == _MAX:
+        return applied(emit, aten.amax.default, rows, [1])
+    if kept is None:
+        return applied(emit, aten.mean.dim if mode == _MEAN else aten.sum.dim_IntList, rows, [1])
+    dropped = applied(emit, aten.logical_not.default, kept)
+    if mode == _MAX:
+        kept_rows = applied(emit, aten.masked_fill.Scalar, rows, dropped, -float("inf"))
+        most = applied(emit, aten.amax.default, kept_rows, [1])
+        return applied(emit, aten.masked_fill.Scalar, most, applied(emit, aten.all.dim, dropped, 1), 0.0)
+    total = applied(emit, aten.sum.dim_IntList, applied(emit, aten.masked_fill.Scalar, rows, dropped, 0.0), [1])
+    if mode == _SUM:
+        return total
+    count = applied(emit, aten.sum.dim_IntList, kept, [1])
+    return applied(emit, aten.div.Tensor, total, applied(emit, aten.clamp.default, count, 1))
+
+
+LAYERS: dict[Any, Rewrite] = table(
+    {
+        _lstm_cell: "lstm_cell",
+        _gru_cell: "gru_cell",
+        _plain_cell(aten.tanh.default): "rnn_tanh_cell",
+        _plain_cell(aten.relu.default): "rnn_relu_cell",
+        _embedding_bag: "embedding_bag.padding_idx embedding_bag",
+    }
+)

@@ -35,6 +35,12 @@ def viewed(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
     return reshaped(emit, x, x.meta["val"].reshape(shape))
 
 
+def viewed_back(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
+    """``x.reshape(shape)``; if ``x`` is itself a view of a tensor with that shape, that tensor."""
+    value, source = x.meta["val"].reshape(shape), x.all_input_nodes[0] if x.target is aten.reshape.default else x
+    return source if shape_of(source) == tuple(value.shape) else reshaped(emit, x, value)
+
+
 def dim_of(args: list[Any], kwargs: dict[str, Any], position: int, default: int = 0) -> int:
     """The ``dim`` argument at ``position``, counted from the front."""
     dim = kwargs.get("dim", args[position] if len(args) > position else default)

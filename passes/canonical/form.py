@@ -1,7 +1,7 @@
 """Canonical form: many ATen spellings of one idea become one, so that the rule table stays small.
 
     linear(x, W, b), addmm, baddbmm      → the product, then an add      (a row-parallel bias is added after the sum)
-    view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (capture.canonical.layout)
+    view, t, chunk, select, stack, to …  → reshape, permute, split, slice, cat, to.dtype    (passes.canonical.layout)
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
     own_backward(tensors, key)           → the user's Function (passes.program.ops.own_backward)
@@ -20,25 +20,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonical.bags import BAGS, frequency_scaled
 from passes.canonical.branches import join_branches
-from passes.canonical.cells import CELLS
-from passes.canonical.decompose import HasRule, written_out
+from passes.canonical.decompose import LAYERS, HasRule, frequency_scaled, written_out
 from passes.canonical.emit import Emit, reshaped, table
 from passes.canonical.heads import join_heads
-from passes.canonical.indexing import INDEXING
 from passes.canonical.layout import LAYOUT
 from passes.canonical.products import PRODUCTS
 from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
-from passes.program.ops.aten import aten
+from passes.program.ops.aten import aten, nodes_in
 from passes.program.ops.groups import FILLED
-from passes.program.ops.own_backward import OwnBackward
-from passes.program.ops.recorded import OWN_BACKWARD, recorded
-from passes.program.source_lines import where_of
-from passes.program.unwritten import Unwritten
-
-KEPT_META = ("nn_module_stack", "stack_trace")
+from passes.program.ops.own_backward import OWN_BACKWARD, OwnBackward, recorded
+from passes.program.program import Unwritten
+from passes.program.source_lines import origin_of, where_of
 
 
 def canonicalize(
@@ -119,12 +113,10 @@ class _Writer:
 
     def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Copy the parts of a composite op in its place, each with the user's line of the composite op."""
-        found: list[fx.Node] = []
-        fx.map_arg((args, kwargs), found.append)
         holders = parts.graph.find_nodes(op="placeholder")
         for inner in parts.graph.nodes:
-            inner.meta.update({k: node.meta[k] for k in KEPT_META if k in node.meta})
-        return self.copy_body(parts, dict(zip(holders, dict.fromkeys(found), strict=True)))
+            inner.meta.update(origin_of(node))
+        return self.copy_body(parts, dict(zip(holders, dict.fromkeys(nodes_in((args, kwargs))), strict=True)))
 
     def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """Put the body of a grad-mode region in line."""
@@ -162,8 +154,7 @@ class _Writer:
 
     def _create(self, origin: fx.Node, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
-        new.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
-        new.meta["val"] = val
+        new.meta = origin_of(origin) | {"val": val}
         stops = target is aten.detach.default or target in FILLED  # of zeros_like(x) x has no gradient
         new.meta["grad"] = not stops and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
         return new
@@ -309,8 +300,6 @@ REWRITES: dict[Any, Callable[..., Any]] = (
         }
     )
     | LAYOUT
-    | INDEXING
     | PRODUCTS
-    | CELLS
-    | BAGS
+    | LAYERS
 )

@@ -10,18 +10,17 @@ heads. Branches without a product of two activations are left as they are: their
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from dataclasses import dataclass, field
 from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.canonical.branches import FEWEST, operands_of, piece_of, same_call
-from passes.program.ops.aten import aten, draws, is_pointwise, reduced_dims, shape_of
-from passes.program.ops.products import PRODUCTS, equation
+from passes.canonical.branches import Branches, equal_branches
+from passes.program.ops.aten import aten, dim_of_cat, draws, is_pointwise, reduced_dims, shape_of
+from passes.program.ops.groups import PRODUCTS, equation
+from passes.program.source_lines import origin_of
 from passes.rules.rule import Role
 from passes.rules.table import rule_of
 
@@ -32,22 +31,12 @@ class _Unknown(Exception):
     """An op that is not written over a dim of heads: the loop stays unchanged."""
 
 
-@dataclass
-class _Loop:
-    """The loop of ``num`` equal branches, by the nodes of the first."""
-
-    num: int
-    pieces: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # piece 0 → tensor, and its dim of pieces
-    own: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # a parameter or buffer of each branch
-    body: dict[fx.Node, None] = field(default_factory=dict)  # the calls of branch 0, inputs first
-
-
 def join_heads(graph: fx.Graph) -> bool:
     """Rewrite every such loop of ``graph`` with parts that are concatenated or added up."""
     joined = False
     for node in list(graph.nodes):
         leaves = _concatenated(node) or _added_up(node)
-        loop = _loop_of(leaves) if len(leaves) >= FEWEST else None
+        loop = _loop_of(leaves)
         if loop is None:
             continue
         with graph.inserting_before(node):
@@ -82,12 +71,10 @@ def _terms(node: fx.Node, *, is_end: bool = True) -> list[fx.Node]:
     return [t for a in node.args for t in _terms(a, is_end=False)]  # pyright: ignore[reportArgumentType]
 
 
-def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
+def _loop_of(leaves: list[fx.Node]) -> Branches | None:
     """The equal branches that end in ``leaves``; None if they differ, or hold no product of two activations."""
-    if len({shape_of(n) for n in leaves}) > 1 or len(set(leaves)) < len(leaves):
-        return None
-    loop = _Loop(len(leaves))
-    if not _are_equal(tuple(leaves), loop, set()):
+    loop = equal_branches(leaves) if len(set(leaves)) == len(leaves) else None
+    if loop is None or any(len({n.meta["grad"] for n in nodes}) > 1 for nodes in loop.own.values()):
         return None
     mixing = [n for n in loop.body if _mixes(n, loop)]
     if not mixing or any(len(shape_of(n)) > 3 for n in mixing):
@@ -97,39 +84,10 @@ def _loop_of(leaves: list[fx.Node]) -> _Loop | None:
     return None if read_outside else loop
 
 
-def _mixes(node: fx.Node, loop: _Loop) -> bool:
+def _mixes(node: fx.Node, loop: Branches) -> bool:
     """A product of values that the branch itself made."""
     made = [n for n in node.all_input_nodes if n.meta["grad"] and (n in loop.body or n in loop.pieces)]
     return node.target is SDPA or (node.target in PRODUCTS and len(made) == len(node.all_input_nodes) == 2)
-
-
-def _are_equal(nodes: tuple[Any, ...], loop: _Loop, seen: set[fx.Node]) -> bool:
-    """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
-    first = nodes[0]
-    if first in seen or all(n is first for n in nodes):
-        return True
-    if all(n.op == "placeholder" for n in nodes):
-        loop.own[first] = nodes
-        return len({(shape_of(n), n.meta["val"].dtype, n.meta["grad"]) for n in nodes}) == 1
-    dim = _dim_of_pieces(first)
-    sources = {piece_of(n, dim, i, len(nodes)) for i, n in enumerate(nodes)} if dim is not None else {None}
-    source = sources.pop() if len(sources) == 1 else None
-    if source is not None and dim is not None:
-        loop.pieces[first] = source, dim
-        return True
-    seen.add(first)
-    if not same_call(nodes) or not all(_are_equal(inner, loop, seen) for inner in operands_of(nodes)):
-        return False
-    loop.body[first] = None
-    return True
-
-
-def _dim_of_pieces(node: fx.Node) -> int | None:
-    if node.target is aten.slice.Tensor:
-        return int(node.args[1])  # pyright: ignore[reportArgumentType]
-    source = node.args[0] if node.target is operator.getitem else None
-    is_split = isinstance(source, fx.Node) and source.target is aten.split_with_sizes.default
-    return int(source.args[2]) if is_split else None  # pyright: ignore
 
 
 def _is_along_named_dims(node: fx.Node) -> bool:
@@ -144,7 +102,7 @@ def _is_along_named_dims(node: fx.Node) -> bool:
 class _Writer:
     """Owns the calls over all heads: values of the branches get a first dim of heads, shared values do not."""
 
-    def __init__(self, graph: fx.Graph, loop: _Loop) -> None:
+    def __init__(self, graph: fx.Graph, loop: Branches) -> None:
         self.graph, self.loop, self.num = graph, loop, loop.num
         self.new: dict[fx.Node, fx.Node] = {}
         self.origin = next(iter(loop.body))
@@ -161,8 +119,7 @@ class _Writer:
         if whole is None:
             raise _Unknown
         if end.target is aten.cat.default:
-            dim = int(end.args[1] if len(end.args) > 1 else 0) % len(shape_of(end))  # pyright: ignore
-            return self._view(self._moved(whole, dim), list(shape_of(end)))
+            return self._view(self._moved(whole, dim_of_cat(end)), list(shape_of(end)))
         total = self._emit(aten.sum.dim_IntList, whole, [0])
         for term in (t for t in _terms(end) if t not in leaves):
             total = self._emit(aten.add.Tensor, total, term)
@@ -173,8 +130,7 @@ class _Writer:
         given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad():
             val = target(*given, **named)
-        new.meta = {k: self.origin.meta[k] for k in ("nn_module_stack", "stack_trace") if k in self.origin.meta}
-        new.meta["val"] = val
+        new.meta = origin_of(self.origin) | {"val": val}
         is_inexact = val.is_floating_point() or val.is_complex()
         new.meta["grad"] = is_inexact and any(n.meta["grad"] for n in new.all_input_nodes)
         return new

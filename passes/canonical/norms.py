@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonical.form import KEPT_META, prune
+from passes.canonical.form import prune
 from passes.program.ops.aten import aten, packet_of
 from passes.program.program import Program
-from passes.program.source_lines import where_of
+from passes.program.source_lines import origin_of, where_of
 
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)
@@ -62,7 +62,7 @@ def fuse_norms(program: Program) -> None:
 def _replace(graph: fx.Graph, norm: SpelledNorm, result: fx.Node) -> None:
     with graph.inserting_before(result):
         new = graph.call_function(aten.rms_norm.default, (norm.x, [norm.x.meta["val"].shape[-1]], None, norm.eps))
-    new.meta = {key: result.meta[key] for key in (*KEPT_META, "val", "grad") if key in result.meta}
+    new.meta = origin_of(result) | {key: result.meta[key] for key in ("val", "grad") if key in result.meta}
     result.replace_all_uses_with(new)
 
 

@@ -10,17 +10,15 @@ keeps its traced order. Names follow: the first ``mul`` of a run has its lowest 
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
 from passes.program.ops.aten import is_random
 from passes.program.source_lines import lines_of
-from passes.program.walks import in_order
+from passes.program.walks import in_order, in_turn
 
 _NUMBERED = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
 
@@ -69,20 +67,7 @@ def _runs(graph: fx.Graph, aside: Collection[fx.Node]) -> Iterator[list[fx.Node]
 def _ordered(run: Sequence[fx.Node], first_read: Mapping[fx.Node, int]) -> list[fx.Node]:
     """Each call after its inputs; else by line, and then by first reader."""
     keys = {node: (lines_of(node), first_read.get(node, len(first_read))) for node in run}
-    by_key = {key: node for node, key in keys.items()}
-    waiting = {node: sum(n in keys for n in node.all_input_nodes) for node in run}
-    ready: list[Any] = [keys[node] for node, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    order: list[fx.Node] = []
-    while ready:
-        node = by_key[heapq.heappop(ready)]
-        order.append(node)
-        for user in node.users:
-            if user in waiting:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heapq.heappush(ready, keys[user])
-    return order
+    return in_turn({node: [n for n in node.all_input_nodes if n in keys] for node in run}, keys)
 
 
 def _place(run: Sequence[fx.Node], order: Sequence[fx.Node]) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from passes.program.ops.aten import aten, named
 from passes.program.ops.own_backward import OwnBackward
+from passes.program.source_lines import origin_of
 
 
 def stop_early(graph: fx.Graph) -> bool:
@@ -59,8 +60,7 @@ def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
 def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
     with graph.inserting_before(reader):
         new = graph.call_function(aten.detach.default, (value,))
-    new.meta = {k: v for k, v in reader.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    new.meta |= {"val": value.meta["val"].detach(), "grad": False, "stopped": True}
+    new.meta = origin_of(reader) | {"val": value.meta["val"].detach(), "grad": False, "stopped": True}
     return new
 
 

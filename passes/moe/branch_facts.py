@@ -12,9 +12,8 @@ write them in any way:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 
 import torch
@@ -24,21 +23,9 @@ from passes.moe.layers import Refusal
 from passes.moe.routing import Routing, leaves_of
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
-from passes.program.walks import meetings
+from passes.program.walks import meetings, readers, walk
 
 MOST = 4096  # calls between the first tip and the end, and as many for each
-
-
-@dataclass
-class End:
-    """``node``: the combined value of all branches. ``picks``: whether they are picked by ids, and not added up.
-    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero.
-    """
-
-    node: fx.Node
-    picks: bool = False
-    bases: list[fx.Node] = field(default_factory=list)
-    hidden: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
 
 def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
@@ -53,7 +40,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
             return End(user, picks=True)
         meeting = user
     end = End(meeting)
-    _Summands(set(tips), end, refusal).run()
+    end.find_summands(set(tips), refusal)
     return end
 
 
@@ -64,9 +51,8 @@ def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Ro
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
     if not is_in_order or along != dim or not isinstance(ids, fx.Node):
         raise refusal(pick, "their results are not concatenated in order and then indexed")
-    tokens = routing.num_rows // routing.top_k
     same_rest = shape_of(ids)[dim + 1 :] == shape_of(joined)[dim + 1 :]
-    if prod(shape_of(ids)[:dim]) != tokens or not same_rest or not routing.are_choices(ids):
+    if prod(shape_of(ids)[:dim]) != routing.num_tokens or not same_rest or not routing.are_choices(ids):
         raise refusal(pick, "the indexing does not follow the choice of each token")
 
 
@@ -74,59 +60,52 @@ def _join_dim(joined: fx.Node) -> int:
     return int(named(joined)["dim"]) % len(shape_of(joined))
 
 
-class _Summands:
-    """Goes up from a sum to its summands."""
+@dataclass
+class End:
+    """``node``: the combined value of all branches. ``picks``: whether they are picked by ids, and not added up.
+    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero.
+    """
 
-    def __init__(self, tips: set[fx.Node], end: End, refusal: Refusal) -> None:
-        self.tips, self.end, self.refusal = tips, end, refusal
-        self.below = self._below()
+    node: fx.Node
+    picks: bool = False
+    bases: list[fx.Node] = field(default_factory=list)
+    hidden: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
-    def _below(self) -> set[fx.Node]:
-        """The values made of tips, up to the end."""
-        found, work = set(self.tips), sorted(self.tips)
-        while work:
-            new = {u for u in work.pop().users if u <= self.end.node} - found
-            found |= new
-            work += sorted(new)
-        return found
-
-    def run(self) -> None:
-        work: list[tuple[fx.Node, list[fx.Node]]] = [(self.end.node, [])]
+    def find_summands(self, tips: set[fx.Node], refusal: Refusal) -> None:
+        """Up from the sum to ``tips`` and others."""
+        of_tips = set(walk(tips, readers, into=lambda n: n <= self.node))
+        work: list[tuple[fx.Node, list[fx.Node]]] = [(self.node, [])]
         while work:
             node, masks = work.pop()
-            if node in self.tips:
-                if node in self.end.hidden:
-                    raise self.refusal(node, "the result of one is added twice")
-                self.end.hidden[node] = masks
-            elif node not in self.below and not (masks and _overwrites(node)):
-                self._base(node, masks)
-            else:
-                work += self._parts(node, masks)
-        if set(self.tips) - set(self.end.hidden):
-            raise self.refusal(self.end.node, "their results are not summed directly")
+            if node in tips:
+                if node in self.hidden:
+                    raise refusal(node, "the result of one is added twice")
+                self.hidden[node] = masks
+            elif node in of_tips or (masks and _overwrites(node)):
+                work += _parts(node, masks, refusal)
+            elif not is_zero(node):
+                if shape_of(node) != shape_of(self.node):
+                    raise refusal(node, "another value in the sum has a different shape")
+                self.bases.append(node)
+                self.hidden[node] = masks
+        if tips - self.hidden.keys():
+            raise refusal(self.node, "their results are not summed directly")
 
-    def _base(self, node: fx.Node, masks: list[fx.Node]) -> None:
-        if is_zero(node):
-            return
-        if shape_of(node) != shape_of(self.end.node):
-            raise self.refusal(node, "another value in the sum has a different shape")
-        self.end.bases.append(node)
-        self.end.hidden[node] = masks
 
-    def _parts(self, node: fx.Node, masks: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
-        packet, same = packet_of(node.target), {n.meta["val"].dtype for n in node.all_input_nodes}
-        if packet is aten.add and not node.kwargs and all(isinstance(a, fx.Node) or a == 0 for a in node.args):
-            return [(a, masks) for a in node.args if isinstance(a, fx.Node)]
-        if packet in (aten.reshape, aten.to) and same == {node.meta["val"].dtype}:
-            return [(node.all_input_nodes[0], masks)]
-        if _overwrites(node):
-            return [(node.args[2], [*masks, node.args[0]])]  # pyright: ignore
-        if packet is aten.sum and node.all_input_nodes[0].target in JOINS:
-            joined = node.all_input_nodes[0]
-            dim = _join_dim(joined)
-            if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:
-                return [(n, masks) for n in joined.args[0]]  # pyright: ignore
-        raise self.refusal(node, "their results are not summed directly")
+def _parts(node: fx.Node, masks: list[fx.Node], refusal: Refusal) -> list[tuple[fx.Node, list[fx.Node]]]:
+    packet, same = packet_of(node.target), {n.meta["val"].dtype for n in node.all_input_nodes}
+    if packet is aten.add and not node.kwargs and all(isinstance(a, fx.Node) or a == 0 for a in node.args):
+        return [(a, masks) for a in node.args if isinstance(a, fx.Node)]
+    if packet in (aten.reshape, aten.to) and same == {node.meta["val"].dtype}:
+        return [(node.all_input_nodes[0], masks)]
+    if _overwrites(node):
+        return [(node.args[2], [*masks, node.args[0]])]  # pyright: ignore
+    if packet is aten.sum and node.all_input_nodes[0].target in JOINS:
+        joined = node.all_input_nodes[0]
+        dim = _join_dim(joined)
+        if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:
+            return [(n, masks) for n in joined.args[0]]  # pyright: ignore
+    raise refusal(node, "their results are not summed directly")
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -148,24 +127,13 @@ def check_hidden(end: End, gates: Mapping[fx.Node, fx.Node], tokens: int, routin
         if any(value.numel() != tokens for value in found):
             return False
         seen = {n: value.reshape(tokens) != 0 for n, value in zip(nodes, found, strict=True)}
-        apart = (not bool((seen[gates[n]] & seen[m]).any()) for n, m in _pairs(masked, end.bases))
-        return all(apart) and all(_any([seen[m] for m in masked[n]]) for n in covered)
+        of_tips = [(gates[n], m) for n, masks in masked.items() if n not in end.bases for m in masks]
+        is_covered = (bool(torch.stack([seen[m] for m in masked[n]]).any(0).all()) for n in covered)
+        return not any(bool((seen[gate] & seen[m]).any()) for gate, m in of_tips) and all(is_covered)
 
     if not routing.holds(nodes, holds):
         raise refusal(end.node, "the result of one is overwritten by that of another")
     end.bases = [n for n in end.bases if n not in covered]
-
-
-def _pairs(masked: Mapping[fx.Node, list[fx.Node]], bases: Collection[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    return [pair for n, masks in masked.items() if n not in bases for pair in product([n], masks)]
-
-
-def _any(masks: list[Tensor]) -> bool:
-    """Whether each token is under one of them."""
-    whole = masks[0].clone()
-    for mask in masks[1:]:
-        whole |= mask
-    return bool(whole.all())
 
 
 def is_zero(value: object) -> bool:
@@ -197,11 +165,9 @@ class Chosen:
         first = self.column[0].meta["val"]
         if first.numel() != self.num_tokens or not first.dtype.is_floating_point:
             return None
-        outside = [
-            n
-            for n in self.routing.inputs(self.column)
-            if n.meta["val"].numel() == self.routing.num_rows and n.meta["val"].dtype == first.dtype
-        ]
+        form = (self.routing.num_rows, first.dtype)
+        inputs = self.routing.inputs(self.column)
+        outside = [n for n in inputs if (n.meta["val"].numel(), n.meta["val"].dtype) == form]
         for values, ids in self.routing.tried(self.column):
             rows = self._rows(values, ids)
             outside = [n for n in outside if rows is not None and _is_of(rows, values[n])]

@@ -5,7 +5,7 @@ A ``Builder`` makes the calls with such marks in a captured graph: their place, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from passes.types.sizes import Sizes
+from passes.types.types import Sizes
 
 COPIED = ("nn_module_stack", "stack_trace")
 
@@ -22,15 +22,12 @@ COPIED = ("nn_module_stack", "stack_trace")
 @dataclass(frozen=True, slots=True)
 class Domain:
     """``experts``: the dim that counts the experts, sharded over ep; ``rows``: the dim with a length that depends on
-    the routing; ``slots``: the dim of slots, with those of several ranks;
-    ``number``: of a value that belongs to one expert alone, of ``num_experts``, and is on its rank alone.
-    ``axis``: over which values are typed; tp if every rank has all experts."""
+    the routing; ``slots``: the dim of slots, with those of several ranks. ``axis``: over which values are typed; tp if
+    every rank has all experts."""
 
     experts: int = -1
     rows: int = -1
     slots: int = -1
-    number: int = -1
-    num_experts: int = 0
     axis: str = "etp"
 
 
@@ -40,17 +37,6 @@ ROWS, STACK = Domain(rows=0), Domain(experts=0)
 def domain_of(node: fx.Node) -> Domain | None:
     """None for a value outside of it."""
     return node.meta.get("domain")
-
-
-def is_of_one(node: fx.Node) -> bool:
-    """Whether a value belongs to one expert alone: only the ranks of that expert have it."""
-    domain = domain_of(node)
-    return domain is not None and domain.number >= 0
-
-
-def has_branches(graph: fx.Graph) -> bool:
-    """Whether some calls are those of one expert alone: then ranks of ep run different ones."""
-    return any(map(is_of_one, graph.nodes))
 
 
 def counts_rows(node: fx.Node) -> bool:
@@ -63,12 +49,6 @@ def axis_of(node: fx.Node) -> str:
     """The axis over which a value is typed."""
     domain = domain_of(node)
     return "tp" if domain is None else domain.axis
-
-
-def is_here(node: fx.Node, mesh: Sizes, ep_rank: int) -> bool:
-    """Whether a rank has a value: it does, unless the value belongs to an expert of another rank."""
-    domain = domain_of(node)
-    return domain is None or domain.number < 0 or domain.number // (domain.num_experts // mesh.ep) == ep_rank
 
 
 def in_domain(node: fx.Node, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
@@ -90,12 +70,9 @@ def share_of_slots(slots: int, mesh: Sizes) -> int:
 
 
 def share_of_rows(node: fx.Node, mesh: Sizes) -> float:
-    """The rows that a rank has when every expert gets as many, as a part of those in the graph: of an expert those of
-    all ranks of ep."""
+    """The rows that a rank has when every expert gets as many, as a part of those in the graph."""
     domain = domain_of(node)
-    if domain is None or domain.rows < 0:
-        return 1.0
-    return mesh.etp / mesh.tp * (mesh.ep if domain.number >= 0 else 1)
+    return 1.0 if domain is None or domain.rows < 0 else mesh.etp / mesh.tp
 
 
 # ---- new calls
@@ -120,7 +97,7 @@ class Builder:
         argument has one."""
         if val is None:
             given, options = fx.map_arg((args, kwargs), lambda n: bare(n.meta["val"]))
-            val = function(*given, **options)
+            val = bare(function(*given, **options))
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(function, args, kwargs)
         node.meta = {key: self.like.meta[key] for key in COPIED if key in self.like.meta}
@@ -130,6 +107,12 @@ class Builder:
         if domain is not None:
             node.meta["domain"] = domain
         return node
+
+
+def arguments_with(node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call with other nodes in the place of some."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
+    return tuple(args), dict(kwargs)
 
 
 def bare(value: Any) -> Any:

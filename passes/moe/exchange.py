@@ -5,17 +5,18 @@
     rows = dispatch(rows, here)               [n, …]        to the ranks that have the experts, by expert
     ends_of(here), ids_of(here, n)            [E], [n]      the ends of each expert's rows; the expert of each row
     grouped_mm(rows, W[E, i, o], here)        [n, o]        the rows of each expert times its own matrix
-    part(rows, here, e), join(parts)          [m, …]        the rows of one expert; those of all behind each other
+    part(rows, here, e), join(parts)          [m, …]        the rows of one expert that is here; those of all of them
     rows = give_back(rows, here)              [n, …]        each to where it came from
     rows = dispatch_tokens(x, token, here)    [n, …]        rows that are copies of tokens: each goes once to a rank
     y = combine(rows, token, here, t, dtype)  [t, …]        of each token the sum of its rows
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
+    own = own_member(w, …)                    w            of weights on one rank of ep each, the one that is here
     own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
-    drop_rows(rows, p, names)                 [m, …]        dropout of rows by their names, wherever they are
+    drop_rows(rows, p, names, sites)          [m, …]        dropout of rows by their names, wherever they are
 
     slots = send_slots(x, e, c, counts)       [.., E, .., C, ..]     dim c of each expert, of all ranks
-    own = slots_of(slots, e, number)          [.., C, ..]            those of one expert
+    own = slots_of(slots, e, number)          [.., C, ..]            those of one expert that is here
     y = return_slots(slots, e, c)             [.., E, .., C, ..]     each to where it came from
 
 From ``meet`` to ``give_back`` or ``combine``, and from ``send_slots`` to ``return_slots``, is the experts' domain:
@@ -81,6 +82,11 @@ def share(weight: Tensor) -> Tensor:
     return weight
 
 
+def own_member(*weights: Tensor) -> Tensor:
+    """Of weights of several experts, of which each rank of ep has one, this rank's. A lowered graph has it itself."""
+    return weights[0]
+
+
 def own_slices(value: Tensor, dim: int) -> Tensor:
     """Those of this rank's experts, of a value of all experts that every rank has."""
     return value
@@ -122,8 +128,8 @@ def name_rows(num_tokens: int) -> Tensor:
     return torch.stack([torch.zeros_like(place), place], 1)
 
 
-def drop_rows(rows: Tensor, p: float, names: Tensor) -> Tensor:
-    """``meta["draw"]`` is that of one row."""
+def drop_rows(rows: Tensor, p: float, names: Tensor, sites: tuple[int, ...]) -> Tensor:
+    """``meta["draw"]`` is that of one row, but for the site of each rank of ep, for its own expert."""
     return torch.dropout(rows, p, True)
 
 
@@ -144,19 +150,5 @@ OF_SLOTS = (send_slots, return_slots)
 EXCHANGES = (meet, *MOVING, *OF_TOKENS, *OF_SLOTS)
 
 # those that give the same again for the same arguments, so that a backward may recompute them
-REPEATABLE = frozenset(
-    (
-        *MOVING,
-        *OF_TOKENS,
-        grouped_mm,
-        part,
-        join,
-        own_slices,
-        send_slots,
-        return_slots,
-        slots_of,
-        ends_of,
-        ids_of,
-        drop_rows,
-    )
-)
+OF_ONE_RANK = (grouped_mm, part, join, own_slices, slots_of, ends_of, ids_of, drop_rows)
+REPEATABLE = frozenset((*MOVING, *OF_TOKENS, *OF_SLOTS, *OF_ONE_RANK))

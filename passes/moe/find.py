@@ -4,42 +4,52 @@ A router chooses k of E by scores, or each of E takes tokens by them. E is also 
 keep the experts apart (stacks), or the number of equal branches, each weighted by its choices (loops). All
 else is no layer of experts.
 
+    combined[t] = Σ_e  g_e[t] · branch_e(tokens)[t]        g_e: the router's weight of expert e alone
+
+Branches, which a loop over modules leaves side by side, are those of one layer if they are equal except for their own
+weights, and each number has one.
+
 Experts that share their first layers compute them once, for all: norm(x), norm(x) … of each → one norm(x), which all
 read. Values stay the same to the bit; gradients are added up before the call's backward instead of behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.moe.branches import Branches, branches_of, names_of
-from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
+from passes.moe.expert_dims import Space, spaces, takings
+from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
 from passes.moe.paths import (
     Product,
-    between,
     carrying,
     choices_of,
     combined_of,
     dispatch_of,
     ends,
     is_taken,
+    names_of,
     probs_of,
+    product_of,
     products_of,
     read_with_stacks,
     stacks_in,
     tokens_of,
     weights_of,
 )
-from passes.moe.space import Space, spaces, takings
-from passes.program.ops.aten import draws, shape_of
-from passes.program.ops.groups import SORTS
+from passes.moe.ties import base, pick_of, pick_of_weight, picks
+from passes.program.ops.aten import aten, draws, shape_of
+from passes.program.ops.groups import JOINS
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from passes.program.weights import is_parameter
+from passes.program.walks import between, in_order, operands, readers, walk
+from passes.program.weights import is_parameter, is_weight
+from passes.rules.follow import stays_zero
+from passes.rules.table import rule_of
 
 
 def find_experts(program: Program) -> Experts:
@@ -52,60 +62,48 @@ def find_experts(program: Program) -> Experts:
 def _found(program: Program) -> Experts:
     layers: list[ExpertLayer] = []
     doubts: list[Doubt] = []
-    known = set[str]()
-    for space in sorted(spaces(program.graph.graph), key=lambda s: s.root, reverse=True):
-        found = _layer(space, known)
+    graph, known = program.graph.graph, set[str]()
+    asked = [(s, _layer) for s in sorted(spaces(graph), key=lambda s: s.root, reverse=True)]
+    for space, layer_of in (*asked, *((space, _of_takers) for space in reversed(takings(graph)))):
+        found = layer_of(
+            space, [p for p in products_of(space) if p.node not in space.above and p.node.name not in known]
+        )
         if isinstance(found, ExpertLayer):
             layers.append(found)
-            known |= set(found.products)
+            known |= set(found.products)  # which may be a layer before, applied again
         elif found:
             doubts.append(Doubt(found, where_of(space.choices[0])))
-    for space in reversed(takings(program.graph.graph)):
-        found = _of_takers(space, known)
-        if found is not None:
-            layers.append(found)
-            known |= set(found.products)
     return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(reversed(doubts)))
 
 
-def _layer(space: Space, later: Set[str]) -> ExpertLayer | str:
-    """The layer, or the reason why a candidate is none; "" without a candidate. ``later``: products of layers after it,
-    which may be the same one applied again."""
-    products = _products(space, later)
+def _layer(space: Space, products: list[Product]) -> ExpertLayer | str:
+    """The layer, or the reason why a candidate is none; "" without a candidate."""
     if products:
         return _of_stacks(space, products)
-    return _of_branches(space)
-
-
-def _products(space: Space, later: Set[str]) -> list[Product]:
-    return [p for p in products_of(space) if p.node not in space.above and p.node.name not in later]
-
-
-def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> ExpertLayer | str:
-    """``takes``: experts take tokens."""
-    first, last = ends(products, space.above)
-    whole, weights = [p.node for p in products], weights_of(space, products, first, last)
-    parts = Branches([p.x for p in first], [p.node for p in last], whole, weights)
-    found = _made(space, parts, lambda tokens: dispatch_of(space, first, tokens, takes))
-    return found if isinstance(found, str) else replace(found, beside=tuple(read_with_stacks(space)))
-
-
-def _of_takers(space: Space, later: Set[str]) -> ExpertLayer | None:
-    """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
-    products = _products(space, later)
-    if not products or not all(is_taken(p.x, space) for p in ends(products, space.above)[0]):
-        return None
-    found = _of_stacks(space, products, takes=True)
-    return found if isinstance(found, ExpertLayer) and found.dispatch is Dispatch.TAKEN else None
-
-
-def _of_branches(space: Space) -> ExpertLayer | str:
     found = branches_of(space)
     if found is None or isinstance(found, str):
         return found or ""
     dispatch = (Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN, found.capacity)
     made = _made(space, found, lambda _: dispatch, "branches")
     return made if isinstance(made, str) else replace(made, tips=names_of(found.last))
+
+
+def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> ExpertLayer | str:
+    """``takes``: experts take tokens."""
+    first, last = ends(products, space.above)
+    held = [((w,), space.dim(w)) for w in sorted({*stacks_in(space), *(p.weight for p in products)})]
+    weights = weights_of(held, products, first, last)
+    parts = Branches([p.x for p in first], [p.node for p in last], [p.node for p in products], weights)
+    found = _made(space, parts, lambda tokens: dispatch_of(space, first, tokens, takes))
+    return found if isinstance(found, str) else replace(found, beside=tuple(read_with_stacks(space)))
+
+
+def _of_takers(space: Space, products: list[Product]) -> ExpertLayer | str:
+    """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
+    if not products or not all(is_taken(p.x, space) for p in ends(products, space.above)[0]):
+        return ""
+    found = _of_stacks(space, products, takes=True)
+    return found if isinstance(found, ExpertLayer) and found.dispatch is Dispatch.TAKEN else ""
 
 
 def _made(
@@ -122,8 +120,8 @@ def _made(
     chosen, top_k = (space.chosen, 0) if takes else choices_of(space, combined)
     if not takes and not 0 < top_k <= space.size:
         return f"the number of its {space.size} experts per token is unknown"
-    way, carried = between(parts.products, combined)
-    before = carrying(space, tokens[0], parts.products)
+    carried, before = between(parts.products, [combined]), carrying(space, tokens[0], parts.products)
+    probs = probs_of(space, carried.difference(parts.products), carried)
     stacks = stacks_in(space)
     scoring = [n for n in space.places if is_parameter(n) and n in space.scored and n not in stacks]
     return ExpertLayer(
@@ -134,8 +132,7 @@ def _made(
         logits=space.root.name,
         router=names_of(n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1),
         chosen=names_of(chosen),
-        probs=names_of(probs_of(space, way, carried) or probs_of(space, before, before | {tokens[0]})),
-        orders=names_of(n for n in sorted(space.below) if n.target in SORTS and n.args[0] in space.ids),
+        probs=names_of(probs or probs_of(space, before, before | {tokens[0]})),
         weights=tuple(parts.weights),
         products=names_of(parts.products),
         tokens=tokens[0].name,
@@ -173,3 +170,180 @@ def _merge_equal_calls(program: Program) -> bool:
 def _call(node: fx.Node) -> object:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.name)
     return node.target, repr(args), repr(kwargs)
+
+
+# ---- experts that stand side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """``first``: what the inputs of the first products are made of; ``last``: the summands, in the experts' order.
+    ``capacity``: the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read
+    the same rows.
+    """
+
+    first: list[fx.Node]
+    last: list[fx.Node]
+    products: list[fx.Node]
+    weights: list[ExpertWeight]
+    capacity: int = 0
+
+
+def branches_of(space: Space) -> Branches | str | None:
+    """The experts' branches; why they are none; None if weights do not belong to numbers."""
+    values = _values_of_one(space)
+    tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
+    own = _own(space, tips)
+    tips = {n: e for n, e in tips.items() if any(_is_own_weight(w, own[n]) and len(shape_of(w)) > 1 for w in own[n])}
+    if len(set(tips.values())) < 2:
+        return None
+    each = len(tips) // space.size  # one, or one for each choice of a token
+    if sorted(tips.values()) != sorted([*range(space.size)] * each):
+        return f"they have weights for {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
+    last = sorted(tips, key=lambda n: (tips[n], n))
+    orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
+    for first in range(each):
+        numbers = [tips[tip] for tip in last[first::each]]
+        if not _are_alike(numbers, orders[first::each], values):
+            return f"the branches of its {space.size} numbers differ from each other"
+    weights = [{*map(_weight_of, order)} for order in orders]
+    if any(weights[i] != weights[i // each * each] for i in range(len(orders))):
+        return f"the branches of one of its {space.size} numbers have different weights"
+    columns = [column for column in zip(*orders[::each], strict=True) if _is_own_weight(column[0], orders[0])]
+    if not all(_are_parts(column, space.size) for column in columns if not is_parameter(column[0])):
+        return f"the branches of its {space.size} numbers do not read parts of a stack in its order"
+    return _branches(space, last, orders, columns)
+
+
+def _weight_of(node: fx.Node) -> tuple[fx.Node | None, int, int]:
+    """(parameter, dim, number) of a part of a stack; of a parameter itself both are -1; (None, -1, -1) of others."""
+    pick = pick_of_weight(node)
+    return (node if is_parameter(node) else None, -1, -1) if pick is None else (pick.whole, pick.dim, pick.number)
+
+
+def _is_own_weight(node: fx.Node, own: Collection[fx.Node]) -> bool:
+    """Whether it is a weight of one branch alone, or that branch's part of a stack."""
+    weight, dim, _ = _weight_of(node)
+    return weight is not None and (dim < 0 or weight not in own)
+
+
+def _are_parts(column: Sequence[fx.Node], size: int) -> bool:
+    """Whether weights are the parts of one stack, in order."""
+    stack, dim, _ = _weight_of(column[0])
+    is_whole = stack is not None and shape_of(stack)[dim] == size
+    return is_whole and [*map(_weight_of, column)] == [(stack, dim, number) for number in range(size)]
+
+
+def _values_of_one(space: Space) -> dict[fx.Node, int]:
+    """Value → the number of its expert: values that test for one number, and those made of them before any sum."""
+    known: dict[fx.Node, int] = {}
+    for node, number in walk(_asked(space), lambda at: [(u, at[1]) for u in at[0].users if _passes(u, known, at[1])]):
+        known.setdefault(node, number)
+    return known
+
+
+def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
+    for node in sorted(space.ids):
+        yield from ((u, u.args[1]) for u in node.users if u.target is aten.eq.Scalar)  # pyright: ignore[reportReturnType]
+    for node in space.places:
+        dim = space.dim(node)
+        if dim < 0 or node in space.scored:
+            continue
+        if node.target in JOINS and len(node.args[0]) == space.size:  # pyright: ignore[reportArgumentType]
+            yield from ((part, e) for e, part in enumerate(node.all_input_nodes))
+        yield from ((pick.node, pick.number) for pick in picks(node, dim))
+
+
+def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
+    """Whether a call's result is of that number alone: made of its values and weights, or zero where these are."""
+    if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
+        return False
+    if user.target is aten.add.Tensor and user.args[1] == 0:
+        return False  # sum() begins with 0
+    if user.target in JOINS and is_weight(user) and not all(n in known for n in user.all_input_nodes):
+        return False  # the weights of all numbers in one
+    is_own = all(n in known or is_weight(n) for n in user.all_input_nodes)
+    return (is_own and rule_of(user) is not None) or stays_zero(user, known)
+
+
+def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
+    """For each value its ancestors that no value of another number has."""
+
+    def is_near(node: fx.Node) -> bool:
+        return is_weight(node) or node not in space.above
+
+    above = {n: set(walk([n], operands, into=is_near)) for n in tips}
+    holders: dict[fx.Node, set[int]] = {}
+    for tip, nodes in above.items():
+        for node in nodes:
+            holders.setdefault(node, set()).add(tips[tip])
+    return {tip: {n for n in nodes if len(holders[n]) == 1} for tip, nodes in above.items()}
+
+
+def _are_alike(numbers: list[int], orders: list[list[fx.Node]], values: Mapping[fx.Node, int]) -> bool:
+    """Whether the branches of all numbers compute the same; each may take the part of its number of another value."""
+    plain = {_form(order, None, values) for order in orders}
+    return len(plain) == 1 or len({_form(*given, values) for given in zip(orders, numbers, strict=True)}) == 1
+
+
+def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    """The computation of a branch, without the names of its own values and its number. ``number``: if it takes that
+    part of other values."""
+    position = {node: i for i, node in enumerate(order)}
+
+    def line(node: fx.Node) -> tuple[Any, ...]:
+        if node.op == "placeholder" or _is_own_weight(node, position):
+            return ("weight", shape_of(node), str(node.meta["val"].dtype))
+        pick = None if number is None else pick_of(node)
+        if pick is not None and pick.number == number and pick.whole not in position:
+            return ("part", pick.whole.name, pick.dim)
+        asks = node in values and not any(n in values for n in node.all_input_nodes)
+        given = (node.args[:1] if asks else node.args, dict(node.kwargs))
+        return (str(node.target), shape_of(node), repr(fx.map_arg(given, lambda n: f"<{position.get(n, n.name)}>")))
+
+    return tuple(line(node) for node in order)
+
+
+def _branches(
+    space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
+) -> Branches:
+    """``columns``: each weight of the branches, in the order of the numbers."""
+    whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
+    edges = [ends(products, space.above) for products in whole]
+    weights = weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
+    given = [
+        _from_outside(p.x, own) for (ones, _), own in zip(edges, map(_made_of_own, orders), strict=True) for p in ones
+    ]
+    first = [node for nodes in given for node in nodes]
+    return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
+
+
+def _made_of_own(order: list[fx.Node]) -> set[fx.Node]:
+    """The weights of a branch, and its values that are made of them."""
+    own = set(order)
+    return set(walk([n for n in order if _is_own_weight(n, own)], readers, into=own.__contains__))
+
+
+def _from_outside(x: fx.Node, own: Set[fx.Node]) -> list[fx.Node]:
+    """What a value made of a branch's weights reads beside them: tokens, before the norm of an expert."""
+    found = walk([x], operands, stop=lambda n: n not in own or is_weight(n))
+    return [n for n in found if n not in own]
+
+
+def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:
+    """The weights that a column is, or the stack that it is the parts of, and its dim of experts."""
+    stack, dim, _ = _weight_of(column[0])
+    return (column, -1) if stack is None or dim < 0 else ((stack,), dim)
+
+
+def _capacity(space: Space, first: list[fx.Node]) -> int:
+    """The number of rows of each expert's part of one value, if all read such parts."""
+    wholes = {_whole_of(space, x) for x in first}
+    sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}
+    return sizes.pop() if len(wholes) == len(sizes) == 1 and None not in wholes else 0
+
+
+def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
+    """The value with ``x`` as one expert's part."""
+    pick = pick_of(base(x))
+    return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None

@@ -1,20 +1,27 @@
 """The facts of a layer of experts, in names of the captured graph, and the error of one that cannot be distributed.
 
 logits[t, E] → chosen[t, k], probs[t, k] → tokens to experts → products with stacks [E, …] → combined[t, h]
+
+A step does not update weights of experts that no token of the global batch chose, if the model asks for these tokens:
+
+    for e, expert in enumerate(experts):
+        token, choice = torch.where(chosen == e)
+        if token.numel() == 0: continue          # nobody asks for the gradient of expert e: it is None, no update
+
+With stacks, and without the question, one process has a gradient of zeros there, and updates by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 from torch import fx
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import aten, is_random
-from passes.program.source_lines import where_of
+from passes.program.program import Program
 
 
 class Dispatch(StrEnum):
@@ -41,16 +48,13 @@ class ExpertWeight:
     """A weight of all experts.
 
     ``nodes``: one placeholder [.., E, ..] with the experts on ``dim``, or E of them alike (``dim`` is -1).
-    ``hidden``, ``width``: its dims of the model's and of an expert's own features; -1: it has none.
-    ``style``: how etp would cut ``width``: "column" if a product makes it, "row" if one sums over it, else "".
+    ``width``: its dim of an expert's own features, which etp cuts; -1: it has none.
     """
 
     nodes: tuple[str, ...]
     shape: tuple[int, ...]
     dim: int
-    hidden: int = -1
     width: int = -1
-    style: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,6 @@ class ExpertLayer:
     router: tuple[str, ...]
     chosen: tuple[str, ...]
     probs: tuple[str, ...]
-    orders: tuple[str, ...]  # nodes that sort pairs of token and choice by expert
     weights: tuple[ExpertWeight, ...]
     products: tuple[str, ...]
     tokens: str
@@ -107,16 +110,6 @@ NAMED = "set dropout: layout_invariant for experts in a loop; or "  # its number
 Refusal = Callable[[fx.Node, str], PlanError]
 
 
-def refusal_of(layer: ExpertLayer, fix: str) -> Refusal:
-    """The error for a call that is not understood, by its reason."""
-    return partial(_refused, layer.num_experts, fix)
-
-
-def _refused(num_experts: int, fix: str, node: fx.Node, why: str) -> PlanError:
-    what = f"these {num_experts} experts cannot be distributed over ep: {why}"
-    return PlanError(what, where=where_of(node), fix=f"{fix}, or set mesh.ep: 1")
-
-
 def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
     """Raise if one of the calls on ``held``, rows or slots, draws random numbers."""
     for node in sorted(calls):
@@ -124,3 +117,73 @@ def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
             error = refusal(node, f"dropout inside experts draws for {held} that other ranks hold")
             named = "" if "draw" in node.meta or node.target is not aten.dropout.default else NAMED
             raise PlanError(error.what, where=error.where, fix=f"{named}{error.fix}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """A parameter of ``num_experts`` experts: stacked on ``dim``, or (``dim`` is -1) of expert ``number`` alone.
+
+    stack    [.., E, ..] → [.., E / ep, ..]      ep rank r has experts r·E/ep … (r + 1)·E/ep
+    alone    of expert e: complete on ep rank e // (E / ep), absent on others
+    """
+
+    num_experts: int
+    dim: int = -1
+    number: int = -1
+
+    def first(self, ep: int, ep_rank: int) -> int:
+        """The first expert of an ep rank."""
+        return ep_rank * (self.num_experts // ep)
+
+    def is_held(self, ep: int, ep_rank: int) -> bool:
+        """Whether an ep rank has any of it."""
+        return self.dim >= 0 or self.owner(ep) == ep_rank
+
+    def owner(self, ep: int) -> int:
+        """The ep rank that holds the parameter of one expert alone."""
+        return self.number // (self.num_experts // ep)
+
+    def local_shape(self, shape: tuple[int, ...], ep: int) -> tuple[int, ...]:
+        """The part of ``shape`` on a rank that holds it."""
+        return tuple(n // ep if d == self.dim else n for d, n in enumerate(shape))
+
+
+def expert_parts(experts: Experts) -> dict[str, ExpertPart]:
+    """Placeholder of a parameter → its part in the experts of its layer; nothing for all other parameters."""
+    return {
+        name: ExpertPart(layer.num_experts, weight.dim, -1 if weight.dim >= 0 else number)
+        for layer in experts.layers
+        for weight in layer.weights
+        for number, name in enumerate(weight.nodes)
+    }
+
+
+# ---- weights that rest
+
+
+def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:
+    """The layers with choices that a step counts, with their places among its figures."""
+    found: list[Asked] = []
+    for layer in experts.layers:
+        if any(_skipped(program, layer)):
+            start = sum(asked.size for asked in found)
+            found.append(Asked(layer.chosen, layer.num_experts, start))
+    return tuple(found)
+
+
+def resting(program: Program, experts: Experts) -> Mapping[str, tuple[int, ...]]:
+    """Parameter, by dotted name → the figures of a step: it rests if all of them are zero."""
+    starts = {asked.chosen: asked.start for asked in asked_of(program, experts)}
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in experts.layers:
+        for number, fqn in _skipped(program, layer):
+            found[fqn] = (*found.get(fqn, ()), starts[layer.chosen] + number)
+    return found
+
+
+def _skipped(program: Program, layer: ExpertLayer) -> Iterator[tuple[int, str]]:
+    """(number, dotted name) of the parameters of one expert alone that a step may skip."""
+    for weight in layer.weights:
+        for number, name in enumerate(weight.nodes if weight.dim < 0 else ()):
+            if (fqn := program.parameters.get(name)) in program.skipped:
+                yield number, fqn  # pyright: ignore[reportReturnType]

@@ -4,52 +4,96 @@
     order = argsort(chosen)    token = order // k         the pairs of token and choice, by expert
     rows  = x[token], w[order], gate[token, expert]       → dispatch → experts → give_back → in the order of the pairs
 
-A model that sorts its rows itself needs ``meet``, ``dispatch`` and ``give_back`` alone.
+A model that sorts its rows itself needs ``meet``, ``dispatch`` and ``give_back`` alone. Slots are sent:
+
+    counts = how many tokens chose each expert            given once a layer, by the first call that sends
+    limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
+
+Values of all experts that are no stack of the layer, but are read with one, are the factors of an adapter:
+
+    W' = baddbmm(W[E, i, o], a[E, i, r], b[E, r, o])
+
+The stack is sharded over ep. The factors are views of weights that every rank has: each rank reads its own experts'
+slices of them, and its gradient of such a weight is that of these slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import cached_property
 from operator import getitem
+from typing import Any
 
-import torch
 from torch import fx
 
+from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder
-from passes.moe.layers import ExpertLayer, refusal_of
+from passes.moe.domain import ROWS, STACK, Builder, Domain, erase_unread
+from passes.moe.layers import Dispatch, ExpertLayer
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten, shape_of
 from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import between, operands, readers, walk
+from passes.rules.follow import follow
+from passes.types.types import Sizes
+
+Layers = Iterable[ExpertLayer]
+MIXED = "the result of one slot of one expert depends on others"
+OF_ROWS = "the result of one row depends on other rows"
+OF_STACKS = "the stack of experts changes its layout"
 
 
 class Opening:
     """Puts the exchange around the calls of ``layer`` that depend on the expert. ``run`` returns the layer with the
     calls of now; it raises PlanError if the layer is not understood.
 
-    ``apart``: calls of other layers with the same weights.
+    ``apart``: calls of other ``layers`` with the same weights. ``num_here``: experts on each rank of ep. ``alone``:
+    every rank has all experts (without ``mesh``), so no other draws for its rows.
     """
 
     FIX = ""  # what to write instead
 
-    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
-        self.program, self.graph, self.layer, self.apart = program, program.graph.graph, layer, apart
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers = (), mesh: Sizes | None = None) -> None:
+        ep, self.etp = (1, 1) if mesh is None else (mesh.ep, mesh.etp)
+        self.num_here, self.alone = layer.num_experts // ep, mesh is None
+        self.program, self.graph, self.layer = program, program.graph.graph, layer
+        self.apart = _apart_from(program, layer, layers)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
-        self.refusal = refusal_of(layer, self.FIX)
 
     def run(self) -> ExpertLayer:
         raise NotImplementedError
 
+    def refusal(self, node: fx.Node, why: str) -> PlanError:
+        """The error for a call that is not understood."""
+        what = f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}"
+        return PlanError(what, where=where_of(node), fix=f"{self.FIX}, or set mesh.ep: 1")
+
+    def replaced(self, end: fx.Node, whole: fx.Node, **changes: Any) -> ExpertLayer:
+        """The layer with ``changes``, and with ``whole`` in the place of ``end``."""
+        combined = whole.name if end.name == self.layer.combined else self.layer.combined
+        end.replace_all_uses_with(whole)
+        erase_unread(self.graph, [end])
+        return replace(self.layer, combined=combined, **changes)
+
     def check_distinct(self) -> None:
         if not self.routing.are_distinct:
             raise self.refusal(self.routing.chosen[0], "its choices are not the result of one topk")
+
+    def check_read(self, stacks: Iterable[fx.Node], inside: Collection[fx.Node]) -> None:
+        for stack in stacks:
+            if any(u not in inside for u in stack.users):
+                raise self.refusal(stack, "a stack of experts is read outside the expert layer")
 
 
 def read_outside(node: fx.Node, inside: Collection[fx.Node], back: fx.Node) -> None:
     """All readers of ``node`` that are not ``inside`` read ``back``."""
     for user in [u for u in node.users if u not in inside and u is not back]:
         user.replace_input_with(node, back)
+
+
+# ---- the exchange of rows, and that of slots
 
 
 class Exchange:
@@ -64,14 +108,17 @@ class Exchange:
     @cached_property
     def counts(self) -> fx.Node:
         """Of the rows of each expert."""
-        val = torch.empty(self.routing.size, dtype=torch.int64, device="meta")
-        return self.build.call(exchange.count_experts, self.routing.size, *self.routing.chosen, val=val)
+        return self.build.call(exchange.count_experts, self.routing.size, *self.routing.chosen)
+
+    @cached_property
+    def ends(self) -> fx.Node:
+        """Of the rows of each expert."""
+        return self.build.call(aten.cumsum.default, self.counts, 0)
 
     @cached_property
     def here(self) -> fx.Node:
         """The rows of each expert that come to this rank, by an exchange of counts."""
-        val = self.counts.meta["val"]
-        return self.build.call(exchange.meet, self.counts, self.routing.num_rows, val=val, domain=STACK)
+        return self.build.call(exchange.meet, self.counts, self.routing.num_rows, domain=STACK)
 
     @cached_property
     def _flat(self) -> fx.Node:
@@ -102,8 +149,7 @@ class Exchange:
 
     def dispatch(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
         """Rows by expert, on the ranks of their experts."""
-        call = (build or self.build).call
-        return call(exchange.dispatch, rows, self.here, domain=ROWS, val=rows.meta["val"])
+        return (build or self.build).call(exchange.dispatch, rows, self.here, domain=ROWS)
 
     def bring(self, value: fx.Node, shape: list[int], *index: fx.Node) -> fx.Node:
         """The rows of a value, seen in this shape, on the ranks of their experts; ``index``: of its first dims."""
@@ -115,7 +161,7 @@ class Exchange:
 
     def give_back(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
         """The results of the rows, at their own places."""
-        return (build or self.build).call(exchange.give_back, rows, self.here, val=rows.meta["val"])
+        return (build or self.build).call(exchange.give_back, rows, self.here)
 
     def returned(self, rows: fx.Node, *, summed: bool) -> fx.Node:
         """The results given back: of each pair, or ``summed`` over the choices of each token."""
@@ -124,3 +170,115 @@ class Exchange:
             return pairs
         shape = [self.routing.num_rows // self.top_k, self.top_k, *shape_of(rows)[1:]]
         return self.build.call(aten.sum.dim_IntList, self.build.call(aten.reshape.default, pairs, shape), [1])
+
+
+class SlotExchange:
+    """Of the slots of one layer. Owns what was ``sent``, and ``limit``, which is known then."""
+
+    FIX = "compute each slot with only its expert, with separate dims for experts and slots"
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening, self.graph, self.layer, self.routing = opening, opening.graph, opening.layer, opening.routing
+        self.limit, self.sent = 0, list[str]()
+
+    def send(self, value: fx.Node, reader: fx.Node, experts: int, slots: int) -> fx.Node:
+        """Its slots on the ranks of their experts. Stands before ``reader``."""
+        build, given = Builder(self.graph, reader, value), ()
+        if not self.sent:
+            self.limit, groups = self._filled(value, shape_of(value)[slots])
+            given = (self._counts(build, groups),)
+        domain = Domain(experts=experts, slots=slots)
+        sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
+        self.sent.append(sent.name)
+        return sent
+
+    def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
+        """The results of ``node``, returned to the slots' own ranks, for all readers that are not ``inside``."""
+        back = Builder(self.graph, node.next, node).call(exchange.return_slots, node, experts, slots)
+        read_outside(node, inside, back)
+        return back
+
+    def of_layer(self) -> ExpertLayer:
+        """The layer, with what is sent."""
+        return replace(self.layer, sent=tuple(self.sent), limit=self.limit, tips=())
+
+    def dims(
+        self,
+        first: Collection[fx.Node],
+        dims: Iterable[int],
+        calls: Collection[fx.Node],
+        check: Callable[[dict[fx.Node, int]], None],
+    ) -> dict[fx.Node, int]:
+        """The dim of slots of every value, found from one of ``dims`` of the ``first``. If all calls keep several, the
+        last."""
+        refused: PlanError | None = None
+        for dim in reversed([*dims]):
+            try:
+                found = follow(dict.fromkeys(first, dim), calls, self.opening.refusal, MIXED)
+                check(found)
+                return found
+            except PlanError as error:
+                refused = refused or error
+        raise refused or self.opening.refusal(next(iter(first)), "its experts have no slots")
+
+    def _counts(self, build: Builder, groups: int) -> fx.Node:
+        size, chosen = self.layer.num_experts, self.routing.chosen
+        if self.layer.dispatch is Dispatch.TAKEN:
+            return build.call(exchange.count_taken, size, *chosen)
+        return build.call(exchange.count_by_group, size, groups, *chosen)
+
+    def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
+        """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
+        expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
+        """
+        weighing = map(self.opening.program.node, self.layer.probs)
+        for node in () if self.layer.dispatch is Dispatch.TAKEN else (*weighing, value):
+            for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
+                groups = self.routing.groups_filled(node, slots)
+                if groups and (slots == size or slots * groups == size):
+                    return slots, groups
+        return 0, 1
+
+
+# ---- the calls of a layer, and values made of its stacks
+
+
+def _apart_from(program: Program, layer: ExpertLayer, layers: Layers) -> frozenset[fx.Node]:
+    """The calls of other layers with weights of ``layer``: of a layer that a model applies several times."""
+    held, found = {name for weight in layer.weights for name in weight.nodes}, set[fx.Node]()
+    for other in layers:
+        if other.tokens != layer.tokens and held & {n for w in other.weights for n in w.nodes}:
+            tokens, logits, combined = map(program.node, (other.tokens, other.logits, other.combined))
+            found |= between([tokens, logits], [combined]) - {tokens}
+    return frozenset(found)
+
+
+def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
+    """Stacks, and calls that read nothing else."""
+    known = set(stacks)
+    reading = lambda n: [u for u in n.users if u.op == "call_function" and known.issuperset(u.all_input_nodes)]  # noqa: E731
+    for node in walk(known, reading):
+        known.add(node)
+    return known
+
+
+def stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
+    """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
+    of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
+    return {program.node(name): dim for name, dim in (*of_weights, *layer.beside)}
+
+
+def take_own_slices(program: Program, layer: ExpertLayer) -> ExpertLayer:
+    """Rewrite ``program`` so that stacks are read with a rank's own slices; returns the layer with these."""
+    made, own = made_of(stacks_of(program, layer)), list[tuple[str, int]]()
+    changed = walk([program.node(weight.nodes[0]) for weight in layer.weights], readers, into=made.__contains__)
+    way = set(walk(changed, operands, into=made.__contains__))
+    for name, dim in layer.beside:
+        value = program.node(name)
+        at = sorted(way & set(value.users))
+        build = Builder(program.graph.graph, at[0], value)
+        taken = build.call(exchange.own_slices, value, dim, domain=Domain(experts=dim))
+        for reader in at:
+            reader.replace_input_with(value, taken)
+        own.append((taken.name, dim))
+    return replace(layer, beside=tuple(own))

@@ -5,52 +5,124 @@
     order = argsort(chosen), rows = x[order // k], gates = stack(g)[chosen[order], order // k]
     rows, gates → dispatch → part e → branch e, as it is written → join → give_back → back in order, summed over k
 
-Every ep rank runs the branches of its experts alone (``Domain.number``); their weights keep their names.
+Or its part of the slots that the model filled:
+
+    made = stack([branch_e(slots[e]) for e])        send_slots → slots of e → branch e → join → return_slots
+
+Every ep rank runs the branches of its experts alone: the graph has as many as each rank has experts, and they read the
+weights of any. So all ranks run one graph; the weights keep their names. Of an expert its parameters and its parts of
+stacks are known:
+
+    self.up[e].weight      a parameter            own_member(up[e], up[e + E/ep], …)
+    w1[e], w1.unbind(0)[e]                        a slice w1[e:e + 1] of the rank's own
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import fx
 
+from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.branch_facts import Chosen, check_hidden, end_of, hides_nothing
 from passes.moe.domain import ROWS, Builder, Domain, erase_unread
-from passes.moe.inside import weights_of_each
-from passes.moe.layers import Dispatch, ExpertLayer
-from passes.moe.opening import Exchange, Opening
-from passes.moe.rows import stays_zero
+from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight, check_draws
+from passes.moe.opening import MIXED, Exchange, Layers, Opening, SlotExchange, made_of
+from passes.moe.ties import Pick, pick_of, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
-from passes.program.ops.aten import aten, shape_of, without_reshapes
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.aten import aten, named, shape_of, without_reshapes
+from passes.program.ops.groups import JOINS, LAID_OUT, PRODUCTS
 from passes.program.program import Program
-from passes.program.walks import operands, readers, walk
+from passes.program.source_lines import where_of
+from passes.program.walks import between
 from passes.program.weights import is_weight
+from passes.rules.follow import stays_zero
+from passes.types.types import Sizes
 
 
-class BranchOpening(Opening):
-    """Owns the branches: for each expert its ``weights`` with values made of them alone, its ``bodies`` on tokens, and
-    their inputs from outside: entries, the same for all experts or one for each. ``unhidden``: of calls under a mask
-    that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
+class _LoopOpening(Opening):
+    """Owns the branches: for each expert the ``tips`` that it ends in, its ``weights`` with values made of them alone,
+    and its ``bodies``: calls that read these, in the graph's order."""
+
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes | None = None) -> None:
+        super().__init__(program, layer, layers, mesh)
+        self.every = [program.node(name) for name in layer.tips]
+        each = len(self.every) // layer.num_experts
+        self.tips = [self.every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
+
+    def hold_weights(self) -> None:
+        """Raises the error of the refusal for a stack with another reader."""
+        parts = [self._parts_of(weight) for weight in self.layer.weights]
+        self.weights = [made_of(chain(*own)) for own in zip(*parts, strict=True)]
+        self.bodies = [
+            sorted(between(weights, tips, lambda n: n not in self.apart) - weights)
+            for weights, tips in zip(self.weights, self.tips, strict=True)
+        ]
+
+    def _parts_of(self, weight: ExpertWeight) -> list[list[fx.Node]]:
+        """For each expert the nodes that have its part."""
+        if weight.dim < 0:
+            return [[(node := self.program.node(name)), *_members_led(node)] for name in weight.nodes]
+        stack = self.program.node(weight.nodes[0])
+        parts: list[list[fx.Node]] = [[] for _ in range(self.layer.num_experts)]
+        for pick in sorted(picks(stack, weight.dim), key=lambda pick: pick.node):
+            parts[pick.number].append(self._as_slice(pick))
+        if not self.alone:
+            self.check_read([stack], [*chain(*parts)])
+            stack.meta["domain"] = Domain(experts=weight.dim)
+        return parts
+
+    def own_members(self, place: fx.Node, number: int) -> dict[fx.Node, fx.Node]:
+        """The parameters of one of the rank's experts, each with its likes on all ranks: read by what is made of it,
+        and to be read by the branch. ``place``: where it is read at the latest."""
+        found: dict[fx.Node, fx.Node] = {}
+        for weight in self.layer.weights if self.num_here < self.layer.num_experts else ():
+            if weight.dim < 0:
+                own, *others = members = [self.program.node(name) for name in weight.nodes[number :: self.num_here]]
+                if self.etp > 1 and len({bool(n.meta["grad"]) for n in members}) > 1:
+                    raise PlanError(
+                        f"over etp = {self.etp}, experts on different ep ranks would run different collectives",
+                        where=where_of(self.bodies[number][0]),
+                        fix="set mesh.etp: 1, or train all weights of every expert",
+                    )
+                made = [n for n in own.users if n in self.weights[number] and n.target is not exchange.own_member]
+                build = Builder(self.graph, min([*made, place]), self.bodies[number][0])
+                found[own] = build.call(exchange.own_member, own, *others, domain=Domain())
+                for node in made:
+                    node.replace_input_with(own, found[own])
+        return found
+
+    def mark_weights(self) -> None:
+        for node in set().union(*self.weights):
+            node.meta["domain"] = Domain()
+
+    def _as_slice(self, pick: Pick) -> fx.Node:
+        """The call that takes the part; its readers get the same value."""
+        if pick.node.target is aten.slice.Tensor:
+            return pick.node
+        build = Builder(self.graph, pick.node, pick.node)
+        part = build.call(aten.slice.Tensor, pick.whole, pick.dim, pick.number, pick.number + 1)
+        pick.node.replace_all_uses_with(part)
+        erase_unread(self.graph, [pick.node])
+        return part
+
+
+class BranchOpening(_LoopOpening):
+    """Owns the branches' inputs from outside: columns, of each an entry for each expert. ``unhidden``: of calls under a
+    mask that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
     ``of_choices``: the weights of each choice that are sent with its row.
     """
 
     FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
-    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node], *, alone: bool = False) -> None:
-        """``alone``: every rank has all experts, so no other draws for its rows."""
-        super().__init__(program, layer, apart)
-        self.alone, self.top_k = alone, self.routing.top_k
-        self.num_tokens = self.routing.num_rows // self.top_k
-        every = [program.node(name) for name in layer.tips]
-        each = len(every) // layer.num_experts
-        self.tips = [every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
-        self.end = end_of(every, self.routing, self.refusal)
-        self.tokens = self._tokens(every[0])
-        self.weights = weights_of_each(program, layer, self.refusal, alone=alone)
-        self.bodies = [self._body(e) for e in range(layer.num_experts)]
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes | None = None) -> None:
+        super().__init__(program, layer, layers, mesh)
+        self.end = end_of(self.every, self.routing, self.refusal)
+        self.top_k, self.tokens = self._tokens()
+        self.hold_weights()
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}
         self.shared: dict[fx.Node, fx.Node] = {}
@@ -58,27 +130,26 @@ class BranchOpening(Opening):
 
     def run(self) -> ExpertLayer:
         self._check()
-        entries = [self._entries(e) for e in range(self.layer.num_experts)]
-        entries = self._without_masks(entries)
-        shared = {n for own in entries for n in own if is_weight(n)}
-        entries = [[n for n in own if n not in shared] for own in entries]
+        every = zip(*map(self._entries, range(self.layer.num_experts)), strict=True)
+        columns = [column for column in every if not self._hides_nothing(column)]
+        shared = {n for column in columns for n in column if is_weight(n)}
+        columns = [column for column in columns if not shared.issuperset(column)]
         build = self.build = Builder(self.graph, self.end.node, self.end.node)
         self.exchange = Exchange(build, self.routing, self.top_k)
         self.here = self.exchange.here
         self.shared = {n: n if self.alone else build.call(exchange.share, n, domain=Domain()) for n in sorted(shared)}
-        brought = [self._bring(_without_repeats(column)) for column in zip(*entries, strict=True)]
+        brought = [self._bring(_without_repeats(column)) for column in columns]
         names = self.dropped.names(build)
         names = names and self._bring([names])
         parts = []
-        for number, own in enumerate(entries):
-            for weight in sorted(self.weights[number]):
-                weight.meta["domain"] = self.tokens.domain(-1, number)
-            parts.append(self._branch(number, dict(zip(own, brought, strict=True)), names))
-        whole = self._sum(build.call(exchange.join, *parts, val=self.tokens.joined(parts[0]), domain=ROWS))
-        products = [made.name for made in self.made if made.target in PRODUCTS]
-        combined = whole.name if self.end.node.name == self.layer.combined else self.layer.combined
-        found = {"products": tuple(products), "combined": combined, "probs": self._probs()}
-        return replace(self.layer, dispatch=Dispatch.CHOSEN, tips=(), **found)
+        for number in range(self.num_here):
+            own = {column[number]: rows for column, rows in zip(columns, brought, strict=True)}
+            parts.append(self._branch(number, own, names))
+        self.mark_weights()
+        joined = build.call(exchange.join, *parts, val=self.tokens.val(parts[0], of_all=True), domain=ROWS)
+        products = tuple(made.name for made in self.made if made.target in PRODUCTS)
+        opened = self.replaced(self.end.node, self._sum(joined), dispatch=Dispatch.CHOSEN, tips=(), products=products)
+        return replace(opened, probs=self._probs())
 
     def _probs(self) -> tuple[str, ...]:
         """The routing weights that are read: of each choice, or of each expert."""
@@ -88,20 +159,12 @@ class BranchOpening(Opening):
 
     # ---- facts
 
-    def _tokens(self, tip: fx.Node) -> TokenRows:
-        """Rows of the tokens, or of copies of them, one for each choice."""
-        tokens = TokenRows(self.num_tokens, self.layer.num_experts)
-        if not self.end.picks and not tokens.lead(shape_of(tip)):
-            self.num_tokens, self.top_k = self.routing.num_rows, 1
-            return TokenRows(self.num_tokens, self.layer.num_experts)
-        return tokens
-
-    def _body(self, number: int) -> list[fx.Node]:
-        """Calls of a branch that read its weights, in the graph's order."""
-        weights = self.weights[number]
-        first, last = min(weights), max(self.tips[number])  # nodes of one graph are in its order: no walk beyond
-        below = set(walk(weights, readers, into=lambda n: n <= last and n not in self.apart)) - weights
-        return sorted(below & set(walk(self.tips[number], operands, into=lambda n: n >= first)))
+    def _tokens(self) -> tuple[int, TokenRows]:
+        """How many rows are of each token; rows of the tokens, or of copies of them, one for each choice."""
+        tokens = TokenRows(self.routing.num_tokens, self.routing.num_rows, self.num_here, self.refusal)
+        if self.end.picks or tokens.lead(shape_of(self.every[0])):
+            return self.routing.top_k, tokens
+        return 1, TokenRows(self.routing.num_rows, self.routing.num_rows, self.num_here, self.refusal)
 
     def _entries(self, number: int) -> list[fx.Node]:
         """The inputs of a branch from outside, in the order of reading."""
@@ -117,14 +180,14 @@ class BranchOpening(Opening):
             raise self.refusal(self.end.node, "their branches differ")
         if not self.end.picks:
             gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
-            check_hidden(self.end, gates, self.num_tokens, self.routing, self.refusal)
-        self.dropped = DroppedRows(self.tokens, self.bodies, self.refusal, alone=self.alone)
+            check_hidden(self.end, gates, self.tokens.num_tokens, self.routing, self.refusal)
+        self.dropped = DroppedRows(self.tokens, self.bodies, alone=self.alone)
 
     def _gate(self, number: int, tip: fx.Node) -> fx.Node:
         """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
         entries = sorted(self._entries(number), key=lambda n: n.meta["val"].numel())
         for entry in entries:
-            if not self.routing.lets_through(entry, number, self.num_tokens):
+            if not self.routing.lets_through(entry, self.tokens.num_tokens, [number]):
                 continue
             zero = {entry}
             for node in self.bodies[number]:
@@ -136,30 +199,26 @@ class BranchOpening(Opening):
 
     # ---- the rewrite
 
-    def _without_masks(self, entries: list[list[fx.Node]]) -> list[list[fx.Node]]:
-        """The entries but for masks that are True at all rows of an expert, under which its calls hide nothing then."""
-        kept = [True] * len(entries[0])
-        for place, column in enumerate(zip(*entries, strict=True)):
-            found = [self._hidden_by(number, mask) for number, mask in enumerate(column)]
-            if None not in found and Chosen(self.routing, self.num_tokens, column).is_true():
-                kept[place] = False
-                self.unhidden |= {node: value for of in found for node, value in (of or {}).items()}
-        return [[entry for entry, keep in zip(own, kept, strict=True) if keep] for own in entries]
+    def _hides_nothing(self, column: Sequence[fx.Node]) -> bool:
+        """Whether entries are masks that are True at all rows of an expert, under which its calls hide nothing then."""
+        found = [self._hidden_by(number, mask) for number, mask in enumerate(column)]
+        if None in found or not Chosen(self.routing, self.tokens.num_tokens, column).is_true():
+            return False
+        self.unhidden |= {node: value for of in found for node, value in (of or {}).items()}
+        return True
 
     def _hidden_by(self, number: int, mask: fx.Node) -> dict[fx.Node, fx.Node] | None:
         """Calls of a branch that read ``mask``, with the values that they would hide; None if one does otherwise."""
         found = {node: hides_nothing(node, mask) for node in self.bodies[number] if mask in node.all_input_nodes}
-        inside = {*self.bodies[number]}
-        if any(value is None or value not in inside for value in found.values()):
-            return None
-        return {node: value for node, value in found.items() if value is not None}
+        hidden = {node: value for node, value in found.items() if value is not None and value in self.bodies[number]}
+        return hidden if len(hidden) == len(found) else None
 
     def _bring(self, column: list[fx.Node]) -> fx.Node:
         """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
-        shape, x = self.tokens.flat(column[0], self.refusal), self.exchange
+        shape, x = self.tokens.flat(column[0]), self.exchange
         if len(set(column)) == 1:
             return x.bring(column[0], shape, x.token)
-        weight = Chosen(self.routing, self.num_tokens, column).weight()
+        weight = Chosen(self.routing, self.tokens.num_tokens, column).weight()
         if weight is not None:
             self.of_choices.append(weight)
             return x.bring(weight, [self.routing.num_rows, *shape[1:]], x.order)
@@ -169,29 +228,28 @@ class BranchOpening(Opening):
     def _branch(self, number: int, brought: dict[fx.Node, fx.Node], names: fx.Node | None) -> fx.Node:
         """The body of one expert on the rows that chose it; returns its result, flat over rows."""
         build, names = self.build, names and self._part(names, number)
-        own: dict[fx.Node, fx.Node] = {}
+        own, weights = dict[fx.Node, fx.Node](), self.shared | self.own_members(build.place, number)
         for entry, rows in brought.items():
-            own[entry] = self.tokens.shaped(build, self._part(rows, number), entry, number)
-        for node in self.bodies[number]:
+            own[entry] = self.tokens.shaped(build, self._part(rows, number), entry)
+        for place, node in enumerate(self.bodies[number]):
             if node in self.unhidden:
                 own[node] = own[self.unhidden[node]]
                 continue
             at = Builder(self.graph, build.place, node)
             if names is not None and node in self.dropped.nodes:
-                rows = own[node.all_input_nodes[0]]
-                own[node] = self.dropped.dropped(at, node, rows, names, rows.meta["domain"])
+                sites = tuple(body[place].meta["draw"].site for body in self.bodies[number :: self.num_here])
+                own[node] = self.dropped.dropped(at, node, own[node.all_input_nodes[0]], names, sites)
             else:
-                own[node] = self.tokens.again(at, node, own, self.shared, number, self.refusal)
+                own[node] = self.tokens.again(at, node, own, weights, is_known=number > 0)
             self.made.append(own[node])
-        tips = [self.tokens.flattened(build, own[tip], number) for tip in self.tips[number]]
+        tips = [self.tokens.flattened(build, own[tip]) for tip in self.tips[number]]
         summed = tips[0]
         for tip in tips[1:]:
-            summed = build.call(aten.add.Tensor, summed, tip, domain=self.tokens.domain(0, number))
+            summed = build.call(aten.add.Tensor, summed, tip, domain=ROWS)
         return summed
 
     def _part(self, rows: fx.Node, number: int) -> fx.Node:
-        given = {"val": self.tokens.part(rows), "domain": self.tokens.domain(0, number)}
-        return self.build.call(exchange.part, rows, self.here, number, **given)
+        return self.build.call(exchange.part, rows, self.here, number, val=self.tokens.val(rows), domain=ROWS)
 
     def _sum(self, joined: fx.Node) -> fx.Node:
         """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
@@ -200,12 +258,105 @@ class BranchOpening(Opening):
         whole = build.call(aten.reshape.default, rows, list(shape_of(end)))
         for base in self.end.bases:
             whole = build.call(aten.add.Tensor, whole, base)
-        end.replace_all_uses_with(whole)
-        erase_unread(self.graph, [end])
         return whole
 
 
-def _without_repeats(column: Sequence[fx.Node]) -> list[fx.Node]:
+def _members_led(weight: fx.Node) -> list[fx.Node]:
+    """The calls of a layer applied before that read it as the first of its likes."""
+    return [user for user in weight.users if user.target is exchange.own_member and user.args[0] is weight]
+
+
+def _without_repeats(column: Iterable[fx.Node]) -> list[fx.Node]:
     """The inputs of the branches, each that is another in a shape of its own replaced by the first that is so too."""
     firsts: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     return [firsts.setdefault((without_reshapes(node), shape_of(node)), node) for node in column]
+
+
+class SlotBranchOpening(_LoopOpening):
+    """Owns for each expert its part of the slots, and ``inside``: the calls of all branches."""
+
+    FIX = SlotExchange.FIX
+
+    def run(self) -> ExpertLayer:
+        self.join = self._joined()
+        self.hold_weights()
+        self.parts = [self._part(e) for e in range(self.layer.num_experts)]
+        self.inside = {n for body in self.bodies for n in body}
+        first = self.parts[0]
+        if any(
+            (p.whole, p.dim) != (first.whole, first.dim) or not self.inside.issuperset(p.node.users) for p in self.parts
+        ):
+            raise self.refusal(self.join, "their branches read slices of several values")
+        exchanged, kept = SlotExchange(self), [d for d in range(len(shape_of(first.node)) - 1) if d != first.dim]
+        slots = exchanged.dims([p.node for p in self.parts], kept, self.inside, self._check_known)
+        sent = exchanged.send(first.whole, min(p.node for p in self.parts), first.dim, slots[first.node])
+        for number in range(self.num_here):
+            self._replace(sent, number, slots)
+        self.mark_weights()
+        self._join(exchanged, slots)
+        erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
+        return exchanged.of_layer()
+
+    # ---- facts
+
+    def _joined(self) -> fx.Node:
+        """The call that concatenates all experts' results, in their order."""
+        join = next(iter(self.every[0].users))
+        is_all = join.target in JOINS and list(join.args[0]) == self.every  # pyright: ignore
+        if not is_all or any(len(tip.users) != 1 for tip in self.every):
+            raise self.refusal(self.every[0], "their results for slots are not combined with one cat or stack")
+        return join
+
+    def _part(self, number: int) -> Pick:
+        """The part of the slots of a branch; calls that lay it out join the branch."""
+        body, found = {*self.bodies[number]}, dict[Pick, None]()
+        work = [v for n in self.bodies[number] for v in n.all_input_nodes if v not in body | self.weights[number]]
+        while work:
+            node = work.pop()
+            part = pick_of(node)
+            if part is not None and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
+                found[part] = None
+            elif node.target in LAID_OUT and node not in body:
+                body.add(node)
+                work += node.all_input_nodes
+            else:
+                raise self.refusal(min(body), f"it reads {node.name}, which is not a slice of all slots")
+        if len(found) != 1:
+            raise self.refusal(self.tips[number][0], "a branch reads more than its slice of all slots")
+        check_draws(body, "slots", self.refusal)
+        self.bodies[number] = sorted(body)
+        return next(iter(found))
+
+    def _check_known(self, known: dict[fx.Node, int]) -> None:
+        if not self.inside <= known.keys():
+            raise self.refusal(min(self.inside), MIXED)
+
+    # ---- the rewrite
+
+    def _replace(self, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
+        """One branch on the slots that are on its rank."""
+        part, body = self.parts[number], self.bodies[number]
+        build, domain = Builder(self.graph, body[0], part.node), Domain(slots=slots[part.node])
+        part.node.replace_all_uses_with(build.call(exchange.slots_of, sent, part.dim, number, True, domain=domain))
+        own = self.own_members(body[0], number)
+        for node in body:
+            node.meta["domain"] = Domain(slots=slots[node] if node in self.inside else -1)
+            for weight in [n for n in node.all_input_nodes if n in own]:
+                node.replace_input_with(weight, own[weight])
+
+    def _join(self, exchanged: SlotExchange, slots: dict[fx.Node, int]) -> None:
+        """Replace the join: results with a dim of experts, sent back to the slots' own ranks."""
+        build = Builder(self.graph, self.join, self.join)
+        dim, shape = int(named(self.join)["dim"]) % len(shape_of(self.join)), list(shape_of(self.every[0]))
+        at, tips = slots[self.every[0]], list(chain(*self.tips[: self.num_here]))
+        if shape[dim] != 1 or at == dim:  # behind each other in a dim that they have
+            shape.insert(dim, 1)
+            at += at >= dim
+            tips = [build.call(aten.reshape.default, t, shape, domain=Domain(slots=at)) for t in tips]
+        shape[dim] = self.layer.num_experts
+        val = tips[0].meta["val"].new_empty(shape, device="meta")
+        made = build.call(exchange.join, *tips, dim=dim, val=val, domain=Domain(experts=dim, slots=at))
+        back = exchanged.give_back(made, {made}, dim, at)
+        if tuple(shape) != shape_of(self.join):
+            back = build.call(aten.reshape.default, back, list(shape_of(self.join)))
+        self.join.replace_all_uses_with(back)

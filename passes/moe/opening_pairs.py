@@ -9,30 +9,29 @@ products of stacks as grouped products, between ``dispatch`` and ``give_back`` (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import replace
+from collections.abc import Iterable
 from math import prod
 
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.domain import STACK, Builder, Domain, erase_unread
-from passes.moe.inside import is_number, made_of, stacks_of
+from passes.moe.domain import STACK, Builder, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, check_draws
-from passes.moe.layouts import Counts, Layout, Part, followed
-from passes.moe.opening import Exchange, Opening
-from passes.moe.pair_ops import Held, PairOps, stack_of
-from passes.moe.rows import OF_STACKS, dims_of, stays_zero
-from passes.moe.ties import lookup
+from passes.moe.opening import OF_STACKS, Exchange, Layers, Opening, made_of, stacks_of
+from passes.moe.pair_ops import HeldRows, PairOps, stack_of
+from passes.moe.ties import is_number, lookup
+from passes.moe.token_rows import Counts, Layout, Part, followed
 from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.groups import PRODUCTS
 from passes.program.program import Program
-from passes.program.walks import in_order, operands, readers, walk
+from passes.program.walks import between, in_order, readers, walk
 from passes.program.weights import is_weight
 from passes.rules.call import Call, operands_of
+from passes.rules.follow import follow, stays_zero
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 from passes.rules.views import reshape
+from passes.types.types import Sizes
 
 MOST = 400  # calls of one layer
 
@@ -42,20 +41,18 @@ class PairOpening(Opening):
 
     FIX = "compute each token with only its experts, weighted by its router weights"
 
-    def __init__(self, program: Program, layer: ExpertLayer, apart: Set[fx.Node]) -> None:
-        super().__init__(program, layer, apart)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
+        super().__init__(program, layer, layers, mesh)
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
         self.stacks = stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
         self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
         read = {u for n in self.of_stacks | self.looked_up for u in n.users}
-        self.seeds = read - self.of_stacks - self.looked_up - apart
-        self.first = min(self.seeds)  # nodes of one graph are in its order: no walk beyond
-        self.way = sorted(set(self._below(self.seeds)) & set(self._above([self.combined])))
-        self.top_k = self.routing.top_k
-        self.num_tokens = self.routing.num_rows // self.top_k
-        self.scored = set(self._below([self.logits, *map(program.node, layer.router)]))
-        self.by_choices = set(self._below(self.routing.chosen))
+        self.seeds = read - self.of_stacks - self.looked_up - self.apart
+        self.way = sorted(between(self.seeds, [self.combined], self._is_mine))
+        self.top_k, self.num_tokens = self.routing.top_k, self.routing.num_tokens
+        self.scored = self._below([self.logits, *map(program.node, layer.router)])
+        self.by_choices = self._below(self.routing.chosen)
         self.zero: set[fx.Node] = set()
 
     def run(self) -> ExpertLayer:
@@ -63,24 +60,19 @@ class PairOpening(Opening):
         end = self._end()
         build = self.build = Builder(self.graph, end, end)
         self.exchange = Exchange(build, self.routing)
-        here, num_rows = self.exchange.here, self.routing.num_rows
-        sizes = {Counts.TOKENS: self.num_tokens, Counts.EXPERTS: self.layer.num_experts, Counts.CHOICES: self.top_k}
-        self.ops = PairOps(build, here, num_rows, sizes, self.refusal)
+        self.ops = PairOps(self.exchange, self.refusal)
         self._hold_stacks()
-        whole = self._whole(end, self._at_end(end))
-        end.replace_all_uses_with(whole)
-        erase_unread(self.graph, [end])
+        whole, here = self._whole(end), self.exchange.here
         products = [n.name for n in self.graph.nodes if n.target is exchange.grouped_mm and n.args[2] is here]
-        combined = whole.name if end is self.combined else self.combined.name
-        return replace(self.layer, dispatch=Dispatch.CHOSEN, products=tuple(products), combined=combined)
+        return self.replaced(end, whole, dispatch=Dispatch.CHOSEN, products=tuple(products))
 
     # ---- facts
 
-    def _below(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        return walk(nodes, readers, into=lambda n: n <= self.combined and n not in self.apart)
+    def _below(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        return set(walk(nodes, readers, into=lambda n: n <= self.combined and self._is_mine(n)))
 
-    def _above(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        return walk(nodes, operands, into=lambda n: n >= self.first)
+    def _is_mine(self, node: fx.Node) -> bool:
+        return node not in self.apart
 
     # ---- checks
 
@@ -101,7 +93,7 @@ class PairOpening(Opening):
         ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
         if len(ends) != 1:
             raise self.refusal(self.combined, f"their results are combined in {len(ends)} places")
-        inside = set(self.way) & set(self._above(ends))
+        inside = between(self.seeds, ends, self._is_mine)
         left = [n for n in sorted(inside) if n not in ends and any(u not in inside for u in n.users)]
         beside = [s for s in sorted(self.seeds) if s not in inside]
         if left or beside:
@@ -110,7 +102,7 @@ class PairOpening(Opening):
 
     def _is_last(self, node: fx.Node) -> bool:
         """Whether no call that reads stacks comes after it, but one comes before or is it."""
-        return node in self.seeds and not any(s in self.seeds and s is not node for s in self._below([node]))
+        return node in self.seeds and not (self._below([node]) - {node}) & self.seeds
 
     def _is_pick(self, node: fx.Node) -> bool:
         """Whether it takes, of the values of all experts, those of the chosen."""
@@ -126,7 +118,8 @@ class PairOpening(Opening):
 
     def _hold_stacks(self) -> None:
         """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        dims = dims_of(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS)
+        of_stacks = self.of_stacks - set(self.stacks)
+        dims = follow(self.stacks, of_stacks, self.refusal, OF_STACKS, every=True)
         for node, dim in dims.items():
             node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
@@ -142,15 +135,12 @@ class PairOpening(Opening):
             layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
             if layout is None:
                 raise self.refusal(node, "ids look up experts in an unsupported order")
-            self.ops.held[node] = Held(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
+            self.ops.held[node] = HeldRows(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
 
     def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
         """With a dim of size 1 for each dim of ``layout`` that counts choices, if a token has one choice."""
         kept = [axis for d, axis in enumerate(layout.axes) if not layout.is_row(d)]
-        sizes = [shape_of(stack)[0], *(prod(part.size for part in axis) for axis in kept)]
-        if list(shape_of(stack)) == sizes:
-            return stack
-        return self.build.call(aten.reshape.default, stack, sizes, domain=STACK)
+        return self.ops.shaped(stack, [shape_of(stack)[0], *(prod(part.size for part in axis) for axis in kept)], STACK)
 
     def _by_choice(self, shape: tuple[int, ...]) -> Layout | None:
         """Of a value [tokens.., choices], or with both in one dim, or features behind them."""
@@ -184,91 +174,71 @@ class PairOpening(Opening):
         """Bring a value of tokens, if it is seen to be one, to the ranks of their experts."""
         if is_weight(node):
             return False
-        shape = shape_of(node)
+        shape, x, num_experts = shape_of(node), self.exchange, self.layer.num_experts
         leads = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == self.num_tokens]
         both = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == self.routing.num_rows]
-        if node in self.scored:
-            for lead in leads:
-                if shape[lead : lead + 1] == (self.layer.num_experts,):
-                    return self._bring(node, lead, Counts.EXPERTS)
-                if shape[lead : lead + 1] == (self.top_k,) and self.top_k > 1:
-                    return self._bring(node, lead, Counts.CHOICES)
-        if leads:
-            return self._bring(node, leads[0], Counts.TOKENS)
-        return bool(both) and self._bring(node, both[0], Counts.CHOICES)
-
-    def _bring(self, node: fx.Node, lead: int, by: Counts) -> bool:
-        """``by``: the things counted after the ``lead`` dims of tokens; with choices these may be one of them."""
-        shape, num_experts, x = shape_of(node), self.layer.num_experts, self.exchange
-        if by is Counts.EXPERTS:
-            is_gate = self.routing.is_nothing_elsewhere(node)
+        counts = {shape[d] for d in leads if d < len(shape)} if node in self.scored else set[int]()
+        if num_experts in counts:
+            is_gate = self.routing.lets_through(node, self.num_tokens, range(num_experts))
             if not is_gate and node in self.by_choices:
                 return False
-            layout = Layout.of(shape[:lead], [Part(by, num_experts)], shape[lead + 1 :])
-            flat, index = [self.num_tokens, num_experts, *shape[lead + 1 :]], [x.token, x.expert]
             self.zero |= {node} if is_gate else set()
-        elif by is Counts.CHOICES:
-            rest = shape[lead:] if prod(shape[:lead]) == self.routing.num_rows else shape[lead + 1 :]
-            found = self._by_choice(shape)
-            if found is None:
-                return False
-            layout, flat, index = found, [self.routing.num_rows, *rest], [x.order]
-        else:
-            layout = Layout.of(shape[:lead], features=shape[lead:])
-            flat, index = [self.num_tokens, *shape[lead:]], [x.token]
-        rows = x.bring(node, flat, *index)
-        self.ops.held[node] = Held(self.ops.shaped(rows, self.ops.row_shape(layout, shape)), layout)
+            lead = next(d for d in leads if shape[d : d + 1] == (num_experts,))
+            layout = Layout.of(shape[:lead], [Part(Counts.EXPERTS, num_experts)], shape[lead + 1 :])
+            return self._bring(node, layout, [self.num_tokens, *shape[lead:]], x.token, x.expert)
+        if leads and (self.top_k == 1 or self.top_k not in counts):
+            layout = Layout.of(shape[: leads[0]], features=shape[leads[0] :])
+            return self._bring(node, layout, [self.num_tokens, *shape[leads[0] :]], x.token)
+        layout = self._by_choice(shape) if both else None
+        return layout is not None and self._bring(node, layout, [self.routing.num_rows, *shape[both[0] :]], x.order)
+
+    def _bring(self, node: fx.Node, layout: Layout, flat: list[int], *index: fx.Node) -> bool:
+        rows = self.exchange.bring(node, flat, *index)
+        self.ops.held[node] = HeldRows(self.ops.shaped(rows, self.ops.row_shape(layout, shape_of(node))), layout)
         return True
 
     # ---- the end
 
-    def _at_end(self, end: fx.Node) -> fx.Node:
-        """The rows that are given back."""
-        if self.looked_up:
-            self._rows_of(end)
-            return self.ops.held[end].node
-        if packet_of(end.target) is aten.gather:
-            source = end.all_input_nodes[0]
-            self._rows_of(source)
-            layout = self.ops.held[source].layout
-            dim = int(end.args[1]) % len(layout.axes)  # pyright: ignore
-            if layout.dim_of(Counts.EXPERTS) != dim or not layout.without(dim).is_by_token():
-                raise self.refusal(end, "the indexed results are not in the order of the tokens")
-            return self.ops.held[source].node
-        for n in end.all_input_nodes:
+    def _at_end(self, end: fx.Node) -> tuple[fx.Node, Layout]:
+        """The rows that are given back, and the layout of the values that they stand for."""
+        is_gathered = packet_of(end.target) is aten.gather
+        for n in [end] if self.looked_up else end.all_input_nodes[:1] if is_gathered else end.all_input_nodes:
             self._rows_of(n)
-        if not any(n in self.zero for n in end.all_input_nodes):
+        if self.looked_up:
+            return self.ops.held[end].node, self.ops.held[end].layout
+        if not is_gathered and not any(n in self.zero for n in end.all_input_nodes):
             raise self.refusal(end, "a token may get a result from an expert that it did not choose")
-        return self._summed_product(end) if end.target in PRODUCTS else self._summed(end)
+        return self._summed_product(end) if end.target in PRODUCTS else self._of_experts(end, is_gathered)
 
-    def _summed(self, end: fx.Node) -> fx.Node:
-        """A sum over experts alone: each row is a part of it."""
-        (source,) = end.all_input_nodes
-        layout = self.ops.held[source].layout
-        dim = layout.dim_of(Counts.EXPERTS)
-        same = end.meta["val"].dtype == source.meta["val"].dtype
-        if packet_of(end.target) is not aten.sum or reduced_dims(end) != {dim} or not same:
+    def _of_experts(self, end: fx.Node, is_gathered: bool) -> tuple[fx.Node, Layout]:
+        """A pick among experts, or a sum over them alone: each row is a part of it."""
+        source = end.all_input_nodes[0]
+        held = self.ops.held[source]
+        dim = held.layout.dim_of(Counts.EXPERTS)
+        if is_gathered:
+            is_direct = dim == int(end.args[1]) % len(held.layout.axes)  # pyright: ignore
+        else:
+            same = end.meta["val"].dtype == source.meta["val"].dtype
+            is_direct = packet_of(end.target) is aten.sum and reduced_dims(end) == {dim} and same
+        if not is_direct:
             raise self.refusal(end, "the results of experts are not summed directly")
-        if not layout.without(dim).is_by_token():
-            raise self.refusal(end, "the results of experts are not in the order of the tokens")
-        return self.ops.held[source].node
+        return held.node, held.layout.without(dim)
 
-    def _summed_product(self, end: fx.Node) -> fx.Node:
+    def _summed_product(self, end: fx.Node) -> tuple[fx.Node, Layout]:
         rule, factors = rule_of(end), self.ops.factors_of(end)
         given = {i: held.layout for i, held in enumerate(factors)}
         summed = [f for f in rule.factors if f.size > 1 and f.at(RESULT) is None] if rule is not None else []
         layout = followed(rule, given, len(shape_of(end)), summed=Counts.EXPERTS) if rule is not None else None
-        is_direct = len(summed) == 1 and layout is not None and layout.is_by_token()
-        if rule is None or layout is None or not is_direct or any(h.is_stack for h in factors):
+        if rule is None or layout is None or len(summed) != 1 or any(h.is_stack for h in factors):
             raise self.refusal(end, "the results of experts are not weighted and summed directly")
-        return self.ops.multiplied(end, rule, layout)
+        return self.ops.multiplied(end, rule, layout), layout
 
-    def _whole(self, end: fx.Node, made: fx.Node) -> fx.Node:
+    def _whole(self, end: fx.Node) -> fx.Node:
         """The value of ``end``, from its rows: as they are, or summed over a token's choices."""
-        summed = not self.looked_up and packet_of(end.target) is not aten.gather
-        rows = self.exchange.returned(made, summed=summed)
-        if self.looked_up and not self.ops.held[end].layout.is_by_token():
+        made, layout = self._at_end(end)
+        if not layout.is_by_token():
             raise self.refusal(end, "the results of experts are not in the order of the tokens")
+        rows = self.exchange.returned(made, summed=not self.looked_up and packet_of(end.target) is not aten.gather)
         if prod(shape_of(end)) != rows.meta["val"].numel():
             raise self.refusal(end, "the results of experts do not have one value per token")
         return self.build.call(aten.reshape.default, rows, list(shape_of(end)))

@@ -9,7 +9,6 @@ A pair is a token and an expert that it chose; of pairs that no token chose noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -18,14 +17,14 @@ import torch
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder
+from passes.moe.domain import ROWS, STACK, Builder, Domain, arguments_with
 from passes.moe.layers import Refusal
-from passes.moe.layouts import Counts, Layout, Part, followed, sizes_of
+from passes.moe.opening import Exchange
+from passes.moe.token_rows import Counts, Layout, Part, followed, sizes_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
-from passes.program.ops.groups import VIEWS
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.groups import PRODUCTS, VIEWS
 from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.rule import RESULT, OpRule
 from passes.rules.table import rule_of
 
 FREE = (Counts.EXPERTS, Counts.CHOICES)
@@ -33,7 +32,7 @@ UNKNOWN = "the effect of this op on one token of one expert is unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldRows:
     """The replacement of a value: rows [n, features..]; for a stack [experts, features..], from any order of dims."""
 
     node: fx.Node
@@ -44,18 +43,13 @@ class Held:
 class PairOps:
     """Owns ``held``: the replacements of rewritten values. ``sizes``: how many of each are counted."""
 
-    def __init__(
-        self,
-        build: Builder,
-        here: fx.Node,
-        num_rows: int,
-        sizes: Mapping[Counts, int],
-        refusal: Refusal,
-    ) -> None:
-        self.build, self.here, self.num_rows, self.sizes, self.refusal = build, here, num_rows, sizes, refusal
-        self.held: dict[fx.Node, Held] = {}
+    def __init__(self, rows: Exchange, refusal: Refusal) -> None:
+        self.build, self.here, self.refusal, of = rows.build, rows.here, refusal, rows.routing
+        self.num_rows = of.num_rows
+        self.sizes = {Counts.TOKENS: of.num_tokens, Counts.EXPERTS: of.size, Counts.CHOICES: of.top_k}
+        self.held: dict[fx.Node, HeldRows] = {}
 
-    def again(self, node: fx.Node) -> Held:
+    def again(self, node: fx.Node) -> HeldRows:
         """Make a call again, all that it reads being held or a number."""
         if node.target in PRODUCTS:
             return self._product(node)
@@ -67,21 +61,21 @@ class PairOps:
         if not is_all or len({(h.is_stack, *map(h.layout.is_row, range(len(h.layout.axes)))) for h in given}) > 1:
             raise self.refusal(node, "it combines values of different tokens")
         made = self._on_rows(node, rule, given[0], layout)
-        return Held(made, layout, given[0].is_stack)
+        return HeldRows(made, layout, given[0].is_stack)
 
     # ---- shapes
 
     def row_shape(self, layout: Layout, shape: tuple[int, ...]) -> list[int]:
         return [self.num_rows, *layout.features(shape)]
 
-    def shaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+    def shaped(self, node: fx.Node, shape: list[int], domain: Domain = ROWS) -> fx.Node:
         if list(shape_of(node)) == shape:
             return node
-        return self.build.call(aten.reshape.default, node, shape, domain=ROWS)
+        return self.build.call(aten.reshape.default, node, shape, domain=domain)
 
     def sound(self, node: fx.Node, layout: Layout) -> Layout:
         """The layout, if it says of each element which token and which expert it is of."""
-        counted = sizes_of(part for axis in layout.axes for part in axis)
+        counted = sizes_of(layout.parts)
         if not layout.is_pure:
             raise self.refusal(node, "tokens, experts and features have an unsupported layout")
         for counts, size in counted.items():
@@ -91,7 +85,7 @@ class PairOps:
             raise self.refusal(node, "it counts both experts and choices")
         return layout
 
-    def fitted(self, held: Held, out: Layout, shape: tuple[int, ...]) -> fx.Node:
+    def fitted(self, held: HeldRows, out: Layout, shape: tuple[int, ...]) -> fx.Node:
         """Rows of a value, shaped to align with others in ``out``, dims from the last on."""
         node = self.of_pairs(held)
         ahead = len(out.axes) - len(held.layout.axes)
@@ -101,12 +95,11 @@ class PairOps:
         leading = sum(not out.is_row(d) for d in range(ahead))
         return self.shaped(node, [self.num_rows, *[1] * leading, *kept])
 
-    def of_pairs(self, held: Held) -> fx.Node:
+    def of_pairs(self, held: HeldRows) -> fx.Node:
         """The stack's entry for each pair."""
         if not held.is_stack:
             return held.node
-        val = torch.empty(self.num_rows, dtype=torch.int64, device="meta")
-        ids = self.build.call(exchange.ids_of, self.here, self.num_rows, val=val, domain=ROWS)
+        ids = self.build.call(exchange.ids_of, self.here, self.num_rows, domain=ROWS)
         return self.build.call(aten.index.Tensor, held.node, [ids], domain=ROWS)
 
     # ---- calls
@@ -117,8 +110,7 @@ class PairOps:
         if rule is None:
             raise self.refusal(node, UNKNOWN)
         given = {i: self.held[n].layout for i, n in enumerate(operands_of(node)) if n in self.held}
-        counted = {counts for layout in given.values() for counts in layout.counted}
-        free = () if counted & {*FREE} else FREE
+        free = () if any(part.counts in FREE for layout in given.values() for part in layout.parts) else FREE
 
         def repeated(size: int) -> Counts:
             return next((counts for counts in free if size == self.sizes[counts]), Counts.FEATURES)
@@ -128,24 +120,19 @@ class PairOps:
             raise self.refusal(node, "the result of one token of one expert depends on others")
         return rule, self.sound(node, layout)
 
-    def _aligned(self, node: fx.Node, layout: Layout) -> Held:
+    def _aligned(self, node: fx.Node, layout: Layout) -> HeldRows:
         """A call by elements, or expand: operands are broadcast."""
         fitted = {n: self.fitted(self.held[n], layout, shape_of(node)) for n in node.all_input_nodes if n in self.held}
-        args, kwargs = self._given(node, fitted)
+        args, kwargs = arguments_with(node, fitted)
         if packet_of(node.target) is aten.expand:
             args = (args[0], self.row_shape(layout, shape_of(node)))
             if list(shape_of(args[0])) == args[1]:
-                return Held(args[0], layout)
-        return Held(self.build.call(node.target, *args, **kwargs, domain=ROWS), layout)
+                return HeldRows(args[0], layout)
+        return HeldRows(self.build.call(node.target, *args, **kwargs, domain=ROWS), layout)
 
-    @staticmethod
-    def _given(node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
-        return tuple(args), dict(kwargs)
-
-    def _on_rows(self, node: fx.Node, rule: OpRule, held: Held, out: Layout) -> fx.Node:
+    def _on_rows(self, node: fx.Node, rule: OpRule, held: HeldRows, out: Layout) -> fx.Node:
         """A call on the dims that are left, where it names others."""
-        args, kwargs = self._given(node, {n: h.node for n, h in self.held.items()})
+        args, kwargs = arguments_with(node, {n: h.node for n, h in self.held.items()})
         layout, same = held.layout, list(shape_of(held.node))
         if packet_of(node.target) is aten.reshape:
             args = (held.node, [same[0], *out.features(shape_of(node))])
@@ -165,7 +152,7 @@ class PairOps:
         """The arguments of a call that names all dims which it does not leave as they are."""
         old, ndim = named(node).get("dim"), len(layout.axes)
         dims = [d % ndim for d in (old if isinstance(old, list | tuple) else [old]) if d is not None]
-        if {d for d in range(ndim) if any(f.role is not Role.EACH for f in rule.along(0, d))} != {*dims} or not dims:
+        if {d for d in range(ndim) if not rule.is_alone(0, d)} != {*dims} or not dims:
             raise self.refusal(node, UNKNOWN)
         new, at = [layout.row_dim(d) for d in dims], position_of(node.target, "dim")
         dim = new if isinstance(old, list | tuple) else new[0]
@@ -173,17 +160,17 @@ class PairOps:
 
     # ---- products
 
-    def _product(self, node: fx.Node) -> Held:
+    def _product(self, node: fx.Node) -> HeldRows:
         rule, layout = self._followed(node)
         stacks = [i for i, held in enumerate(self.factors_of(node)) if held.is_stack]
         if not stacks:
-            return Held(self.multiplied(node, rule, layout), layout)
+            return HeldRows(self.multiplied(node, rule, layout), layout)
         if len(stacks) > 1:
             raise self.refusal(node, "two stacks of experts are multiplied with each other")
         made = self._grouped(node, rule, stacks[0])
-        return Held(self.shaped(made, self.row_shape(layout, shape_of(node))), layout)
+        return HeldRows(self.shaped(made, self.row_shape(layout, shape_of(node))), layout)
 
-    def factors_of(self, node: fx.Node) -> list[Held]:
+    def factors_of(self, node: fx.Node) -> list[HeldRows]:
         """The operands of a product."""
         found = operands_of(node)
         if len(found) != 2 or any(n not in self.held for n in found):
@@ -200,18 +187,11 @@ class PairOps:
         if not (len(of_w) == 2 and len(summed) == len(made) == 1 and of_x == summed):
             raise self.refusal(node, "a product with experts' matrices has more than one dim of features on a side")
         rows = self.shaped(x.node, [self.num_rows, summed[0].size])
-        stack = self._stack_of(w, [f.size for f in features])
+        stack = self.shaped(w.node, [shape_of(w.node)[0], *(f.size for f in features)], STACK)
         if features[0] == made[0]:
             stack = self.build.call(aten.permute.default, stack, [0, 2, 1], domain=STACK)
         val = torch.empty((self.num_rows, made[0].size), dtype=node.meta["val"].dtype, device="meta")
         return self.build.call(exchange.grouped_mm, rows, stack, self.here, val=val, domain=ROWS)
-
-    def _stack_of(self, w: Held, features: list[int]) -> fx.Node:
-        """[experts, features..] without dims of size 1."""
-        sizes = [shape_of(w.node)[0], *features]
-        if list(shape_of(w.node)) == sizes:
-            return w.node
-        return self.build.call(aten.reshape.default, w.node, sizes, domain=STACK)
 
     def multiplied(self, node: fx.Node, rule: OpRule, layout: Layout) -> fx.Node:
         """A product of two values of pairs that sums over no feature: element by element."""
@@ -226,11 +206,11 @@ class PairOps:
         return self.build.call(aten.mul.Tensor, *rows, domain=ROWS)
 
 
-def stack_of(build: Builder, node: fx.Node, dim: int) -> Held:
+def stack_of(build: Builder, node: fx.Node, dim: int) -> HeldRows:
     """A value made of stacks alone, with ``dim`` as its dim of experts."""
     shape = shape_of(node)
     parts = [(Part(Counts.EXPERTS if d == dim else Counts.FEATURES, n),) if n > 1 else () for d, n in enumerate(shape)]
     if dim:
         order = [dim, *(d for d in range(len(shape)) if d != dim)]
         node = build.call(aten.permute.default, node, order, domain=STACK)
-    return Held(node, Layout(tuple(parts)), is_stack=True)
+    return HeldRows(node, Layout(tuple(parts)), is_stack=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.moe.expert_dims import Space
 from passes.moe.layers import Dispatch, ExpertWeight
-from passes.moe.space import Space
-from passes.moe.ties import is_grouped, is_product, is_view, lookup, origin_of
-from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from passes.moe.ties import base, is_float, is_grouped, is_product, is_view, lookup, origin_of
+from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
-from passes.program.walks import ancestors, meetings, operands, readers, walk
+from passes.program.walks import ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
@@ -40,12 +40,14 @@ class Product:
 
 
 def products_of(space: Space) -> list[Product]:
-    """Products that keep the experts apart, each with its own matrix of a stack; in the graph's order."""
+    """Products that keep the experts apart, each with its own matrix of a stack, of which it may read a view, a change
+    or a lookup by ids; in the graph's order."""
 
     def step(node: fx.Node) -> Iterable[fx.Node]:
-        return node.users if is_computed_weight(node) else _readers_of_weight(node)
+        passes = is_weight(node) or node.target in LAID_OUT or lookup(node) is not None
+        return node.users if passes else ()
 
-    calls = {user for stack in stacks_in(space) for user in walk([stack], step) if user.op != "placeholder"}
+    calls = {user for stack in stacks_in(space) for user in walk([stack], step) if user is not stack}
     found = [product_of(call, space.dim, space.ids) for call in sorted(calls)]
     return [p for p in found if p is not None and space.dim(p.weight) >= 0]
 
@@ -60,12 +62,6 @@ def _is_of_router(space: Space, weight: fx.Node) -> bool:
     Those of a layer that is applied again are made of its experts too."""
     calls = set(walk([weight], readers, stop=lambda n: n is not weight and not is_computed_weight(n)))
     return bool(calls & space.scored & space.below) or calls <= space.scored
-
-
-def _readers_of_weight(node: fx.Node) -> Iterable[fx.Node]:
-    """The readers of a weight, through views and lookups by ids."""
-    passes = node.op == "placeholder" or node.target in LAID_OUT or lookup(node) is not None
-    return node.users if passes else ()
 
 
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
@@ -92,11 +88,8 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
 
 
 def _is_by_ids(ids: Collection[fx.Node], w: fx.Node) -> bool:
-    return any(found[2] in ids for n in walk([w], _up_views) if (found := lookup(n)) is not None)
-
-
-def _up_views(node: fx.Node) -> Iterable[fx.Node]:
-    return [n for n in node.all_input_nodes if n.meta["val"].dtype.is_floating_point] if is_view(node) else ()
+    seen = walk([w], lambda n: filter(is_float, n.all_input_nodes) if is_view(n) else ())
+    return any(found[2] in ids for n in seen if (found := lookup(n)) is not None)
 
 
 def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:
@@ -111,22 +104,26 @@ def _before(product: Product, nodes: set[fx.Node], above: set[fx.Node]) -> set[f
     return nodes & set(walk([product.x], operands, into=lambda n: n not in above))
 
 
-def weights_of(space: Space, products: list[Product], first: list[Product], last: list[Product]) -> list[ExpertWeight]:
-    """The stacks that products read, then other weights with a value for each expert, such as biases."""
-    found: dict[fx.Node, ExpertWeight] = {}
-    for product in products:
-        w = product.weight
-        found[w] = ExpertWeight((w.name,), shape_of(w), space.dim(w), *sides(product, first, last))
-    for w in sorted(stacks_in(space)):
-        found.setdefault(w, ExpertWeight((w.name,), shape_of(w), space.dim(w)))
-    return list(found.values())
+def weights_of(
+    held: Iterable[tuple[tuple[fx.Node, ...], int]], products: list[Product], first: list[Product], last: list[Product]
+) -> list[ExpertWeight]:
+    """Of the nodes of each weight, and their dim of experts: those that products read, in their order, then others with
+    a value for each expert, such as biases."""
+    reader = {product.weight: product for product in products}
+    order = {weight: place for place, weight in enumerate(reader)}
+
+    def width(weight: fx.Node) -> int:
+        product = reader.get(weight)
+        if product is None or (product in first) == (product in last):
+            return -1
+        return product.made if product in first else product.summed
+
+    found = sorted(held, key=lambda nodes_dim: order.get(nodes_dim[0][0], len(order)))
+    return [ExpertWeight(names_of(nodes), shape_of(nodes[0]), dim, width(nodes[0])) for nodes, dim in found]
 
 
-def sides(product: Product, first: list[Product], last: list[Product]) -> tuple[int, int, str]:
-    """The dims of its weight for the model's and an expert's own features, and the style of a cut of the latter."""
-    if (product in first) == (product in last):
-        return -1, -1, ""
-    return (product.summed, product.made, "column") if product in first else (product.made, product.summed, "row")
+def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def read_with_stacks(space: Space) -> list[tuple[str, int]]:
@@ -150,25 +147,16 @@ def _is_by_expert(space: Space, node: fx.Node) -> bool:
 # ---- the path
 
 
-def base(node: fx.Node, space: Space | None = None) -> fx.Node:
-    """The base of a view; with a space also the source of sorted or copied rows."""
-    while node.op == "call_function":
-        found = lookup(node) if space is not None else None
-        found = None if found is not None and space is not None and is_weight(found[0]) else found
-        if node.target not in LAID_OUT and (found is None or found[2] in (space.ids if space else ())):
-            break
-        node = found[0] if found is not None else node.all_input_nodes[0]
+def _source(node: fx.Node, space: Space) -> fx.Node:
+    """The value that rows are, in another layout, sorted or copied."""
+    while (found := lookup(node := base(node))) and not is_weight(found[0]) and found[2] not in space.ids:
+        node = found[0]
     return node
-
-
-def is_float(node: fx.Node) -> bool:
-    value = next(tensors_of(node), None)
-    return value is not None and value.dtype.is_floating_point
 
 
 def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
     """The values that experts read and their router did not make: one, if all is understood."""
-    found = dict.fromkeys(base(node, space) for node in _frontier(space, first))
+    found = dict.fromkeys(_source(node, space) for node in _frontier(space, first))
     read = [n for n in found if n not in space.below]
     return [n for n in read if not _is_made_of_others(n, set(read) - {n})]
 
@@ -221,12 +209,7 @@ def is_taken(node: fx.Node, space: Space) -> bool:
 
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
     """Values on the way from the tokens to ``ends``, except those that the router uses for scores."""
-    above = ancestors(ends)
-
-    def goes_on(node: fx.Node) -> bool:
-        return node in above and not (node in space.scored and is_product(node))
-
-    return {n for n in walk([tokens], readers, into=goes_on) if n is not tokens}
+    return between([tokens], ends, lambda n: not (n in space.scored and is_product(n))) - {tokens}
 
 
 def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins: bool = False) -> fx.Node | None:
@@ -256,17 +239,9 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
         read = node.all_input_nodes if packet_of(node.target) is aten.mul or is_product(node) else []
         others = [n for n in read if n not in carried and is_float(n) and n in space.below]
         if any(n in carried for n in read):
-            bases = [base(n, space) for n in others]
-            found |= dict.fromkeys(b for b in bases if b.op == "call_function" and not is_weight(b))
+            sources = [_source(n, space) for n in others]
+            found |= dict.fromkeys(n for n in sources if n.op == "call_function" and not is_weight(n))
     return list(found)
-
-
-def between(start: Iterable[fx.Node], end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Calls after ``start`` up to ``end`` that lead there, and all of them with ``start``."""
-    starts = set(start)
-    above = {n for n in ancestors([end])}
-    after = set(walk(starts, lambda n: [u for u in n.users if u in above]))
-    return after - starts, after
 
 
 def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:

@@ -7,7 +7,6 @@ expert's rows, and the tokens that an expert's gate lets through.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import getitem
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
-from passes.program.constants import is_made_of
+from passes.program.known_values import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import BEST, FILLED, RESHAPES
 from passes.program.walks import in_order
@@ -38,31 +37,24 @@ class Routing:
 
     def are_ends(self, node: fx.Node) -> bool:
         """Whether it holds the ends of each expert's rows, sorted by expert."""
-        return self._holds(node, lambda found, counts, _: torch.equal(found.long(), counts.cumsum(0)))
+        return self.holds([node], lambda found, counts, _: torch.equal(found[0].long(), counts.cumsum(0)))
 
     def are_ids(self, node: fx.Node) -> bool:
         """Whether it is the expert of each row, sorted."""
-        numbers = torch.arange(self.size)
-        return self._holds(node, lambda found, counts, _: torch.equal(found.long(), numbers.repeat_interleave(counts)))
+        ids_of = torch.arange(self.size).repeat_interleave
+        return self.holds([node], lambda found, counts, _: torch.equal(found[0].long(), ids_of(counts)))
 
-    def lets_through(self, node: fx.Node, number: int, tokens: int) -> bool:
-        """Whether a value [tokens.., rest..] is exactly zero, or False, and gives no gradient, for all tokens that did
-        not choose ``number``."""
+    def lets_through(self, node: fx.Node, tokens: int, experts: Sequence[int]) -> bool:
+        """Whether a value [tokens.., experts, rest..] is exactly zero, or False, and gives no gradient, for all tokens
+        that did not choose the expert."""
 
-        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
-            return found.numel() % tokens == 0 and _is_nothing(found.reshape(tokens, -1), ~_chose(ids, number, tokens))
+        def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
+            if found[0].numel() % (tokens * len(experts)):
+                return False
+            chose = [torch.cat([x.reshape(tokens, -1) for x in ids], 1).eq(e).any(1) for e in experts]
+            return _is_nothing(found[0].reshape(tokens, len(experts), -1), ~torch.stack(chose, 1))
 
-        return self._holds(node, only)
-
-    def is_nothing_elsewhere(self, node: fx.Node) -> bool:
-        """The same of a value [tokens.., experts, rest..] for all experts at once."""
-        tokens = self.num_rows // self.top_k
-
-        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
-            others = torch.stack([~_chose(ids, e, tokens) for e in range(self.size)], 1)
-            return _is_nothing(found.reshape(tokens, self.size, -1), others)
-
-        return self._holds(node, only)
+        return self.holds([node], only)
 
     def groups_filled(self, node: fx.Node, slots: int) -> int:
         """The number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as many
@@ -73,27 +65,35 @@ class Routing:
             return 0
         left = list(_fillings(shape_of(node), self.size, slots, self.num_rows if len(self.chosen) == 1 else 1))
 
+        def is_full(found: Tensor, ids: list[Tensor], groups: int, dims: tuple[int, ...]) -> bool:
+            rest = [d for d in range(found.dim()) if d not in dims]
+            filled = found.ne(0).permute(*dims, *rest).reshape(groups, self.size, slots, -1).any(3).sum(2)
+            return torch.equal(filled, exchange.count_by_group(self.size, groups, *ids).clamp(max=slots))
+
         def full(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
-            left[:] = [f for f in left if f.holds(found[0], ids, self.size, slots)]
+            left[:] = [filling for filling in left if is_full(found[0], ids, *filling)]
             return bool(left)
 
-        return left[0].groups if self.holds([node], full, [*self._trials, *self._skewed]) else 0
+        return left[0][0] if self.holds([node], full, [*self._trials, *self._skewed]) else 0
 
     def are_choices(self, node: fx.Node) -> bool:
         """Whether it is the choices themselves, token by token, each repeated along the dims after it."""
 
-        def only(found: Tensor, _: Tensor, ids: list[Tensor]) -> bool:
-            (chosen,) = ids
-            same = found.reshape(chosen.numel(), -1)
-            return bool((same == chosen.reshape(-1, 1)).all())
+        def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
+            chosen = ids[0].reshape(-1, 1)
+            return bool((found[0].reshape(len(chosen), -1) == chosen).all())
 
-        return len(self.chosen) == 1 and self._holds(node, only)
+        return len(self.chosen) == 1 and self.holds([node], only)
 
     @property
     def top_k(self) -> int:
         """How many a token has, of the one that chooses."""
         shape = shape_of(self.chosen[0])
         return shape[-1] if self.is_of_many else 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows // self.top_k
 
     @property
     def choice(self) -> fx.Node:
@@ -114,17 +114,14 @@ class Routing:
         shape = shape_of(self.choice.all_input_nodes[0])
         return shape[-1] == self.size and int(named(self.choice).get("dim", -1)) % len(shape) == len(shape) - 1
 
-    def _holds(self, node: fx.Node, fact: Callable[[Tensor, Tensor, list[Tensor]], bool]) -> bool:
-        """Whether ``fact(value, counts, choices)`` holds of a value in every trial."""
-        return self.holds([node], lambda found, counts, ids: fact(found[0], counts, ids))
-
     def holds(
         self,
         nodes: list[fx.Node],
         fact: Callable[[list[Tensor], Tensor, list[Tensor]], bool],
         trials: list[list[Tensor]] | None = None,
     ) -> bool:
-        """The same of several values; values that do not depend on the choices are random."""
+        """Whether ``fact(values, counts, choices)`` holds of the values of ``nodes`` in every trial; all else that
+        they are made of is random."""
         tried = False
         for values, ids in self.tried(nodes, trials):
             tried = True
@@ -204,33 +201,13 @@ def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
     return node.op == "call_function" and _computes(node, below)
 
 
-def _chose(ids: list[Tensor], number: int, tokens: int) -> Tensor:
-    """[tokens]: whether each chose an expert."""
-    return torch.cat([x.reshape(tokens, -1) for x in ids], 1).eq(number).any(1)
-
-
-@dataclass(frozen=True)
-class _Filling:
-    """Which dims of a value may count experts, slots, and ``groups`` of tokens; -1 for one group."""
-
-    experts: int
-    slots: int
-    dim: int = -1
-    groups: int = 1
-
-    def holds(self, found: Tensor, ids: list[Tensor], size: int, slots: int) -> bool:
-        dims = [d for d in (self.dim, self.experts, self.slots) if d >= 0]
-        rest = [d for d in range(found.dim()) if d not in dims]
-        filled = found.ne(0).permute(*dims, *rest).reshape(self.groups, size, slots, -1).any(3).sum(2)
-        return torch.equal(filled, exchange.count_by_group(size, self.groups, *ids).clamp(max=slots))
-
-
-def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> Iterator[_Filling]:
+def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(number of groups of tokens, dims of a value that may count these, if several, then experts and slots)."""
     places = [(e, c) for e, n in enumerate(shape) for c, m in enumerate(shape) if e != c and (n, m) == (size, slots)]
-    yield from (_Filling(e, c) for e, c in places)
-    for e, c in places:
-        groups = [(g, n) for g, n in enumerate(shape) if g not in (e, c) and n > 1 and num_rows % n == 0]
-        yield from (_Filling(e, c, g, n) for g, n in groups)
+    yield from ((1, place) for place in places)
+    for place in places:
+        groups = [(n, g) for g, n in enumerate(shape) if g not in place and n > 1 and num_rows % n == 0]
+        yield from ((n, (g, *place)) for n, g in groups)
 
 
 def _is_nothing(found: Tensor, where: Tensor) -> bool:

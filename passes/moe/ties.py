@@ -1,82 +1,46 @@
-"""Which dims of the operands and of the result of an op count the same things: those of one factor of its rule.
+"""The products of experts, one expert's part of a value, and the weight that a value is a view of.
 
-    y = a + b           y[.., i] with a[.., i] and b[.., i], unless a size is 1
-    einsum("ecd,edh->ech")     a label with itself
-    y = x.reshape(…)    by the stride with which a part of x's dim counts: [E·t, h] and [E, t, h]
-
-A place is (node, dim, inner): of a dim of n, the index of the thing counted is (i // inner) % size. So a dim of a view
-of a weight, or of a lookup in one, is traced to the parameter. One expert's part of a value is a single index of a dim,
-by slice, select, or as one of the parts of a split.
+A dim of a view of a weight, or of a lookup in one, is traced to the parameter (passes/rules/follow.py). One expert's
+part of a value is a single index of a dim, by slice, or as one of the parts of a split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
-from passes.program.ops import products
-from passes.program.ops.aten import aten, named, packet_of, shape_of
-from passes.program.ops.groups import CUTS, LAID_OUT, SPLITS
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops import groups
+from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import CUTS, LAID_OUT, PRODUCTS, SPLITS
 from passes.program.weights import is_parameter, is_weight
 from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.follow import tied_dims
+from passes.rules.rule import Role
 from passes.rules.table import rule_of
-
-Tie = tuple[tuple[fx.Node, int], ...]
-Place = tuple[int, int]  # dim, inner
 
 
 def is_grouped(node: fx.Node) -> bool:
     """Whether it is the product of runs of rows, each with its own matrix: (x[t, i], W[e, i, o], ends[e])."""
-    return products.is_grouped(node.target) and len(node.all_input_nodes) == 3
+    return groups.is_grouped(node.target) and len(node.all_input_nodes) == 3
 
 
 def is_product(node: fx.Node) -> bool:
     return node.target in PRODUCTS or is_grouped(node)
 
 
-class Ties:
-    """Owns the rules of the calls that were asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[fx.Node, OpRule | None] = {}
-
-    def next_to(self, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
-        """Places that count the same, one call away."""
-        for call in (node, *node.users):
-            yield from self.through(call, node, place, size)
-
-    def through(self, call: fx.Node, node: fx.Node, place: Place, size: int) -> Iterator[tuple[fx.Node, Place]]:
-        """Places of ``call`` and its operands that count the same as one of ``node``, which is among them."""
-        if call not in self._known:
-            self._known[call] = rule_of(call)
-        rule = self._known[call]
-        places = _values(call) if rule is not None else {}
-        for source, target in permutations(places, 2):
-            if rule is not None and places[source] is node and places[target] is not node:
-                found = rule.carried(source, *place, size, target)
-                if found is not None:
-                    yield places[target], found
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is one number, the same for all."""
+    val = node.meta["val"]
+    return isinstance(val, Tensor) and val.numel() == 1 and not node.meta["grad"]
 
 
-def _values(call: fx.Node) -> dict[int, fx.Node]:
-    return dict(enumerate(operands_of(call))) | {RESULT: call}
-
-
-def ties(node: fx.Node) -> list[Tie]:
-    """Dims of a call and of its operands that count the same, position by position."""
-    rule = rule_of(node)
-    if rule is None:
-        return []
-    places = _values(node)
-    whole = [[p for p in factor.places if rule.sole(p.operand, p.dim) is factor] for factor in rule.factors]
-    return [tuple(dict.fromkeys((places[p.operand], p.dim) for p in tie)) for tie in whole if len(tie) > 1]
+def is_float(node: fx.Node) -> bool:
+    value = next(tensors_of(node), None)
+    return value is not None and value.dtype.is_floating_point
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
@@ -93,13 +57,12 @@ def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """``node``: index ``number`` of ``whole`` along ``dim``; ``keeps``: as a dim of size 1."""
+    """``node``: index ``number`` of ``whole`` along ``dim``, as a dim of size 1."""
 
     node: fx.Node
     whole: fx.Node
     dim: int
     number: int
-    keeps: bool
 
 
 def pick_of(node: fx.Node) -> Pick | None:
@@ -108,11 +71,11 @@ def pick_of(node: fx.Node) -> Pick | None:
     if call.target not in (SPLITS if node.target is getitem else CUTS):
         return None
     whole, given = call.all_input_nodes[0], named(call)
-    dim = int(given.get("dim") or 0) % len(shape_of(whole))
-    size, keeps = shape_of(whole)[dim], len(shape_of(node)) == len(shape_of(whole))
-    is_one = len(call.meta["val"]) == size if node.target is getitem else not keeps or shape_of(node)[dim] == 1
-    number: Any = node.args[1] if node.target is getitem else given.get("index", given.get("start")) or 0
-    return Pick(node, whole, dim, number % size, keeps) if is_one else None
+    dim = int(given["dim"]) % len(shape_of(whole))
+    size = shape_of(whole)[dim]
+    is_one = len(call.meta["val"]) == size if node.target is getitem else shape_of(node)[dim] == 1
+    number: Any = node.args[1] if node.target is getitem else given["start"] or 0
+    return Pick(node, whole, dim, number % size) if is_one else None
 
 
 def picks(whole: fx.Node, dim: int) -> Iterator[Pick]:
@@ -136,9 +99,9 @@ def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     """
     while not is_parameter(node):
         if node.target is getitem and (pick := pick_of_weight(node)) is not None:
-            return (pick.whole, dim) if pick.keeps and dim != pick.dim else None
+            return (pick.whole, dim) if dim != pick.dim else None
         source = _source_of(node)
-        up = [d for tie in ties(node) if (node, dim) in tie for n, d in tie if n is source]
+        up = [d for n, d in tied_dims(node, node, dim) if n is source]
         if source is None or len(up) != 1:
             return None
         node, dim = source, up[0]
@@ -153,22 +116,22 @@ def _source_of(node: fx.Node) -> fx.Node | None:
         found = floats if len(floats) == 1 else []
     else:
         found = [n for n in floats if _has_all_dims(node, n)] if is_weight(node) else []
-    return next((n for n in found if _is_of_weight(n) or _source_of(n) is not None), None)
-
-
-def _is_of_weight(node: fx.Node) -> bool:
-    return is_parameter(node) or pick_of_weight(node) is not None
+    is_of_weight = (n for n in found if is_parameter(n) or pick_of_weight(n) is not None or _source_of(n) is not None)
+    return next(is_of_weight, None)
 
 
 def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
-    held = [(dict(tie).get(node), dict(tie).get(source)) for tie in ties(node)]
-    pairs = {(there, here) for there, here in held if there is not None and here is not None}
-    return len(pairs) == len(shape_of(node)) == len(shape_of(source))
+    dims = range(len(shape_of(node)))
+    return len(dims) == len(shape_of(source)) and all(source in dict(tied_dims(node, node, d)) for d in dims)
 
 
 def is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    packet = packet_of(node.target)
-    is_one = packet is aten.select or (packet is aten.slice and shape_of(node)[int(named(node)["dim"])] == 1)
-    return is_one or node.target in LAID_OUT or lookup(node) is not None
+    """The same elements of one value, or some of them."""
+    return node.target in LAID_OUT or pick_of(node) is not None or lookup(node) is not None
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The value that ``node`` has the elements of, in another layout."""
+    while node.target in LAID_OUT:
+        node = node.all_input_nodes[0]
+    return node

@@ -22,17 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from passes.moe import exchange
-from passes.moe.domain import ROWS, Builder, erase_unread
+from passes.moe.domain import ROWS, STACK, Builder, erase_unread
 from passes.moe.layers import ExpertLayer
 from passes.moe.opening import Opening
 from passes.moe.routing import Routing
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import CASTS, RESHAPES
 from passes.program.program import Program
-from passes.program.walks import readers, walk
+from passes.program.walks import walk
 
 
 def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> ExpertLayer:
@@ -43,50 +42,38 @@ def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> Expert
     return layer
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Of a dispatch: row i is a copy of token ``index``[i] // ``times``."""
-
-    tokens: fx.Node
-    index: fx.Node
-    times: int = 1
-
-
 class _TokensOnce(Opening):
-    """Owns ``copies``: the dispatches of copies of tokens."""
-
     def __init__(self, program: Program, layer: ExpertLayer, here: fx.Node, nodes: int) -> None:
-        super().__init__(program, layer, frozenset())
-        self.here, self.nodes = here, nodes
-        self.num_tokens = self.routing.num_rows // self.routing.top_k
-        self.copies = {node: found for node in here.users if (found := self._copy(node)) is not None}
+        super().__init__(program, layer)
+        self.here, self.nodes, self.num_tokens = here, nodes, self.routing.num_tokens
 
-    def _copy(self, node: fx.Node) -> _Copy | None:
+    def _copy(self, node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+        """(tokens, index, times) of a dispatch with rows i that are copies of token ``index``[i] // ``times``."""
         rows: Any = node.args[0] if node.target is exchange.dispatch else None
         if rows is None or rows.target is not aten.index.Tensor or not shape_of(rows)[1:]:
             return None
-        index, source = only_index(rows), rows.args[0]
-        if index is None or shape_of(source)[0] == self.num_tokens:
-            return index and _Copy(source, index)
-        tokens = _repeated(source, self.num_tokens, self.routing.top_k)
-        return tokens and _Copy(tokens, index, self.routing.top_k)
+        index, source, times = only_index(rows), rows.args[0], 1
+        if index is not None and shape_of(source)[0] != self.num_tokens:
+            times = self.routing.top_k
+            source = _repeated(source, self.num_tokens, times)
+        return None if index is None or source is None else (source, index, times)
 
     def run(self) -> ExpertLayer:
-        places = {(copy.index, copy.times) for copy in self.copies.values()}
+        copies = {node: found for node in self.here.users if (found := self._copy(node)) is not None}
+        places = {(index, times) for _, index, times in copies.values()}
         first = min(self.here.users)
         if self.routing.top_k == 1 or len(places) != 1 or not max(places)[0] < first:
             return self.layer
         ((token, times),) = places
         build = Builder(self.graph, first, self.here)
         token = token if times == 1 else build.call(aten.floor_divide.default, token, times)
-        given = (*self.here.args, token, self.num_tokens, self.nodes)
-        here = build.call(exchange.meet, *given, val=self.here.meta["val"], domain=self.here.meta["domain"])
+        here = build.call(exchange.meet, *self.here.args, token, self.num_tokens, self.nodes, domain=STACK)
         self.here.replace_all_uses_with(here)
         self.graph.erase_node(self.here)
-        for node, copy in self.copies.items():
-            at, val = Builder(self.graph, node, node), node.meta["val"]
-            value = at.call(aten.reshape.default, copy.tokens, [self.num_tokens, *shape_of(node)[1:]])
-            node.replace_all_uses_with(at.call(exchange.dispatch_tokens, value, token, here, val=val, domain=ROWS))
+        for node, (tokens, *_) in copies.items():
+            at = Builder(self.graph, node, node)
+            value = at.call(aten.reshape.default, tokens, [self.num_tokens, *shape_of(node)[1:]])
+            node.replace_all_uses_with(at.call(exchange.dispatch_tokens, value, token, here, domain=ROWS))
             erase_unread(self.graph, [node])
         backs = [node for node in here.users if node.target is exchange.give_back]
         found = sum_of(backs[0], self.routing) if len(backs) == 1 else None
@@ -101,19 +88,16 @@ class _TokensOnce(Opening):
         end, size, dtype = found.end, self.num_tokens, rows.meta["val"].dtype
         build = Builder(self.graph, end, end)
         for weight in self._weights(build, found):
-            sent = build.call(exchange.dispatch, weight, here, val=weight.meta["val"], domain=ROWS)
+            sent = build.call(exchange.dispatch, weight, here, domain=ROWS)
             shape = [self.routing.num_rows, *(1 for _ in shape_of(rows)[1:])]
             sent = build.call(aten.reshape.default, sent, shape, domain=ROWS)
             rows = build.call(aten.mul.Tensor, rows, sent, domain=ROWS)
-        val = torch.empty(size, *shape_of(rows)[1:], dtype=dtype, device="meta")
-        whole = build.call(exchange.combine, rows, token, here, size, dtype, val=val)
+        whole = build.call(exchange.combine, rows, token, here, size, dtype)
         whole = build.call(aten.reshape.default, whole, list(shape_of(end)))
         if end.meta["val"].dtype != dtype:
             whole = build.call(aten.to.dtype, whole, end.meta["val"].dtype)
         whole = whole if found.base is None else build.call(aten.add.Tensor, found.base, whole)
-        end.replace_all_uses_with(whole)
-        erase_unread(self.graph, [end])
-        return replace(self.layer, combined=whole.name) if end.name == self.layer.combined else self.layer
+        return self.replaced(end, whole)
 
     def _weights(self, build: Builder, found: RowSum) -> Iterator[fx.Node]:
         """Each [n], in the order of the rows."""
@@ -161,18 +145,16 @@ class RowSum:
             return True
         given = self.token or self.inverse
         assert given is not None
-        tried = [
-            bool(values) and self._adds(values[given], values[token], routing)
-            for values, _ in routing.tried([token, given])
-        ]
-        return bool(tried) and all(tried)
 
-    def _adds(self, given: Tensor, token: Tensor, routing: Routing) -> bool:
-        if self.token is not None:
-            return given.equal(token)
-        places = torch.arange(routing.num_rows, device=given.device)
-        is_each_once = given.sort().values.equal(places.to(given.dtype))
-        return is_each_once and token[given].equal((places // routing.top_k).to(token.dtype))
+        def adds(found: list[Tensor], _: Tensor, __: list[Tensor]) -> bool:
+            given, of_row = found
+            if self.token is not None:
+                return given.equal(of_row)
+            places = torch.arange(routing.num_rows)
+            is_each_once = given.sort().values.equal(places.to(given.dtype))
+            return is_each_once and of_row[given].equal((places // routing.top_k).to(of_row.dtype))
+
+        return routing.holds([given, token], adds)
 
 
 def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
@@ -184,19 +166,20 @@ def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
         if step is None:
             return None
         found, node = step, user
-    is_whole = found.end is not rows and (
-        found.end.meta["val"].dtype == rows.meta["val"].dtype or _is_cast(found, rows)
-    )
+    dtype = rows.meta["val"].dtype
+    is_whole = found.end is not rows and (found.end.meta["val"].dtype == dtype or _is_cast(found, dtype))
     return found if is_whole else None
 
 
-def _is_cast(found: RowSum, rows: fx.Node) -> bool:
+def _is_cast(found: RowSum, dtype: torch.dtype) -> bool:
     """Whether a sum that is wider than the rows is read in their dtype alone, and is a sum of them alone."""
-    seen = list(walk([found.end], readers, stop=lambda n: n is not found.end and n.target not in RESHAPES))
-    ends = [n for n in seen if n is not found.end and n.target not in RESHAPES]
-    has_base = found.base is not None and any(isinstance(n, fx.Node) for n in tree_leaves(found.base.args))
-    dtype = rows.meta["val"].dtype
+    ends = {u for n in walk([found.end], lambda n: filter(_is_reshape, n.users)) for u in n.users if not _is_reshape(u)}
+    has_base = found.base is not None and bool(found.base.all_input_nodes)
     return not has_base and all(n.target in CASTS and n.meta["val"].dtype == dtype for n in ends)
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    return node.target in RESHAPES
 
 
 def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
@@ -209,7 +192,10 @@ def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowS
         index = only_index(user)
         return replace(found, inverse=index) if index is not None and user.args[0] is node else None
     if packet is aten.index_add and not is_paired:
-        return _added(found, node, user, routing)
+        given = named(user)
+        is_sum = given["source"] is node and given["dim"] == 0 and given["alpha"] == 1
+        is_by_token = is_sum and shape_of(user)[0] == routing.num_tokens
+        return replace(found, end=user, token=given["index"], base=given["self"]) if is_by_token else None
     if packet is aten.reshape and is_paired:
         return found
     if packet is aten.sum and is_paired and _is_over_choices(node, user, routing):
@@ -235,13 +221,6 @@ def only_index(user: fx.Node) -> fx.Node | None:
     """The index of a lookup along the first dim alone."""
     indices: Any = user.args[1]
     return indices[0] if len(indices) == 1 and len(shape_of(indices[0])) == 1 else None
-
-
-def _added(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
-    given, num_tokens = named(user), routing.num_rows // routing.top_k
-    if given["source"] is not node or given["dim"] != 0 or given["alpha"] != 1 or shape_of(user)[0] != num_tokens:
-        return None
-    return replace(found, end=user, token=given["index"], base=given["self"])
 
 
 def _is_over_choices(node: fx.Node, user: fx.Node, routing: Routing) -> bool:

@@ -1,4 +1,9 @@
-"""Attention with fewer key heads than ranks: each rank picks the key heads that its query heads read."""
+"""Attention of one rank's heads and tokens.
+
+Of tp, with fewer key heads than ranks: each rank picks the key heads that its query heads read. Of cp, causal: tokens
+attend to all tokens before them, without a mask of s × s; if no kernel takes the operands, or with dropout, each of a
+rank's chunks is plain attention with a mask of its rows and the keys that they may see.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.documents import MaskRows, attention_by_documents
-
-Tensor = torch.Tensor
+from passes.ops.flash import FLASH
+from passes.ops.gathered_attention import attend_in_parts, is_in_parts, masked_causal_attention
 
 
 def shared_key_attention(
@@ -67,3 +73,35 @@ def attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     names = ("mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args[3:], strict=False))
     return given | {("mask" if k == "attn_mask" else k): value for k, value in kwargs.items()}
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: AxisHandle,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel: str = FLASH,
+) -> Tensor:
+    """q [b, h, s/cp, d] of this rank, k and v [b, g, s, d] in the order of the sequence → [b, h, s/cp, d]."""
+    if dropout_p == 0.0 and is_in_parts(q, k, v, None, kernel):
+        return attend_in_parts(q, k, v, axis, scale, kernel)
+    return masked_causal_attention(q, k, v, axis, dropout_p, scale, enable_gqa)
+
+
+def shared_key_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tp: AxisHandle,
+    axis: AxisHandle,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel: str = FLASH,
+) -> Tensor:
+    """The same with fewer key heads than ranks of ``tp``: q of this rank's heads, k and v of all."""
+    k, v = key_heads_of(q, k, v, tp)
+    return causal_attention(q, k, v, axis, dropout_p, scale, k.shape[1] != q.shape[1], kernel)

@@ -28,8 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes.ops.axis import AxisHandle, has_values
-from passes.ops.runs import all_gather_single, gather_runs, reduce_scatter_single, scatter_runs
+from passes.ops.axis import (
+    AxisHandle,
+    Way,
+    all_gather_single,
+    gather_runs,
+    has_values,
+    reduce_scatter_single,
+    scatter_runs,
+)
 from passes.types.types import Placement
 
 Tensor = torch.Tensor
@@ -154,15 +161,8 @@ def note(axis: AxisHandle, kind: str, phase: str, x: Tensor, times: int = 1) -> 
     axis.note(kind, phase, x.numel() * x.element_size() * times)
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_reduce(grads[0], ctx.axis, "backward"), None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 class _G(torch.autograd.Function):
@@ -178,73 +178,9 @@ class _G(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _GF(_F):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
-        ctx.axis = axis
-        return all_reduce(x, axis, "forward")
-
-
-class _Slice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-        ctx.axis, ctx.cut = axis, cut
-        return _own(x, cut, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return all_gather(grads[0], ctx.axis, ctx.cut, "backward"), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-        ctx.axis, ctx.cut = axis, cut
-        return all_gather(x, axis, cut, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return reduce_scatter(grads[0], ctx.axis, ctx.cut, "backward", of_gradient=True), None, None
-
-
-class _Collect(_Gather):
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _own(grads[0], ctx.cut, ctx.axis, 0), None, None
-
-
-class _Scatter(_Slice):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-        ctx.axis, ctx.cut = axis, cut
-        return reduce_scatter(x, axis, cut, "forward")
-
-
-class _First(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle) -> Tensor:
-        return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, before: Placement, after: Placement) -> Tensor:
-        ctx.axis, ctx.cuts = axis, (before, after)
-        return all_to_all(x, axis, before, after, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        before, after = ctx.cuts
-        return all_to_all(grads[0], ctx.axis, after, before, "backward"), None, None, None
-
-
 def f(x: Tensor, axis: AxisHandle) -> Tensor:
     """I → R: forward nothing, backward all-reduce (before a column-parallel linear)."""
-    return _F.apply(x, axis)
+    return Way.apply(x, _same, partial(all_reduce, axis=axis, phase="backward"))
 
 
 def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
@@ -257,12 +193,13 @@ def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
 
 def g_f(x: Tensor, axis: AxisHandle) -> Tensor:
     """P → R: all-reduce both ways."""
-    return _GF.apply(x, axis)
+    there, back = (partial(all_reduce, axis=axis, phase=phase) for phase in ("forward", "backward"))
+    return Way.apply(x, there, back)
 
 
 def slice_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
     """I → V: this rank's part, backward all-gather."""
-    return _Slice.apply(x, axis, cut)
+    return Way.apply(x, partial(_own, cut=cut, axis=axis), partial(all_gather, axis=axis, cut=cut, phase="backward"))
 
 
 def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
@@ -273,27 +210,31 @@ def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
 
 def gather(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
     """V → R: all-gather, backward reduce-scatter."""
-    return _Gather.apply(x, axis, cut)
+    back = partial(reduce_scatter, axis=axis, cut=cut, phase="backward", of_gradient=True)
+    return Way.apply(x, partial(all_gather, axis=axis, cut=cut, phase="forward"), back)
 
 
 def collect(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
     """V → I: all-gather, backward this rank's part."""
-    return _Collect.apply(x, axis, cut)
+    back = partial(_own, cut=cut, axis=axis, beyond=0)
+    return Way.apply(x, partial(all_gather, axis=axis, cut=cut, phase="forward"), back)
 
 
 def scatter(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
     """P → V: reduce-scatter, backward all-gather."""
-    return _Scatter.apply(x, axis, cut)
+    back = partial(all_gather, axis=axis, cut=cut, phase="backward")
+    return Way.apply(x, partial(reduce_scatter, axis=axis, cut=cut, phase="forward"), back)
 
 
 def first(x: Tensor, axis: AxisHandle) -> Tensor:
     """I → P: the value on rank 0, zeros elsewhere; the gradient is the same on all ranks already."""
-    return _First.apply(x, axis)
+    return Way.apply(x, _same if axis.rank == 0 else torch.zeros_like, _same)
 
 
 def exchange(x: Tensor, axis: AxisHandle, before: Placement, after: Placement) -> Tensor:
     """V → V on another dim: all-to-all both ways."""
-    return _Exchange.apply(x, axis, before, after)
+    there = partial(all_to_all, axis=axis, before=before, after=after, phase="forward")
+    return Way.apply(x, there, partial(all_to_all, axis=axis, before=after, after=before, phase="backward"))
 
 
 BY_NAME = {

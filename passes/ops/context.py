@@ -3,34 +3,36 @@
     local_rows        whole → this rank's     nothing       backward: the gradient at its places, zeros elsewhere
     gather_sequence   this rank's → whole     all-gather    backward: reduce-scatter
 
-A rank holds two chunks of a sequence (passes.partition.sequence.zigzag); gathered tokens have its order.
+A rank holds two chunks of a sequence (passes.partition.sequence.facts); gathered tokens have its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, has_values
+from passes.ops.axis import AxisHandle, Way, all_gather_single, has_values, reduce_scatter_single
 from passes.ops.collectives import note
-from passes.ops.runs import all_gather_single, reduce_scatter_single
-from passes.partition.sequence import zigzag
+from passes.partition.sequence import facts
 
 
 def local_rows(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
     """x [.., s, ..], the same on all ranks → [.., s/cp, ..] of this rank, in memory of its own."""
     if axis.size == 1:
         return x
-    chunks = (x.narrow(dim, a, b - a) for a, b in zigzag.rows(x.shape[dim], axis.size, axis.rank))
+    chunks = (x.narrow(dim, a, b - a) for a, b in facts.rows(x.shape[dim], axis.size, axis.rank))
     return torch.cat(list(chunks), dim)
 
 
 def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
     """x [.., s/cp, ..] of this rank → [.., s, ..] of all. The gradients of all ranks are added up."""
-    return _Gather.apply(x, dim, axis) if axis.size > 1 else x
+    if axis.size == 1:
+        return x
+    there = partial(gathered, dim=dim, axis=axis, phase="forward")
+    return Way.apply(x, there, partial(scattered_sum, dim=dim, axis=axis, phase="backward"))
 
 
 def gathered(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
@@ -55,7 +57,7 @@ def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, pha
 def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
     """The ranks' parts [cp, ..], as the full sequence."""
     halves = [part.chunk(2, dim) for part in parts.unbind(0)]
-    owners = (zigzag.owner(axis.size, chunk) for chunk in range(2 * axis.size))
+    owners = (facts.owner(axis.size, chunk) for chunk in range(2 * axis.size))
     return torch.cat([halves[rank][half] for rank, half in owners], dim)
 
 
@@ -83,17 +85,6 @@ def _cut_into(parts: Tensor, x: Tensor, dim: int, axis: AxisHandle) -> list[int]
     chunks = x.chunk(2 * axis.size, dim)
     shape = [2 * n if d == dim % x.dim() else n for d, n in enumerate(chunks[0].shape)]
     for rank, part in enumerate(parts.unbind(0)):
-        first, second = zigzag.chunks(axis.size, rank)
+        first, second = facts.chunks(axis.size, rank)
         torch.cat([chunks[first], chunks[second]], dim, out=part.view(shape))
     return shape
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return gathered(x, dim, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return scattered_sum(grads[0], ctx.dim, ctx.axis, "backward"), None, None

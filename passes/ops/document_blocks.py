@@ -9,15 +9,26 @@ mask                       blocks
 . . . . 1 1
 
 A band: the last row stands at the last key, each row before it one key earlier, and reads some keys before and after.
+All blocks of a microbatch are one call of a GPU's kernel for segments of several lengths:
+
+sequence 0 | sequence 1                  rows of all sequences, one after the other
+a a a b b  | c c c c d                   segments: rows 0 3 5 9 10, and as many keys
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_FEATURES = 256
+_OLDEST = (8, 0)  # compute capability of the first GPUs with flash kernels
 
 
 class Band(NamedTuple):
@@ -30,7 +41,7 @@ class Band(NamedTuple):
 CAUSAL, WHOLE = Band(-1, 0), Band(-1, -1)
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Rows ``first`` to ``stop`` of sequence ``sequence`` (-1: of every one) read ``keys`` to ``end``.
 
     ``band`` is None where the rows of the block need the mask.
@@ -94,7 +105,7 @@ def runs_of(mask: Tensor) -> Tensor:
     return torch.stack([marks.argmax(-1), last, seen.sum(-1)], -1)
 
 
-def blocks_of(runs: Tensor) -> list[Block]:
+def blocks_of(runs: Tensor) -> list[KeyBlock]:
     """Of the ``runs_of`` a mask; [] if its blocks do not say all of it."""
     first, last, count = runs.unbind(-1)
     if bool((count == 0).any()):
@@ -121,13 +132,13 @@ def _seen(mask: Tensor) -> Tensor | None:
     return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
 
 
-def _of_sequence(number: int, rows: list[list[int]]) -> Iterator[Block]:
+def _of_sequence(number: int, rows: list[list[int]]) -> Iterator[KeyBlock]:
     """``rows``: of each whether a block begins with it, its first and last key, and whether it reads all between."""
     starts = [i for i, (begins, *_) in enumerate(rows) if begins]
     for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
         here = rows[start:stop]
         keys, end = min(row[1] for row in here), max(row[2] for row in here) + 1
-        yield Block(number, start, stop, keys, end, _band(here, keys, end))
+        yield KeyBlock(number, start, stop, keys, end, _band(here, keys, end))
 
 
 def _band(rows: list[list[int]], keys: int, end: int) -> Band | None:
@@ -146,3 +157,79 @@ def _reads(band: Band, at: int, keys: int, end: int) -> tuple[int, int]:
     first = keys if band.left < 0 else max(keys, at - band.left)
     last = end - 1 if band.right < 0 else min(end - 1, at + band.right)
     return first, last
+
+
+class Segments(NamedTuple):
+    """Where each segment's ``rows`` and ``keys`` begin, int32 [n + 1]; ``places`` [keys] of those keys among
+    all, None: all in their order. All have one band, aligned as flash kernels do: a last row stands at its last key.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    most_rows: int
+    most_keys: int
+    places: Tensor | None
+    band: Band
+
+
+def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this device has one for q, k and v [b, heads, s, d]."""
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < _OLDEST:
+        return False
+    width = q.shape[3]
+    alike = all(x.dtype == q.dtype and x.shape[3] == width for x in (k, v))
+    return alike and q.dtype in _HALF and width % 8 == 0 and width <= _MOST_FEATURES
+
+
+def segments_of(blocks: Sequence[KeyBlock], sequences: int, keys: int, device: torch.device) -> Segments | None:
+    """``keys``: of one sequence. None where a block needs its mask, or no one band is that of all."""
+    band = _band_of_all(blocks)
+    if band is None:
+        return None
+    if blocks[0].sequence < 0:
+        blocks = [block._replace(sequence=i) for i in range(sequences) for block in blocks]
+    rows, of_keys = [b.rows for b in blocks], [b.num_keys for b in blocks]
+    begins = [block.sequence * keys + block.keys for block in blocks]
+    in_order = begins == [0, *accumulate(of_keys)][:-1] and sum(of_keys) == sequences * keys
+    places = None if in_order else torch.cat([torch.arange(a, a + n) for a, n in zip(begins, of_keys, strict=True)])
+    return Segments(
+        _ends(rows, device),
+        _ends(of_keys, device),
+        max(rows),
+        max(of_keys),
+        None if places is None else places.to(device),
+        band,
+    )
+
+
+def _band_of_all(blocks: Sequence[KeyBlock]) -> Band | None:
+    bands = [block.band for block in blocks if block.band is not None]
+    if not blocks or len(bands) < len(blocks):
+        return None
+    most = Band(*map(max, zip(*bands, strict=True)))
+    return most if all(block.follows(most) for block in blocks) else None
+
+
+def _ends(sizes: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
+
+
+def attention_of_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """q [b, h, s, d], k and v [b, g, t, d] → [b, h, s, d]."""
+    rows, keys, values = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k, v))
+    if segments.places is not None:
+        keys, values = keys[segments.places], values[segments.places]
+    ends = (segments.rows, segments.keys, segments.most_rows, segments.most_keys)
+    found = kernel(segments.band)(rows, keys, values, *ends, scale=scale)
+    return found.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
+
+
+@cache
+def kernel(band: Band) -> Callable[..., Any]:
+    """Newer versions of torch ask whether key heads may be fewer than query heads; older ones take it."""
+    from torch.nn.attention.varlen import varlen_attn  # it takes a second, which a rank without a GPU need not wait
+
+    options: dict[str, Any] = {"window_size": tuple(band)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return partial(varlen_attn, **options)

@@ -2,8 +2,8 @@
 
 The blocks are read off the values of the mask, once for all attentions of a microbatch that share it, so the result is
 that of the whole mask, whatever it is: a mask of another form, or of so many small blocks that calls would cost more
-than they save, is applied itself. A GPU computes all blocks in one call (passes.ops.varlen), or applies the mask:
-calls of many sizes took seven times as long there as the mask of all (benchmarks/RESULTS.md, "On a GPU").
+than they save, is applied itself. A GPU computes all blocks in one call, or applies the mask: calls of many
+sizes took seven times as long there as the mask of all (benchmarks/RESULTS.md, "On a GPU").
 
 A mask that is made of smaller tensors, as of the numbers of documents, is never whole: ``runs_of_rows`` computes some
 of its rows at a time, and keeps the first and the last key of each.
@@ -21,10 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.ops.axis import widened
-from passes.ops.document_blocks import CAUSAL, WHOLE, Block, blocks_of, runs_of
-from passes.ops.flash import flash, flash_backward, merged, takes
-from passes.ops.varlen import Segments, attention_of_segments, has_kernel, segments_of
+from passes.ops.document_blocks import (
+    CAUSAL,
+    WHOLE,
+    KeyBlock,
+    Segments,
+    attention_of_segments,
+    blocks_of,
+    has_kernel,
+    runs_of,
+    segments_of,
+)
+from passes.ops.flash import FLASH, AttentionCall, AttentionPart, Result, attended, attended_backward, takes
 
 CALL = 1 << 15  # scores of all heads that could be computed in the time that a call takes
 TILE = 1 << 22  # elements of a mask that are computed at a time
@@ -124,7 +132,7 @@ def attention_by_documents(
         return attention_of_segments(q, k, v, segments, scale)
     blocks = known.blocks
     if not blocks and rows is not None:
-        blocks = (Block(-1, 0, q.shape[2], 0, k.shape[2], None),)
+        blocks = (KeyBlock(-1, 0, q.shape[2], 0, k.shape[2], None),)
     if _are_worth_calls(blocks, q, k) or (rows is not None and q.shape[2] * k.shape[2] > TILE and not q.is_cuda):
         return _in_calls(q, k, v, masked, blocks, options)
     return F.scaled_dot_product_attention(q, k, v, masked.whole, **options)
@@ -141,7 +149,7 @@ def _known(mask: Masked) -> Known:
     return known
 
 
-def _are_worth_calls(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
+def _are_worth_calls(blocks: Sequence[KeyBlock], q: Tensor, k: Tensor) -> bool:
     if q.is_cuda:
         return False
     sequences = q.shape[0] if blocks and blocks[0].sequence < 0 else 1
@@ -150,7 +158,7 @@ def _are_worth_calls(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
 
 
 def _in_calls(
-    q: Tensor, k: Tensor, v: Tensor, mask: Masked, blocks: Sequence[Block], options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, mask: Masked, blocks: Sequence[KeyBlock], options: dict[str, Any]
 ) -> Tensor:
     found = []
     for sequence, of_sequence in groupby(blocks, lambda block: block.sequence):
@@ -161,7 +169,7 @@ def _in_calls(
 
 
 def _attended(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Masked, here: slice, options: dict[str, Any]
+    block: KeyBlock, q: Tensor, k: Tensor, v: Tensor, mask: Masked, here: slice, options: dict[str, Any]
 ) -> Tensor:
     rows, keys = slice(block.first, block.stop), slice(block.keys, block.end)
     given = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -181,29 +189,27 @@ class _Suffix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Any:
-        ctx.scale, before = scale, k.shape[2] - q.shape[2]
-        ctx.parts = ((slice(0, before), False), (slice(before, None), True))
-        parts = [flash(q, k[:, :, keys], v[:, :, keys], None, is_causal, scale) for keys, is_causal in ctx.parts]
-        out, lse = merged(parts)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        every, before = slice(None), k.shape[2] - q.shape[2]
+        ctx.scale, ctx.chunks = (
+            scale,
+            [[AttentionPart(every, slice(0, before)), AttentionPart(every, slice(before, None), True)]],
+        )
+        result = attended(AttentionCall(q, k, v, None, True, scale), FLASH, ctx.chunks)
+        ctx.save_for_backward(q, k, v, *result)
+        return result.out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        of_q, of_k, of_v = torch.zeros_like(widened(q)), torch.zeros_like(widened(k)), torch.zeros_like(widened(v))
-        for keys, is_causal in ctx.parts:
-            given = (grads[0], q, out, lse, k[:, :, keys], v[:, :, keys], None, is_causal, ctx.scale)
-            for total, addend in zip((of_q, of_k[:, :, keys], of_v[:, :, keys]), flash_backward(*given), strict=True):
-                total += addend
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+        q, k, v, *result = ctx.saved_tensors
+        call = AttentionCall(q, k, v, None, True, ctx.scale)
+        return *attended_backward(grads[0], call, Result(*result), FLASH, ctx.chunks), None
 
 
-def _expected(rows: int, keys: int, documents: int) -> Iterator[Block]:
+def _expected(rows: int, keys: int, documents: int) -> Iterator[KeyBlock]:
     """Equal documents: the first of its rows reads the first of its keys."""
     size = min(documents, rows)
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         is_square = rows == keys
         of_keys = (first, stop) if is_square else (0, min(keys, documents))
-        yield Block(-1, first, stop, *of_keys, CAUSAL if is_square else WHOLE)
+        yield KeyBlock(-1, first, stop, *of_keys, CAUSAL if is_square else WHOLE)

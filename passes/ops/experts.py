@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from passes.ops.axis import AxisHandle
+from passes.ops.axis import AxisHandle, Way
+from passes.ops.collectives import note
 
 Tensor = torch.Tensor
 _Move = Callable[..., Tensor]  # rows, splits, axis, phase → rows
@@ -100,8 +101,8 @@ def on_host(*tables: Tensor) -> list[list[list[int]]]:
 def _received(sent: Tensor, axis: AxisHandle) -> Tensor:
     """[ep, …]: what ranks send to this one, by their sender."""
     received = sent.clone()
-    _count(axis, "all_to_all", "forward", sent)
     if axis.size > 1:
+        note(axis, "all_to_all", "forward", sent)
         dist.all_to_all_single(received, sent.contiguous(), group=axis.group)
     return received
 
@@ -111,7 +112,7 @@ def _every(counts: Tensor, axis: AxisHandle) -> Tensor:
     every = counts.new_empty((axis.size, len(counts)))
     every[axis.rank] = counts
     if axis.size > 1:
-        _count(axis, "all_gather", "forward", every)
+        note(axis, "all_gather", "forward", every)
         dist.all_gather(list(every.unbind(0)), counts.contiguous(), group=axis.group)
     return every
 
@@ -120,7 +121,7 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
     if axis.size == 1:
         return rows
-    came = Way.apply(rows, splits, axis, _send, _return)
+    came = moved(rows, splits, axis, _send, _return)
     return came.index_select(0, splits.order)
 
 
@@ -128,17 +129,17 @@ def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The results of the rows that this rank sent, in the order of sending."""
     if axis.size == 1:
         return rows
-    return Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
+    return moved(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 
 def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """The rows of all etp ranks, by expert."""
-    return Way.apply(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
+    return moved(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
 
 
 def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
     """P → V: this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
-    return Way.apply(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
+    return moved(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
 
 
 def _by_expert(counts: Tensor, num_rows: int) -> Tensor:
@@ -159,18 +160,9 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class Way(torch.autograd.Function):
+def moved(rows: Tensor, splits: Any, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
     """Rows go one way forward, and their gradients the other way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Any, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
-        ctx.given = splits, axis, back
-        return there(rows, splits, axis, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        splits, axis, back = ctx.given
-        return back(grads[0], splits, axis, "backward"), None, None, None, None
+    return Way.apply(rows, lambda x: there(x, splits, axis, "forward"), lambda g: back(g, splits, axis, "backward"))
 
 
 def _to_all(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
@@ -197,20 +189,9 @@ def exchanged(
     rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str, *, back: bool = False
 ) -> Tensor:
     """An all-to-all. On the way ``back`` it counts what comes: as many rows as this rank had sent before."""
-    came = _all_to_all(rows, sent, received, axis)
-    _count(axis, "all_to_all", phase, came if back else rows)
-    return came
-
-
-def _count(axis: AxisHandle, kind: str, phase: str, x: Tensor) -> None:
-    if axis.size == 1:
-        return
-    axis.note(kind, phase, x.numel() * x.element_size())
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle) -> Tensor:
     if axis.size == 1:
         return rows
-    out = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group)
-    return out
+    came = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=axis.group)
+    note(axis, "all_to_all", phase, came if back else rows)
+    return came

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from passes.ops.axis import AxisHandle, widened
-from passes.ops.next_rows import gathered_columns
 from passes.ops.random_state import RandomState
 
 Tensor = torch.Tensor
@@ -69,14 +67,3 @@ def row_at(x: Tensor, kept: KeptRows, dim: int, num_sequences: int, length: int)
 def seen_at(x: Tensor, kept: KeptRows) -> Tensor:
     """x [.., s, d] → [.., at + 1, d]."""
     return x.narrow(-2, 0, kept.at + 1)
-
-
-def last_row(
-    logits: Tensor, dtype: torch.dtype, axis: AxisHandle | None, num_classes: int, is_counted_here: bool
-) -> Tensor:
-    """[micro, num_classes + 1], as of ``passes.ops.next_rows.next_rows``, from logits [.., v/tp] of one position.
-    ``dtype``: in which the loss reads them."""
-    rows = widened(logits.reshape(-1, logits.shape[-1]).to(dtype))
-    whole = rows if axis is None else gathered_columns(rows, axis)
-    counts = whole.new_full((len(whole), 1), float(is_counted_here))
-    return torch.cat([whole[:, :num_classes], counts], 1)

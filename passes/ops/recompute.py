@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -24,9 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.ops.weight_gradients import AtOnce, WeightGradients
-
-_HANDLES = (WeightGradients, AtOnce)
+from passes.ops.weight_gradients import WeightGradients
 
 
 class BlockCall:
@@ -150,9 +148,7 @@ class _Forward:
         self.step, self.microbatch = call.random.step, call.random.microbatch
         self.modes = _get_current_function_mode_stack()
         self.inside: int | None = None
-        self.flags: dict[int, tuple[bool, ...]] = {}
-        self.likes: dict[int, tuple[Any, ...]] = {}
-        self.handles: dict[int, tuple[WeightGradients | None, ...]] = {}
+        self.inputs: dict[int, list[_Input]] = {}
         self._counts: dict[int, int] = {}
         self._holders: list[_Holder] = []
         self._sources: list[Any] = []
@@ -161,10 +157,7 @@ class _Forward:
         self._insides: list[tuple[weakref.ref[_Holder], int, int, tuple[Any, ...]]] = []
 
     def watch(self, number: int, inputs: Sequence[Any]) -> None:
-        self.inside = number
-        self.flags[number] = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        self.likes[number] = tuple(_like(x) if isinstance(x, Tensor) else None for x in inputs)
-        self.handles[number] = tuple(x.as_bound_now() if isinstance(x, _HANDLES) else None for x in inputs)
+        self.inside, self.inputs[number] = number, [_input(x) for x in inputs]
 
     def saved(self, holder: _Holder) -> None:
         self._holders.append(holder)
@@ -208,7 +201,7 @@ class _Forward:
     def run_again(self) -> None:
         """Give every holder its tensor again."""
         sources = self._sources
-        rerun = Rerun(self.flags, self.likes, self.handles, sources)
+        rerun = Rerun(self.inputs, sources)
         self._sources = []
         if self.call.before is not None:
             self.call.before()
@@ -232,8 +225,20 @@ class _Forward:
         self._values, self._insides = [], []
 
 
-def _like(tensor: Tensor) -> dict[str, Any]:
-    return {"size": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
+class _Input(NamedTuple):
+    """An input of an op in its forward. ``flag``: whether it carried a gradient; ``like``: its layout in memory;
+    ``handle``: for a handle of weight gradients, one with the same binding."""
+
+    flag: bool = False
+    like: dict[str, Any] | None = None
+    handle: WeightGradients | None = None
+
+
+def _input(x: Any) -> _Input:
+    if not isinstance(x, Tensor):
+        return _Input(handle=x.as_bound_now() if isinstance(x, WeightGradients) else None)
+    layout = {"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device}
+    return _Input(x.requires_grad, layout)
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -277,18 +282,11 @@ def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 class Rerun:
     """A rerun in progress. Owns: the tensors that ops save while they are watched, by their number.
 
-    ``flags``: of each op's inputs in its forward, whether they carried a gradient; ``likes``: their layouts in memory;
-    ``handles``: for handles of weight gradients, one with the same binding. ``sources``: the inputs of the rerun.
+    ``inputs``: of each op in its forward. ``sources``: the inputs of the rerun.
     """
 
-    def __init__(
-        self,
-        flags: dict[int, tuple[bool, ...]],
-        likes: dict[int, tuple[Any, ...]],
-        handles: dict[int, tuple[WeightGradients | None, ...]],
-        sources: Sequence[Any],
-    ) -> None:
-        self.flags, self.likes, self.handles = flags, likes, handles
+    def __init__(self, inputs: Mapping[int, Sequence[_Input]], sources: Sequence[Any]) -> None:
+        self.inputs = inputs
         self.leaves = {id(x) for x in sources if isinstance(x, Tensor) and x.requires_grad}
         self.insides: dict[int, list[Tensor]] = {}
         self._hooks: saved_tensors_hooks | None = None
@@ -316,11 +314,10 @@ def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
     A weight is the same object: its op looks up the gradient's place by it, and saves other tensors if it finds none.
     A view of a leaf is not: without gradients it is a leaf too, and an op saves other tensors of it.
     """
-    none = (None,) * len(inputs)
-    flags, handles = rerun.flags.get(number, none), rerun.handles.get(number, none)
+    before = rerun.inputs.get(number, [_Input()] * len(inputs))
     leaves = [
-        handle or (x.detach().requires_grad_(bool(flag)) if isinstance(x, Tensor) and id(x) not in rerun.leaves else x)
-        for x, flag, handle in zip(inputs, flags, handles, strict=True)
+        handle or (x.detach().requires_grad_(flag) if isinstance(x, Tensor) and id(x) not in rerun.leaves else x)
+        for x, (flag, _, handle) in zip(inputs, before, strict=True)
     ]
     rerun.enter(number)
     return leaves
@@ -329,7 +326,7 @@ def enter_inside(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
 def blank_inputs(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
     """The same for an op with internal tensors that do not depend on values: tensors (None here) hold anything."""
     leaves = []
-    for given, flag, like in zip(inputs, rerun.flags[number], rerun.likes[number], strict=True):
+    for given, (flag, like, _) in zip(inputs, rerun.inputs[number], strict=True):
         leaves.append(given if like is None else torch.empty_strided(**like).requires_grad_(flag))
     rerun.enter(number)
     return leaves

@@ -8,15 +8,15 @@ last slot fill up, and their results are dropped, so their gradient is zero.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, has_values
+from passes.ops.axis import AxisHandle, Way, has_values
 from passes.ops.collectives import gather, note, scatter
-from passes.ops.load import ExpertLoad
+from passes.ops.counts import ExpertLoad
 from passes.types.types import V
 
 
@@ -51,11 +51,6 @@ def return_slots(
     return placed(_trade(own, ep, slots, experts), slots, tp, size)
 
 
-def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
-    """Those of one expert of this rank."""
-    return x.narrow(experts, number, 1) if keepdim else x.select(experts, number)
-
-
 def share_of(x: Tensor, dim: int, tp: AxisHandle) -> Tensor:
     """This tp rank's share of slots that all tp ranks have."""
     size = x.shape[dim]
@@ -85,19 +80,10 @@ def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
 
 def _trade(x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
     """Each rank sends every rank its part of one dim; the received parts are concatenated along another."""
-    return _Trade.apply(x, axis, split, joined) if axis.size > 1 else x
-
-
-class _Trade(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
-        ctx.given = axis, joined, split
-        return _exchanged(x, axis, split, joined, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        axis, split, joined = ctx.given
-        return _exchanged(grads[0], axis, split, joined, "backward"), None, None, None
+    if axis.size == 1:
+        return x
+    there = partial(_exchanged, axis=axis, split=split, joined=joined, phase="forward")
+    return Way.apply(x, there, partial(_exchanged, axis=axis, split=joined, joined=split, phase="backward"))
 
 
 def _exchanged(x: Tensor, axis: AxisHandle, split: int, joined: int, phase: str) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle, widened
-from passes.ops.experts import Figures, Splits, Way, exchanged, owners
+from passes.ops.experts import Figures, Splits, exchanged, moved, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class TokenWay:
 
 def spread(tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
     """[num_tokens, …] → the rows of this rank's experts, by expert."""
-    return Way.apply(tokens, way, axis, _spread, _collect)
+    return moved(tokens, way, axis, _spread, _collect)
 
 
 def collect(rows: Tensor, way: TokenWay, axis: AxisHandle, dtype: torch.dtype) -> Tensor:
     """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks. Sums that are
     sent are rounded to ``dtype``, and gradients have it on their way too."""
-    return Way.apply(rows, way, axis, partial(_collect, dtype=dtype), partial(_spread, dtype=rows.dtype))
+    return moved(rows, way, axis, partial(_collect, dtype=dtype), partial(_spread, dtype=rows.dtype))
 
 
 def _spread(tokens: Tensor, way: TokenWay, axis: AxisHandle, phase: str, dtype: torch.dtype | None = None) -> Tensor:

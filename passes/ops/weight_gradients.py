@@ -23,7 +23,7 @@ Work = Callable[[Any], None]  # takes the result of its ``begin``
 Begin = Callable[[], Callable[[], Any]]
 
 
-class Place(Protocol):
+class SumPlace(Protocol):
     """The place at which the gradient of one parameter is summed over products and microbatches."""
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
@@ -50,7 +50,7 @@ class Place(Protocol):
 class Places(Protocol):
     """The owner of the gradient sums of parameters."""
 
-    def place_of(self, parameter: Tensor) -> Place | None:
+    def place_of(self, parameter: Tensor) -> SumPlace | None:
         """None for a tensor with a gradient that autograd computes."""
         ...
 
@@ -73,18 +73,23 @@ class WeightGradients:
         self._places = places
 
     @property
+    def places(self) -> Places | None:
+        """None while autograd alone takes gradients of weights."""
+        return self._places
+
+    @property
     def is_bound(self) -> bool:
         """Whether anything but autograd takes gradients of weights now."""
-        return self._places is not None
+        return self.places is not None
 
-    def place_of(self, parameter: Tensor) -> Place | None:
+    def place_of(self, parameter: Tensor) -> SumPlace | None:
         """The place of the gradient of ``parameter``; None: it goes to autograd."""
-        return None if self._places is None else self._places.place_of(parameter)
+        return None if self.places is None else self.places.place_of(parameter)
 
     def as_bound_now(self) -> WeightGradients:
         """Another handle, which stays bound to the places of this moment: for an op that runs a second time."""
         found = WeightGradients()
-        found._places = self._places
+        found._places = self.places
         return found
 
     # ---- the backward
@@ -143,7 +148,7 @@ class WeightGradients:
             self._places = places
 
 
-class AtOnce:
+class AtOnce(WeightGradients):
     """The handle of products in a captured region, or that read its memory: none of their work waits for a W.
 
     A graph replays its capture, and its memory serves the next microbatch after the backward.
@@ -152,28 +157,16 @@ class AtOnce:
     their gradients.
     """
 
-    waits = False
-
     def __init__(self, handle: WeightGradients) -> None:
+        super().__init__()
         self._handle = handle
-        self._places: Places | None = None
 
     def __repr__(self) -> str:
         return "weight_gradients_at_once"
 
     @property
-    def is_bound(self) -> bool:
-        return self._places is not None or self._handle.is_bound
-
-    def place_of(self, parameter: Tensor) -> Place | None:
-        return (self._places or self._handle).place_of(parameter)
-
-    def as_bound_now(self) -> WeightGradients:
-        """As of ``WeightGradients``."""
-        found = self._handle.as_bound_now()
-        if self._places is not None:
-            found.bind(self._places)
-        return found
+    def places(self) -> Places | None:
+        return self._places or self._handle.places
 
     def keep(self, work: Work, begin: Begin | None = None) -> None:
         raise AssertionError("no deferred work belongs to a captured region or uses its memory")
@@ -186,9 +179,6 @@ class AtOnce:
             yield
         finally:
             self._places = None
-
-
-Handle = WeightGradients | AtOnce
 
 
 def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:

@@ -6,20 +6,15 @@ made them, before they are sent.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from passes.errors import PlanError
-from passes.moe.domain import axis_of, is_here, is_of_one
-from passes.partition.placements import Placements
-from passes.program.program import Program
-from passes.program.source_lines import where_of
-from passes.program.stages import StageAssignment
+from passes.moe.domain import axis_of
+from passes.partition.typings.table import Option
+from passes.program.program import Program, StageAssignment
 from passes.types.conversions import Conversion, conversion
-from passes.types.sizes import Sizes
 from passes.types.types import I, Placement
 
 
@@ -88,22 +83,29 @@ def type_changes(
     return tuple(changes)
 
 
-def check_experts_alike(changes: Iterable[Iterable[TypeChange]], program: Program, mesh: Sizes) -> None:
-    """Raise PlanError if the experts of one ep rank communicate over etp otherwise than those of another: a plan's row
-    is of all ranks of a stage. Experts that are branches are typed each for itself, as its frozen parameters ask.
+@dataclass(frozen=True)
+class Placements:
+    """The chosen option of every node (parameters included), by node name.
+
+    ``origins``: "solver", or the override that decided. ``styles``: the overrides' styles, of the parameters that they
+    decided.
+    ``etp``: the size of the axis over which values in the experts' domain are typed.
     """
-    for of_stage in changes:
-        alone = [(change, program.node(change.value)) for change in of_stage]
-        alone = [(c, n) for c, n in alone if is_of_one(n)]
-        found = [
-            Counter((c.how.forward, c.how.backward) for c, n in alone if is_here(n, mesh, ep_rank))
-            for ep_rank in range(mesh.ep)
-        ]
-        for counts in found:
-            del counts["", ""]  # no message
-        if any(counts != found[0] for counts in found):
-            raise PlanError(
-                f"over etp = {mesh.etp}, experts on different ep ranks would run different collectives",
-                where=where_of(alone[0][1]),
-                fix="set mesh.etp: 1, or train all weights of every expert",
-            )
+
+    tp: int
+    options: dict[str, Option]
+    origins: dict[str, str]
+    styles: dict[str, str] = field(default_factory=dict)
+    etp: int = 0
+
+    def size(self, node: fx.Node) -> int:
+        """Ranks over which the value of ``node`` is typed."""
+        return self.tp if axis_of(node) == "tp" else self.etp or self.tp
+
+    def of(self, node: fx.Node) -> Placement:
+        """The type of the value that ``node`` makes."""
+        return self.options[node.name].out
+
+    def wanted(self, node: fx.Node, position: int) -> Placement:
+        """The type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
+        return self.options[node.name].args[position]

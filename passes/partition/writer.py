@@ -2,7 +2,7 @@
 in the form of its typing.
 
     convert     the readers of a value that want another type read a conversion of it
-    rewrite     an op on whole tensors becomes the op on a rank's parts
+    rewrite     an op on whole tensors becomes the op on a rank's parts; written sizes and bounds become local
 
 An axis adds its own conversions, and the forms that need its collectives: passes.localize over tp,
 passes.partition.sequence over cp. Both begin with values and arguments of global sizes.
@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.local_arguments import local_arguments
-from passes.partition.options.base import Option
-from passes.partition.options.forms import Form
+from passes.partition.typings.base import Form, Option
+from passes.partition.typings.layout import pieces_of
 from passes.program.ops.aten import aten, position_of, shape_of, with_sizes
+from passes.program.walks import last_of_header
 from passes.types.types import Placement
 
 AXIS = object()
@@ -73,18 +73,11 @@ Rewrite = Callable[[Scene], None]
 
 def convert(value: fx.Node, readers: Iterable[fx.Node], write: Callable[[], fx.Node]) -> fx.Node:
     """One conversion for all ``readers`` that want the same type, right after its value and behind all placeholders."""
-    with value.graph.inserting_before(_last_of_header(value).next):
+    with value.graph.inserting_before(last_of_header(value).next):  # several calls keep their order
         call = write()
     for reader in readers:
         reader.replace_input_with(value, call)
     return call
-
-
-def _last_of_header(value: fx.Node) -> fx.Node:
-    """Calls stand after all placeholders, also those on a placeholder or attribute."""
-    if value.op == "call_function":
-        return value
-    return [n for n in value.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
 
 def rewrite(scene: Scene, forms: Mapping[Form, Rewrite]) -> fx.Node:
@@ -112,11 +105,51 @@ def _mean(scene: Scene) -> None:
     scene.node = new
 
 
-SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
-REWRITES: dict[Form, Rewrite] = {
-    Form.SIZES: _sized,
-    Form.SPLIT: _sized,
-    Form.SEGMENT: _sized,
-    Form.STRIDED: _sized,
-    Form.MEAN: _mean,
+def local_arguments(node: fx.Node, option: Option, size: int) -> list[Any]:
+    """The arguments of ``node``, of the full program, for one rank."""
+    change = CHANGES.get(option.form)
+    return change(node, option, size) if change else list(node.args)
+
+
+def _sizes(node: fx.Node, option: Option, size: int) -> list[Any]:
+    args, place = list(node.args), 1 if node.all_input_nodes else 0
+    if option.out.is_sharded:
+        args[place] = list(option.out.local_shape(shape_of(node), size))
+    return args
+
+
+def _split(node: fx.Node, option: Option, size: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    if option.out.is_sharded and option.out.dim == args[2]:
+        args[1] = _local_sizes(option.out, args[1], size)
+    return args
+
+
+def _segment(node: fx.Node, option: Option, size: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    whole = sum(option.args[0].sizes)
+    before, length, _ = _local_sizes(option.args[0], [args[2], args[3] - args[2], whole - args[3]], size)
+    args[2:4] = before, before + length
+    return args
+
+
+def _strided(node: fx.Node, option: Option, size: int) -> list[Any]:
+    args: list[Any] = list(node.args)
+    args[3] = option.args[0].local_size(size)
+    return args
+
+
+def _local_sizes(cut: Placement, sizes: list[int], size: int) -> list[int]:
+    pieces = pieces_of(cut, sizes)
+    assert pieces is not None
+    return [p.local_size(size) if p.is_sharded else n for p, n in zip(pieces, sizes, strict=True)]
+
+
+CHANGES: dict[Form, Callable[[fx.Node, Option, int], list[Any]]] = {
+    Form.SIZES: _sizes,
+    Form.SPLIT: _split,
+    Form.SEGMENT: _segment,
+    Form.STRIDED: _strided,
 }
+SAME_OP = frozenset({Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.COLUMN, Form.ROW, Form.ROWS})
+REWRITES: dict[Form, Rewrite] = {**dict.fromkeys(CHANGES, _sized), Form.MEAN: _mean}

@@ -8,12 +8,16 @@
 Export knows shapes and no values. But its record so far is a graph: if a tensor is made of factory calls and constants,
 the calls are run again on real tensors, with all writes into them since (``mask[0] = 1``), and the answer is that of
 every forward. A tensor of known shape that results is a constant of the graph. Nothing else in the graph changes.
+
+``Constants`` are those of a captured program: no batch tensor, parameter or buffer enters, and no random number.
+
+    arange, zeros and a fill, tril, comparisons of these …
+    ones_like(labels)      too, on request: it reads only the shape of ``labels``
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -21,10 +25,12 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from passes.program.constants import computed, follows
-from passes.program.ops.aten import arguments, aten, is_mutable, shares_memory
+from passes.program.ops.aten import arguments, aten, is_random, shares_memory, written_by
+from passes.program.ops.groups import VALUED
+from passes.program.program import Program
 from passes.program.walks import in_order, operands, walk
 
 MOST_ELEMENTS = 1 << 24
@@ -63,20 +69,15 @@ def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
 # ---- ops with a number, or a shape, that depends on values
 
 
-@contextmanager
-def known_results() -> Iterator[None]:
-    """While it is entered, export records known shapes in place of those that depend on data."""
+def known_results() -> tuple[Any, str, Any]:
+    """(owner, name, replacement) with which export records known shapes in place of those that depend on data."""
     before: Any = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = known_result(mode, func, args, kwargs or {})
         return before(mode, func, types, args, kwargs) if found is None else found
 
-    proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # pyright: ignore
-    try:
-        yield
-    finally:
-        proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__ = before
+    return proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", dispatch
 
 
 def known_result(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -182,11 +183,8 @@ def _may_be_view(node: fx.Node, of: fx.Node) -> bool:
 
 
 def _writes_into(node: fx.Node, value: fx.Node) -> bool:
-    if not is_mutable(node.target):
-        return False
     given = arguments(node)
-    written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # pyright: ignore
-    return any(value in pytree.tree_leaves(given.get(name)) for name in written)
+    return any(value in pytree.tree_leaves(given.get(name)) for name in written_by(node.target))
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -210,3 +208,72 @@ def _run(order: list[fx.Node], last: fx.Node, root: Any, given: Mapping[fx.Node,
             continue
         values[node] = computed(node, values.__getitem__)
     return values[last] if order else None
+
+
+MAX_ELEMENTS = 1 << 27
+SHAPE_READERS = VALUED  # of their operand the shape, or the dtype, alone; the values of an empty one are arbitrary
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether a call gives the same value each time that it is given the same operands."""
+    return node.op == "call_function" and not is_random(node)
+
+
+def is_made_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    """Whether a value is made of ``known`` ones (and of attributes of the graph) alone, without random numbers."""
+    above = walk([node], operands, stop=lambda n: n in known)
+    return all(n in known or n.op == "get_attr" or follows(n) for n in above)
+
+
+def computed(node: fx.Node, value_of: Callable[[fx.Node], Any], device: str = "cpu") -> Any:
+    """The result of a call for its operands' values, on ``device``."""
+
+    def given(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device(device)
+        return value_of(value) if isinstance(value, fx.Node) else value
+
+    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), given)  # pyright: ignore[reportGeneralTypeIssues]
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+class Constants:
+    """Owns the values computed so far. ``nodes``: all constant nodes of ``program``."""
+
+    def __init__(self, program: Program, *, of_shapes: bool = False, max_elements: int = MAX_ELEMENTS) -> None:
+        self.program, self.max_elements = program, max_elements
+        self.shape_readers = SHAPE_READERS if of_shapes else ()
+        self.nodes: set[fx.Node] = set()
+        for node in program.graph.graph.nodes:
+            if self._is_constant(node):
+                self.nodes.add(node)
+        self._values: dict[fx.Node, Any] = {}
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            known = self.program.constants.get(node.name)
+            return isinstance(known, torch.Tensor) and not known.is_meta
+        if not follows(node):
+            return False
+        return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)
+
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The value of a constant node on the CPU; None if it would be too large to look at."""
+        for inner in in_order([node], step=lambda n: () if n.target in self.shape_readers else n.all_input_nodes):
+            if inner in self._values:
+                continue
+            if inner.op == "placeholder":
+                self._values[inner] = self.program.constants[inner.name]
+                continue
+            val = inner.meta["val"]
+            if isinstance(val, torch.Tensor) and val.numel() > self.max_elements:
+                return None
+            self._values[inner] = computed(inner, self._given)
+        return self._values[node]
+
+    def _given(self, node: fx.Node) -> Any:
+        if node in self._values:
+            return self._values[node]
+        val = node.meta["val"]
+        return torch.empty((), dtype=val.dtype).expand(val.shape)  # read for its shape alone

@@ -1,4 +1,5 @@
-"""The hidden matrices of a model, and how each weight is made of them, for update rules that see whole matrices.
+"""The hidden matrices of a model, and how each weight is made of them, for update rules that see whole matrices; and
+the roles of parameters.
 
 hidden      a weight of products alone, with another such weight after it: no embedding, no table that is added, and no
             output projection, which has none between it and the loss
@@ -6,11 +7,16 @@ q, k, v     a fused weight is one matrix for each part into which its result is 
             that are put together again (halves of a rotation) are one. By heads, each head of a part that attention
             reads is one
 experts     a stack is one matrix for each expert
+
+The role of each parameter, from the ops that read it: how fresh weights are drawn depends on it.
+
+scale      of a norm, or a vector that multiplies         residual   a matrix with a product added to activations
+bias       any other vector                               ""         any other matrix
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
@@ -18,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from passes.program.ops.aten import aten
+from passes.program.ops.aten import aten, packet_of, permutation
 from passes.program.ops.groups import (
     ATTENTION,
     CASTS,
@@ -28,10 +34,12 @@ from passes.program.ops.groups import (
     LAID_OUT,
     LOOKUPS,
     PERMUTES,
+    PRODUCTS,
     RESHAPES,
     SPLITS,
+    WITH_WEIGHT,
+    is_grouped,
 )
-from passes.program.ops.products import PRODUCTS, is_grouped
 from passes.program.walks import readers, walk
 from passes.program.weights import is_weight
 
@@ -101,18 +109,13 @@ _ELEMENTS = CASTS | COPIES | CUTS | SPLITS | LOOKUPS
 
 def _moved(permute: fx.Node, given: fx.Node, dim: int) -> int:
     """Where a dim goes, counted from the end."""
-    source = torch.empty(tuple(range(2, 2 + given.meta["val"].dim())), device="meta")  # no two sizes are equal
-    shape = permute.target(source, *permute.args[1:], **permute.kwargs).shape  # pyright: ignore[reportCallIssue]
-    return list(shape).index(source.shape[dim]) - len(shape)
+    moved = permutation(permute.target, given.meta["val"].dim(), permute.args[1:], permute.kwargs)
+    return moved.index(dim % len(moved)) - len(moved)
 
 
 def _has_weights_after(product: fx.Node) -> bool:
     """Whether its result reaches another product with a weight."""
-    return any(node is not product and _is_of_weight(node) for node in walk([product], readers, stop=_is_end(product)))
-
-
-def _is_end(first: fx.Node) -> Callable[[fx.Node], bool]:
-    return lambda node: node is not first and _is_of_weight(node)
+    return any(map(_is_of_weight, walk(product.users, readers, stop=_is_of_weight)))
 
 
 def _is_of_weight(node: fx.Node) -> bool:
@@ -219,7 +222,8 @@ def _meet_again(parts: list[fx.Node]) -> bool:
     """Whether several of them lead to one concatenation, with no product or attention between."""
     joins: set[fx.Node] = set()
     for part in parts:
-        reached = {node for node in walk([part], readers, stop=_is_beyond, most=200) if _is_join(node)}
+        beyond = walk([part], readers, stop=lambda n: _is_join(n) or _is_product(n), most=200)
+        reached = set(filter(_is_join, beyond))
         if joins & reached:
             return True
         joins |= reached
@@ -228,10 +232,6 @@ def _meet_again(parts: list[fx.Node]) -> bool:
 
 def _is_join(node: fx.Node) -> bool:
     return node.target in JOINS or node.target is aten.stack.default
-
-
-def _is_beyond(node: fx.Node) -> bool:
-    return _is_join(node) or _is_product(node)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -248,3 +248,40 @@ def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:
     wanted = [torch.cat([torch.arange(a, b) for a, b in made.ranges(i)]) for i in range(len(parts))]
     is_so = repeats * made.period == size and all(map(torch.equal, wanted, parts))
     return made if is_so else None
+
+
+def parameter_roles(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
+    """The role of each parameter of a captured graph, by fqn: "scale", "bias", "residual", or "" for other weights."""
+    return {parameters[n.name]: _role(n) for n in graph.nodes if n.op == "placeholder" and n.name in parameters}
+
+
+def _role(node: fx.Node) -> str:
+    uses = [(user, position) for user in node.users for position, arg in enumerate(user.args) if arg is node]
+    names = [(getattr(user.target, "_opname", str(user.target)), position) for user, position in uses]
+    if any("norm" in name for name, _ in names):
+        # the weight stands before the bias in every norm's arguments
+        first = min(p for name, p in names if "norm" in name)
+        user = next(user for user, p in uses if p == first)
+        earlier = [
+            a for a in user.args[:first] if isinstance(a, fx.Node) and a.op == "placeholder" and a.meta["val"].ndim == 1
+        ]
+        return "bias" if earlier else "scale"
+    if node.meta["val"].ndim <= 1:
+        return "scale" if any(name.startswith("mul") for name, _ in names) else "bias"
+    return "residual" if any(_writes_residual(user) for user, _ in uses) else ""
+
+
+def _writes_residual(node: fx.Node) -> bool:
+    """Whether the output of this linear reaches, through views, dropout and its bias, a sum of two activations."""
+    if node.target in PERMUTES:
+        return any(_writes_residual(user) for user in node.users)
+    if node.target not in WITH_WEIGHT and node.target is not aten.matmul.default:
+        return False
+    while len(node.users) == 1:
+        (node,) = node.users
+        packet = packet_of(node.target)
+        if packet is aten.add and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in node.args[:2]):
+            return True
+        if packet not in LAID_OUT and packet not in (aten.add, aten.dropout, aten.native_dropout, getitem):
+            return False
+    return False

@@ -1,14 +1,23 @@
-"""The captured program: the result of capture, which all later decisions read."""
+"""The captured program: the result of capture, which all later decisions read; its assumptions, and its stages.
+
+Checks of values that only raise are assumptions of a plan: the captured forward is the one that does not raise.
+
+    if (ids > n).any(): raise …          assert x.max() < 1          F.gaussian_nll_loss: no variance below 0
+
+If the check reads only the batch and is small, the host evaluates it for each microbatch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from passes.errors import Where
-from passes.program.assumptions import Assumption
 
 # The keys of ``node.meta`` of a captured graph. Capture writes them; so do draws, experts and sharding over cp when
 # they rewrite nodes. All other code reads them.
@@ -23,6 +32,7 @@ META = {
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
     "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",
     "custom": "marks of autocast regions, while the model is exported",
+    "state": "of a call in the recording of a forward: the modes that it ran under",
     "nn_module_stack": "modules that computed it, as recorded by torch.export",
     "stack_trace": "source lines that computed it, as recorded by torch.export",
     "domain": "of a value among experts: which of its dims count experts or rows (experts.domain)",
@@ -37,6 +47,48 @@ STAGE_META = {
     "change": "of a collective: the change of type that it carries out",
     "names": "of the output: returned values, by name in the captured graph",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """``question``, of numbers that ``graph`` computes of ``inputs`` (by batch key, and dtype), has one ``answer``."""
+
+    graph: fx.GraphModule
+    inputs: tuple[tuple[str, torch.dtype], ...]
+    symbols: tuple[sympy.Symbol, ...]
+    question: Any
+    answer: bool
+
+    def holds(self, microbatch: Mapping[str, torch.Tensor]) -> bool:
+        """Of one microbatch on the CPU."""
+        with torch.no_grad():
+            found = self.graph(*(microbatch[name].to(dtype) for name, dtype in self.inputs))
+        values = {s: sympy.sympify(_number(value)) for s, value in zip(self.symbols, found, strict=True)}
+        return bool(self.question.subs(values)) == self.answer
+
+    def named(self, names: Sequence[str]) -> Condition | None:
+        """With the batch keys ``names``, which come last, in place of positions; None if another value is read."""
+        if any(int(position) < -len(names) for position, _ in self.inputs):
+            return None
+        return replace(self, inputs=tuple((names[int(position)], dtype) for position, dtype in self.inputs))
+
+
+def _number(value: torch.Tensor) -> int | float:
+    number = value.item()
+    return int(number) if isinstance(number, bool) else number
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """``condition``: by which a host checks each batch; None if it cannot."""
+
+    where: Where
+    what: str
+    condition: Condition | None = None
+
+    def __str__(self) -> str:
+        checked = "checked on the host for each batch" if self.condition else "not checked during training"
+        return f"assumed: {self.what}; {checked}"
 
 
 @dataclass
@@ -70,3 +122,92 @@ class Program:
         if index is None or len(index) != len(self.graph.graph.nodes):
             index = self.__dict__["_nodes"] = {n.name: n for n in self.graph.graph.nodes}
         return index
+
+
+def copied(program: Program) -> Program:
+    """The full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+    return program_of(program, graph)
+
+
+def program_of(program: Program, graph: fx.Graph) -> Program:
+    """``program`` with ``graph``, which holds copies of all or some of its nodes under their names."""
+    there = {node.name for node in graph.nodes}
+
+    def left(names: dict) -> dict:
+        return {name: value for name, value in names.items() if name in there}
+
+    return replace(
+        program,
+        graph=Unwritten(program.graph, graph),
+        parameters=left(program.parameters),
+        aliases=dict(program.aliases),
+        buffers=left(program.buffers),
+        constants=left(program.constants),
+        inputs=dict(program.inputs),
+        outputs=dict(program.outputs),
+        notes=list(program.notes),
+        rewrites=list(program.rewrites),
+        traced=list(program.traced),
+        untrained=list(program.untrained),
+        assumptions=list(program.assumptions),
+    )
+
+
+class Unwritten(fx.GraphModule):
+    """A graph that is read and rewritten, and seldom run: op by op. fx writes and compiles the code of a GraphModule
+    whenever its graph is set or rewritten; for a captured model that is a twentieth of its capture.
+    """
+
+    def recompile(self) -> Any:
+        return None
+
+    def forward(self, *args: Any) -> Any:
+        return fx.Interpreter(self).run(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class StageAssignment:
+    """The stage of each call; ``planner.fold`` decides which rank runs a stage.
+
+    ``stage_of``           call that the loss needs → its stage; for a recomputed one the first that reads it
+    ``recomputed``         calls that each stage of ``copies`` computes for itself
+    ``copies``             recomputed call → all stages that read it
+    ``live``               per cut k the values that stage k sends to stage k + 1, in graph order, passed through or not
+    ``parameter_stages``   placeholder (parameter, buffer, constant, batch tensor) → stages that read it, maybe none
+    ``blocks_of_stage``    indices of blocks
+    ``cost_of_stage``      in the unit of the node cost, without recomputed calls
+    """
+
+    num_stages: int
+    stage_of: dict[str, int]
+    recomputed: frozenset[str]
+    copies: dict[str, tuple[int, ...]]
+    live: tuple[tuple[str, ...], ...]
+    parameter_stages: dict[str, tuple[int, ...]]
+    blocks_of_stage: tuple[tuple[int, ...], ...]
+    cost_of_stage: tuple[int, ...]
+
+    def runs_on(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` computes the call ``name``."""
+        return stage in self.copies[name] if name in self.recomputed else self.stage_of.get(name) == stage
+
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Placeholders that several stages read."""
+        return {name: stages for name, stages in self.parameter_stages.items() if len(stages) > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryPlan:
+    """A value that one stage sends to the next: ``shape`` and ``bytes`` on one rank, ``placement`` over tp."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    placement: str = "I"
+    requires_grad: bool = True

@@ -5,9 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
+import traceback
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,9 +50,25 @@ def lines_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(line for _, line in frames_of(node))
 
 
-def where_of_frame(code: CodeType, line: int) -> Where:
+def where_of_line(file: str, line: int, module: str = "") -> Where:
+    """A source line, of the forward of ``module``."""
+    return Where(module, file, line, linecache.getline(file, line).strip())
+
+
+def where_of_frame(code: CodeType, line: int, module: str = "") -> Where:
     """The source line of a frame that ran ``code``."""
-    return Where("", code.co_filename, line, linecache.getline(code.co_filename, line).strip())
+    return where_of_line(code.co_filename, line, module)
+
+
+def users_frame() -> tuple[CodeType, int] | None:
+    """The code and the line of the user's innermost frame that is running now."""
+    frames = ((frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+    return next((site for site in frames if not is_foreign_frame(site[0].co_filename)), None)
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """The part of a node's meta that says where it comes from: for the calls that replace it, or stand beside it."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
 
 def where_of(node: fx.Node) -> Where:

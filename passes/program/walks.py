@@ -3,16 +3,21 @@
 ancestors([y])                        y and all its inputs, direct or not
 meetings([a, b])                      the nodes that all of them lead to, in the graph's order
 walk([y], operands, stop=is_weight)   the same, not beyond weights (which come too)
-in_order([y])                         the same, each after its inputs, y last
+between([x], [y])                     the nodes on the ways from one to the other
+in_order([y])                         y and all its inputs, each after its own, y last
+in_turn({y: [x], …}, rank)            the same of any units, those of a lower rank first
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
+from typing import Any, TypeVar
 
 from torch import fx
 
+T = TypeVar("T", bound=Hashable)  # a node, or a node with some fact
 Step = Callable[[fx.Node], Iterable[fx.Node]]
 
 
@@ -32,19 +37,19 @@ def neighbours(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def walk(
-    start: Iterable[fx.Node],
-    step: Step,
+    start: Iterable[T],
+    step: Callable[[T], Iterable[T]],
     *,
-    into: Callable[[fx.Node], bool] = lambda _: True,
-    stop: Callable[[fx.Node], bool] = lambda _: False,
+    into: Callable[[T], bool] = lambda _: True,
+    stop: Callable[[T], bool] = lambda _: False,
     most: int | None = None,
-) -> Iterator[fx.Node]:
-    """``start`` and all that ``step`` leads to, each once, depth first.
+) -> Iterator[T]:
+    """``start`` and all that ``step`` leads to, each once, depth first; ``step`` is asked after the node was given.
 
     ``into``: other nodes are left out, and nothing beyond them is walked. ``stop``: such nodes come, but nothing beyond
     them. ``most``: the number of nodes at most.
     """
-    stack, seen = list(start), set[fx.Node]()
+    stack, seen = list(start), set[T]()
     while stack and (most is None or len(seen) < most):
         node = stack.pop()
         if node not in seen and into(node):
@@ -57,6 +62,15 @@ def walk(
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes themselves and all that they are made of."""
     return set(walk(nodes, operands))
+
+
+def between(
+    starts: Collection[fx.Node], ends: Collection[fx.Node], into: Callable[[fx.Node], bool] = lambda _: True
+) -> set[fx.Node]:
+    """The nodes that ``starts`` lead to and that lead to ``ends``, these with them. ``into``: others are left out."""
+    last = max(ends)  # nodes of one graph are in its order: no walk beyond
+    below = set(walk(starts, readers, into=lambda n: n <= last and into(n)))
+    return set(walk(ends, operands, into=below.__contains__))
 
 
 def meetings(tips: Collection[fx.Node], *, most: int) -> Iterator[fx.Node]:
@@ -89,4 +103,24 @@ def in_order(nodes: Iterable[fx.Node], given: Collection[fx.Node] = (), step: St
             seen.add(node)
             stack.append((node, True))
             stack.extend((n, False) for n in step(node))
+    return order
+
+
+def last_of_header(value: fx.Node) -> fx.Node:
+    """The node behind which a call on ``value`` stands: itself, or the last of the placeholders and attributes."""
+    if value.op == "call_function":
+        return value
+    return [n for n in value.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
+
+
+def in_turn(reads: Mapping[T, Iterable[T]], rank: Mapping[T, Any]) -> list[T]:
+    """Each key of ``reads`` after those that it reads; of several that may come next, that of the least rank."""
+    sorter, ready, order = TopologicalSorter(reads), list[tuple[Any, int, T]](), list[T]()
+    place = {unit: i for i, unit in enumerate(reads)}
+    sorter.prepare()
+    while sorter.is_active():
+        for unit in sorter.get_ready():
+            heapq.heappush(ready, (rank[unit], place[unit], unit))
+        order.append(heapq.heappop(ready)[2])
+        sorter.done(order[-1])
     return order

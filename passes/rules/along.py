@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from passes.rules.call import Call
-from passes.rules.factors import EACH, MIX, SUM, Factors, aligned
 from passes.rules.products import Builder
-from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Factors, OpRule, Role, aligned
 
 NAMES = ("dim", "dims", "axis")
 
@@ -148,4 +147,21 @@ def unfold(call: Call) -> OpRule:
     for dim in range(len(call.shapes[0])):
         if dim != along:
             factors.add(EACH, (0, dim), (RESULT, dim))
+    return factors.done()
+
+
+ROLES = (EACH, MIX, SUM)  # by ``reduction``: none, mean, sum
+
+
+def loss_of_rows(call: Call) -> OpRule:
+    """cross_entropy_loss(x [n, c, ..], y [n, ..]), nll_loss_nd: unreduced each row is by itself, summed or mixed (mean)
+    with others. Targets are class ids, or probabilities of the shape of x."""
+    ndim, role = len(call.shapes[0]), ROLES[call.given["reduction"]]
+    classes = 1 if ndim > 1 else 0
+    factors, has_ids = Factors(call), len(call.shapes[1]) < ndim
+    for dim in (d for d in range(ndim) if d != classes):
+        row = dim - (dim > classes)
+        factors.add(role, (0, dim), (1, row if has_ids else dim), *([(RESULT, row)] if role is EACH else []))
+    if not has_ids:
+        factors.add(MIX, (0, classes), (1, classes))
     return factors.done()

@@ -1,10 +1,12 @@
 """One call as rules read it: its tensor operands in order, their sizes as plain numbers, its arguments by name.
 
-A size that is a symbol (rows that data selects) stands as a large prime, which divides nothing else.
+A size that is a symbol (rows that data selects) stands as a large prime, which divides nothing else. The layers of a
+model repeat calls, so what holds of one is computed once for all with its key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,3 +77,36 @@ def _of_symbols(size: Any, symbols: dict[Any, int]) -> int:
     for symbol in sorted(expression.free_symbols, key=str):
         symbols.setdefault(symbol, PRIMES[len(symbols) % len(PRIMES)])
     return int(expression.subs(symbols))
+
+
+def key_of(node: fx.Node) -> Hashable | None:
+    """Op, arguments, shapes and dtypes; calls with equal keys differ in the values of their tensors alone.
+
+    None for a call of symbolic sizes, or with an argument that cannot be compared.
+    """
+    key = (node.target, *_Reader().read((node.args, tuple(node.kwargs.items()))), _form_of(node.meta.get("val")))
+    try:
+        hash(key)
+    except TypeError:  # a symbol is not hashable
+        return None
+    return key
+
+
+class _Reader:
+    """Numbers the operands, as a call with one operand twice is another than one with two."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[fx.Node, int] = {}
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return (self._numbers.setdefault(value, len(self._numbers)), _form_of(value.meta.get("val")))
+        if isinstance(value, (list, tuple)):
+            return tuple([self.read(v) for v in value])
+        return value if value is None else (type(value), value)  # 1 == True == 1.0
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple([_form_of(v) for v in value])
+    return (*value.shape, value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)

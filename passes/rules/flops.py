@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
-from passes.program.ops.products import is_grouped
+from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules import products, spatial
 from passes.rules.call import operands_of

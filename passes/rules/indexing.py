@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from passes.rules.call import Call
-from passes.rules.factors import EACH, MIX, Factors
-from passes.rules.rule import RESULT, OpRule
+from passes.rules.rule import EACH, MIX, RESULT, Factors, OpRule
 
 
 def _dim(call: Call) -> int:
@@ -101,11 +100,4 @@ def index_put(call: Call) -> OpRule | None:
             factors.add(MIX, (RESULT, dim), (0, dim))
         else:
             factors.add(EACH, (RESULT, dim), (0, dim), (values, dim - ndim))
-    return factors.done()
-
-
-def one_hot(call: Call) -> OpRule:
-    factors = Factors(call)
-    for dim in range(len(call.shapes[0])):
-        factors.add(EACH, (0, dim), (RESULT, dim))
     return factors.done()

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from passes.rules.call import Call, Shape
-from passes.rules.factors import Factors
-from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.rule import RESULT, Factors, OpRule, Role
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([+^]?)\Z")
 MARKS = {role.value: role for role in Role}

@@ -87,11 +87,6 @@ def own_rule(target: Any) -> OwnRule | None:
     return OWN.get(packet_of(target))
 
 
-def own_rule_texts() -> list[list[str]]:
-    """All rules: a captured program depends on them."""
-    return sorted([own.op, own.text] for own in OWN.values())
-
-
 def flops_of_pattern(pattern: Pattern) -> Flops | None:
     """Of an op that sums a dim over two operands: a product's. None for any other op, which is bound by memory."""
     words = {word for term in pattern.operands for word in term}

@@ -7,15 +7,13 @@ group_norm      groups by themselves; batch_norm channels
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from passes.program.ops.aten import arguments
 from passes.rules.call import Call
-from passes.rules.factors import EACH, MIX, SUM, Factors
-from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Factor, Factors, OpRule, Place, Role
 
 
 def convolution(call: Call) -> OpRule:
@@ -45,18 +43,6 @@ def is_transposed(node: fx.Node) -> bool:
 
 def _factor(role: Role, size: int, *places: Place | int | None) -> Factor:
     return Factor(role, size, tuple(p for p in places if isinstance(p, Place)))
-
-
-def pool(dims: int) -> Callable[[Call], OpRule]:
-    """Over the last ``dims`` dims."""
-
-    def rule(call: Call) -> OpRule:
-        factors = Factors(call)
-        for dim in range(len(call.shapes[0]) - dims):
-            factors.add(EACH, (0, dim), (RESULT, dim))
-        return factors.done()
-
-    return rule
 
 
 def batch_norm(call: Call) -> OpRule:

@@ -10,16 +10,14 @@ from torch import fx
 
 from passes.program.ops.aten import aten, is_pointwise, packet_of, packets
 from passes.program.ops.ctc import CTC_LOSSES
-from passes.program.ops.products import is_grouped
+from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from passes.rules import along, attention, indexing, losses, products, spatial, views
-from passes.rules.call import Call, call_of
-from passes.rules.equal_calls import key_of
-from passes.rules.factors import EACH, Factors
+from passes.rules import along, indexing, products, spatial, views
+from passes.rules.call import Call, call_of, key_of
 from passes.rules.linear import linear_in
 from passes.rules.own import own_rule
 from passes.rules.products import Builder, text
-from passes.rules.rule import RESULT, OpRule
+from passes.rules.rule import EACH, RESULT, Factors, OpRule
 
 
 def builder_of(target: Any) -> Builder | None:
@@ -75,6 +73,11 @@ def item(call: Call) -> OpRule | None:
     return factors.done()
 
 
+POOLS = {  # over the last dims
+    1: text("... w^ -> ... q^"),
+    2: text("... h^ w^ -> ... p^ q^"),
+    3: text("... d^ h^ w^ -> ... o^ p^ q^"),
+}
 RULES: dict[Any, Builder] = (
     # products
     packets("linear", products.linear)
@@ -87,8 +90,8 @@ RULES: dict[Any, Builder] = (
     | packets("_grouped_mm", products.grouped)
     | packets("conv1d conv2d conv3d convolution", spatial.convolution)
     | packets("conv_transpose1d conv_transpose2d conv_transpose3d", spatial.convolution)
-    | packets("scaled_dot_product_attention", attention.attention)
-    | {causal_attention: attention.attention}
+    | packets("scaled_dot_product_attention", products.attention)
+    | {causal_attention: products.attention}
     # over cp
     | dict.fromkeys((gather_sequence, local_rows), along.of_sequence)
     | {sum_over_ranks: along.elementwise}
@@ -117,7 +120,8 @@ RULES: dict[Any, Builder] = (
     | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)
     | packets("expand expand_as", along.shaped_like)
     | packets("repeat", views.repeat)
-    | packets("view_as_complex view_as_real", views.complex_pair)
+    | packets("view_as_complex", text("... p^ -> ..."))
+    | packets("view_as_real", text("... -> ... p^"))
     # indexing
     | packets("embedding", products.embedding)
     | packets("gather", indexing.gather)
@@ -126,7 +130,7 @@ RULES: dict[Any, Builder] = (
     | packets("scatter scatter_add scatter_reduce", indexing.scatter)
     | packets("index_add index_copy", indexing.index_add)
     | packets("index_put", indexing.index_put)
-    | packets("one_hot", indexing.one_hot)
+    | packets("one_hot", text("... -> ... c^"))
     | {packet_of(CTC_LOSSES): text("t^ b c^, b s^, b, b -> b")}
     # images
     | packets("grid_sampler", text("n c h^ w^, n p q t^ -> n c p q", "n c d^ h^ w^, n o p q t^ -> n c o p q"))
@@ -134,13 +138,13 @@ RULES: dict[Any, Builder] = (
     | packets("instance_norm", spatial.instance_norm)
     | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", spatial.batch_norm)
     | packets("group_norm", spatial.group_norm)
-    | packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", spatial.pool(1))
-    | packets("upsample_nearest1d upsample_linear1d", spatial.pool(1))
-    | packets("avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d", spatial.pool(2))
-    | packets("_adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d", spatial.pool(2))
-    | packets("upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa", spatial.pool(2))
-    | packets("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", spatial.pool(3))
+    | packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", POOLS[1])
+    | packets("upsample_nearest1d upsample_linear1d", POOLS[1])
+    | packets("avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d", POOLS[2])
+    | packets("_adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d", POOLS[2])
+    | packets("upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa", POOLS[2])
+    | packets("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", POOLS[3])
     # losses
-    | packets("cross_entropy_loss nll_loss_nd", losses.of_rows)
+    | packets("cross_entropy_loss nll_loss_nd", along.loss_of_rows)
     | {getitem: item}
 )

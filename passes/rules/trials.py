@@ -53,16 +53,6 @@ def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
     return number
 
 
-def tried_linear(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
-    """Likewise of the sets of operands in which it is linear: f(a + b) = f(a) + f(b), while the others stay."""
-    operands = [values[n.name] for n in operands_of(node)]
-    for together in rule.linear:
-        shares = [[x * share if i in together else x for i, x in enumerate(operands)] for share in (0.25, 0.75)]
-        whole, *made = [_called(node, given, None).detach() for given in (operands, *shares)]
-        _same(made[0] + made[1], whole, f"{node.target} {node.args}: linear in {set(together)}")
-    return len(rule.linear)
-
-
 def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int) -> None:
     for what, found, expected in by_parts(node, factor, values, parts):
         _same(found, expected, f"{node.target} {node.args}: {factor} in {parts} parts: {what}")

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from math import gcd, prod
 
-import torch
-
+from passes.program.ops.aten import permutation
 from passes.rules.call import Call, Shape
-from passes.rules.factors import EACH, MIX, Factors
-from passes.rules.rule import RESULT, Factor, OpRule, Place
-
-PROBE = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+from passes.rules.rule import EACH, MIX, RESULT, Factor, Factors, OpRule, Place
 
 
 def reshape(call: Call) -> OpRule | None:
@@ -79,12 +75,9 @@ def _ones(x: Shape, y: Shape) -> list[Factor]:
 
 def permute(call: Call) -> OpRule:
     """permute, transpose, t, movedim …: the op itself gives the new place of each dim."""
-    sizes = PROBE[: len(call.result)]
-    rest = call.node.args[1:]
-    moved = call.node.target(torch.empty(sizes, device="meta"), *rest, **call.node.kwargs).shape  # pyright: ignore
-    factors = Factors(call)
-    for dim, size in enumerate(moved):
-        factors.add(EACH, (0, sizes.index(size)), (RESULT, dim))
+    factors, node = Factors(call), call.node
+    for dim, source in enumerate(permutation(node.target, len(call.result), node.args[1:], node.kwargs)):
+        factors.add(EACH, (0, source), (RESULT, dim))
     return factors.done()
 
 
@@ -100,11 +93,3 @@ def repeat(call: Call) -> OpRule:
         if size > own:
             found.append(Factor(EACH, size // own, (Place(RESULT, dim, own),)))
     return OpRule(tuple(found))
-
-
-def complex_pair(call: Call) -> OpRule:
-    """view_as_complex [.., 2] → [..], view_as_real back."""
-    factors = Factors(call)
-    for dim in range(min(len(call.shapes[0]), len(call.result))):
-        factors.add(EACH, (0, dim), (RESULT, dim))
-    return factors.done()

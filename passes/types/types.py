@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol, runtime_checkable
 
 # A message for each: behind more of them a copy costs less than their number. A microbatch has few sequences.
 MOST_RUNS = 8
@@ -136,3 +137,41 @@ def padded_vocabulary(size: int, tp: int, multiple: int = 128) -> int:
     """ceil(size / (multiple·tp))·multiple·tp: 50257 at tp 8 is 51200 (Megatron-LM paper, section 4)."""
     step = multiple * tp
     return -(-size // step) * step
+
+
+@runtime_checkable
+class Sizes(Protocol):
+    """Ranks of each axis; the experts' own ones are ``ep`` and ``etp``."""
+
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def cp(self) -> int: ...
+
+    @property
+    def ep(self) -> int: ...
+
+    @property
+    def etp(self) -> int: ...
+
+    @property
+    def has_expert_axes(self) -> bool: ...
+
+    def pp_rank_of(self, stage: int) -> int: ...
+
+
+Run = tuple[int, int, int]  # a dim, the distance of two sequences along it, and their number
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """``shape``: of the value of one full microbatch. ``batch``: (dim, step, number) of the sequences in it; None
+    if there is one, or (not ``by_sample``) all share the value. ``cut``: how ranks of cp share it, in 2·cp parts.
+    """
+
+    site: int
+    shape: tuple[int, ...]
+    batch: Run | None
+    by_sample: bool
+    cut: Placement | None = None

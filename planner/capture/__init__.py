@@ -1,4 +1,8 @@
-"""A model and one microbatch become a canonical program."""
+"""A model and one microbatch become a canonical program.
+
+Begin at `export`. `interceptors` are all changes of torch while a forward runs, `functional` brings the exported
+graph into the form that passes read. `resized` compares a second capture at another batch size with the first.
+"""
 
 from __future__ import annotations
 

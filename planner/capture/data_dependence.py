@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from passes.errors import PlanError
 from passes.program.source_lines import where_of
@@ -23,6 +23,12 @@ FIX = (
 )
 
 NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values of tensors (data-dependent)"
+SELECTION_FIX = (
+    "selected rows (token = torch.where(mask)[0]; x[token] or x[mask]) may pass only through row-wise ops "
+    "(linear, activations, norms over features; no statistics over rows, no count of rows), and must then be "
+    "written back to their positions: out.index_add_(0, token, y), out[token] += y, out[mask] = y; otherwise "
+    "compute all rows, with torch.where"
+)
 
 
 def depends_on_data(error: PlanError) -> bool:
@@ -32,15 +38,15 @@ def depends_on_data(error: PlanError) -> bool:
 
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor with a size that is known only at run time (as of x[mask])."""
-    for node in _calls(module):
-        if any(not isinstance(size, int) for value in _tensors(node.meta.get("val")) for size in value.shape):
+    for node in calls_in(module):
+        if any(not isinstance(size, int) for value in tensors(node.meta.get("val")) for size in value.shape):
             raise shape_of_data(node)
 
 
 def shape_of_data(node: fx.Node) -> PlanError:
     """The refusal of a call with a shape that depends on data."""
     return PlanError(
-        f"the model cannot be captured: the output shape of {_name(node)} depends on data",
+        f"the model cannot be captured: the output shape of {name_of(node)} depends on data",
         where=where_of(node),
         fix=FIX,
     )
@@ -48,7 +54,7 @@ def shape_of_data(node: fx.Node) -> PlanError:
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """Raise PlanError if Python computes with a number that was read out of a tensor."""
-    for node in _calls(module):
+    for node in calls_in(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise PlanError(
                 "the model cannot be captured: Python computes with a number read from a tensor",
@@ -57,16 +63,32 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
             )
 
 
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    for inner in module.modules():
+def graph_modules(module: nn.Module) -> list[fx.GraphModule]:
+    """A graph and the regions in it."""
+    return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+
+
+def calls_in(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The calls of a graph and of the regions in it."""
+    return (node for inner in graph_modules(module) for node in inner.graph.nodes if node.op == "call_function")
+
+
+def bodies_of(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node], list[Any]]]:
+    """The graphs that a call of a region runs, each with its placeholders and their values in ``module``."""
+    for body in [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]:
+        inner: Any = getattr(module, str(body.target), None)
         if isinstance(inner, fx.GraphModule):
-            yield from (n for n in inner.graph.nodes if n.op == "call_function")
+            yield inner, list(inner.graph.find_nodes(op="placeholder")), [*node.args[node.args.index(body) + 1 :]]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _name(node: fx.Node) -> str:
+def refused(node: fx.Node, what: str) -> PlanError:
+    return PlanError(f"the model cannot be captured: {what}", where=where_of(node), fix=SELECTION_FIX)
+
+
+def name_of(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default").removesuffix(".Tensor")

@@ -1,16 +1,16 @@
 """Capture: an unmodified nn.Module becomes one flat ATen graph at microbatch shape, by torch.export.
 
 Exports the caller's module itself, never a copy: its parameters and buffers are exchanged for fake ones (shapes without
-memory, capture.model.exchange) while its forward is traced, and restored. So capture costs no memory for a model of any
-size, and closures, patched forwards and hooks of the original are captured too.
+memory, planner.capture.model.exchange) while its forward is traced, and restored. So capture costs no memory for a
+model of any size, and closures, patched forwards and hooks of the original are captured too.
 
-Leaves:  a graph of canonical ATen ops (capture.canonical.form) with parameters, buffers, constants and batch tensors as
+Leaves:  a graph of canonical ATen ops (passes.canonical.form) with parameters, buffers, constants and batch tensors as
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,39 +25,46 @@ from torch.export.graph_signature import InputKind, OutputKind
 from passes.canonical.decompose import HasRule
 from passes.canonical.form import canonicalize, prune
 from passes.canonical.side_calls import order_side_calls
-from passes.errors import PlanError, Where, first_line
-from passes.program.ops.recorded import calls_recorded
+from passes.errors import PlanError, Where, refusing
+from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from planner.capture.again.earlier import Earlier
-from planner.capture.buffer_writes import notes_of_writes
 from planner.capture.data_dependence import (
+    calls_in,
     depends_on_data,
     refuse_dynamic_shapes,
     refuse_numbers_from_tensors,
 )
 from planner.capture.functional import UnknownWrite, is_write, make_functional
-from planner.capture.gradients.hooks import refuse_gradient_hooks
-from planner.capture.gradients.parameter_writes import drop_writes_of_itself, refuse_parameter_writes
-from planner.capture.gradients.reached import keep_what_is_reached
+from planner.capture.gradients.parameters import (
+    drop_writes_of_itself,
+    notes_of_writes,
+    refuse_gradient_hooks,
+    refuse_parameter_writes,
+)
+from planner.capture.graphs_equal import refuse_another_forward, refuse_other_constants
 from planner.capture.memory_order import views_for_memory
-from planner.capture.model.caches import caches_off
-from planner.capture.model.compiled import NOTE, in_eager_mode, was_compiled
-from planner.capture.model.exchange import Exchange, fake, refuse_complex_parameters, refuse_shared_memory
+from planner.capture.model.eager import NOTE, caches_off, in_eager_mode, was_compiled
+from planner.capture.model.exchange import (
+    Exchange,
+    fake,
+    has_values,
+    refuse_complex_parameters,
+    refuse_loaded,
+    refuse_shared_memory,
+)
 from planner.capture.model.held_tensors import (
-    Held,
+    HeldTensor,
     held_tensors,
     put_in_place,
     read_kept_values,
     refuse_unknown_values,
 )
-from planner.capture.model.scripted import refuse_loaded
-from planner.capture.outputs import find_loss, select_outputs
-from planner.capture.own_loss.with_loss import model_of
+from planner.capture.outputs import find_loss, keep_what_is_reached, select_outputs
+from planner.capture.own_loss import model_of
 from planner.capture.python.eager_answers import EagerAnswers
-from planner.capture.real_forward import refuse_another_forward
-from planner.capture.same_forward import refuse_other_constants
-from planner.capture.selection.dense import is_dynamic
+from planner.capture.resized import Earlier
+from planner.capture.selection.places import is_dynamic
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
 from planner.capture.trace import FORWARD_MUST_WORK, Forward, quietly, traced
 
@@ -120,12 +127,12 @@ def _as_in_eager_mode(asked: _Asked) -> Program:
             if not cannot_be_traced or not answers.give_in(error.where):
                 raise
         else:
-            program.notes += answers.notes
             program.traced = list(answers.traced.values())
             if asked.earlier is not None and program.traced:
                 asked.earlier.first = None
-            if asked.dtype is None and not asked.is_known:
-                refuse_another_forward(asked.model, asked.inputs, program)
+            is_checked = asked.dtype is None and not asked.is_known
+            if not (is_checked and refuse_another_forward(asked.model, asked.inputs, program)):
+                program.notes += answers.notes
             return program
 
 
@@ -155,9 +162,7 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
         values = {
             s.arg.name: v
             for s in exported.graph_signature.input_specs
-            if isinstance(v := constants.get(s.target or ""), torch.Tensor)
-            and type(v) is not FakeTensor
-            and not v.is_meta
+            if has_values(v := constants.get(s.target or ""))
         }
         fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
@@ -188,7 +193,7 @@ def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
 
 
 def _functional(
-    exported: torch.export.ExportedProgram, held: Mapping[str, Held]
+    exported: torch.export.ExportedProgram, held: Mapping[str, HeldTensor]
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
     """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
     the nodes of their last values."""
@@ -196,17 +201,17 @@ def _functional(
     drop_writes_of_itself(module)
     views_for_memory(module)
     where = Where()
-    if _any_call(module, is_write) or is_dynamic(module):
+    if any(map(is_write, calls_in(module))) or is_dynamic(module):
         signature = exported.graph_signature
         parameters = dict(signature.inputs_to_parameters)
         parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
         refuse_parameter_writes(module, parameters)
-        if not _any_call(module, _is_of_vmap):
+        if not any(map(_is_of_vmap, calls_in(module))):
             try:
                 return exported, make_functional(module)
             except UnknownWrite as unknown:
                 where = unknown.where
-    if _any_call(module, lambda call: is_write(call) or _is_of_vmap(call)):
+    if any(is_write(call) or _is_of_vmap(call) for call in calls_in(module)):  # costly, so only then
         exported = _decomposed(exported, where)
     holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
     return exported, {
@@ -217,20 +222,9 @@ def _functional(
 
 
 def _decomposed(exported: torch.export.ExportedProgram, where: Where) -> torch.export.ExportedProgram:
-    try:
+    what = "the model cannot be captured: its in-place ops cannot be made functional"
+    with refusing(what, where=where, fix="write them out of place (`x = x + y` for `x += y`)", of=(Exception,)):
         return quietly(lambda: exported.run_decompositions({}))
-    except Exception as error:
-        raise PlanError(
-            f"the model cannot be captured: its in-place ops cannot be made functional: {first_line(error)}",
-            where=where,
-            fix="write them out of place (`x = x + y` for `x += y`)",
-        ) from error
-
-
-def _any_call(graph_module: fx.GraphModule, is_such: Callable[[fx.Node], bool]) -> bool:
-    """Whether any call of the graph or of a region in it is such; only then the (costly) functionalisation runs."""
-    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-    return any(node.op == "call_function" and is_such(node) for graph in graphs for node in graph.nodes)
 
 
 def _is_of_vmap(call: fx.Node) -> bool:
@@ -242,13 +236,13 @@ def _program(
     asked: _Asked,
     exported: torch.export.ExportedProgram,
     constants: Mapping[str, Any],
-    held: Mapping[str, Held],
+    held: Mapping[str, HeldTensor],
     notes: list[str],
     written: Mapping[str, str],
 ) -> Program:
     fqns, aliases = _parameter_names(asked.model)
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
-    in_place: dict[str, Held] = {}
+    in_place: dict[str, HeldTensor] = {}
     for spec in exported.graph_signature.input_specs:
         name, target = spec.arg.name, spec.target or ""
         if spec.kind is InputKind.PARAMETER:

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
-from passes.program.ops.aten import arguments, aten, draws, is_mutable
+from passes.program.ops.aten import arguments, aten, draws, is_mutable, permutation, written_by
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
 from passes.program.source_lines import where_of
-from planner.capture.data_dependence import shape_of_data
+from planner.capture.data_dependence import graph_modules, shape_of_data
 
 
 class UnknownWrite(Exception):
@@ -31,8 +31,18 @@ class UnknownWrite(Exception):
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a call writes into an argument; ``detach_``, which export puts behind a literal, writes nothing."""
-    return node.op == "call_function" and node.target is not aten.detach_.default and is_mutable(node.target)
+    """Whether a call writes into an argument."""
+    return node.op == "call_function" and is_mutable(node.target)
+
+
+def drop_detach_of_literals(module: fx.GraphModule) -> None:
+    """Erase ``detach_`` of values that have no gradient: export writes it behind a literal (``torch.tensor``)."""
+    for inner in graph_modules(module):
+        for node in inner.graph.find_nodes(op="call_function", target=aten.detach_.default):
+            value: Any = node.args[0]
+            if not value.meta["val"].requires_grad:
+                node.replace_all_uses_with(value)
+                inner.graph.erase_node(node)
 
 
 def make_functional(module: fx.GraphModule) -> dict[str, str]:
@@ -91,8 +101,6 @@ class _Rewriter:
     def _copy(self, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
             self.at = node
-            if node.target is aten.detach_.default and node.args[0].meta["val"].requires_grad:  # pyright: ignore
-                raise UnknownWrite("detach_")
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 self._region(module, node)
             elif node.target is operator.getitem and node.args[0] in self.regions:
@@ -121,7 +129,7 @@ class _Rewriter:
 
     def _keep(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, self._read)
-        source = _viewed(node)
+        source = viewed(node)
         if source is not None and source in self.views:
             seen = self.views[source]
             self.views[node] = _View(seen.root, (*seen.calls, node), new)
@@ -150,24 +158,20 @@ class _Rewriter:
 
     def _write(self, node: fx.Node) -> None:
         target = _functional_op(node.target)
-        schema = node.target._schema  # pyright: ignore
-        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        first = node.target._schema.arguments[0].name  # pyright: ignore
         x = node.args[0] if node.args else None
-        if target is None or written != [0] or not isinstance(x, fx.Node) or x not in self.views:
+        if target is None or written_by(node.target) != [first] or not isinstance(x, fx.Node) or x not in self.views:
             raise UnknownWrite(str(node.target))
         view, old = self.views[x], x.meta["val"]
         value = self._fitting(node, target(self, node, self._read(x)), old)
         bases = self._replay(view.root.value, view.calls)[:-1] if view.calls else []
         for base, call in zip(reversed(bases), reversed(view.calls), strict=True):
             value = self._put_back(call, base, value)
-        self._note_placeholder(view)
+        if view.root.value.op == "placeholder":
+            self.written[view.root.value.name] = view.root
         view.root.value = value
         view.root.version += 1
         self.views[node] = _View(view.root, view.calls, self._read(x))
-
-    def _note_placeholder(self, view: _View) -> None:
-        if view.root.value.op == "placeholder":
-            self.written[view.root.value.name] = view.root
 
     def _fitting(self, node: fx.Node, value: fx.Node, old: Tensor) -> fx.Node:
         """A write keeps the dtype and the shape of its target."""
@@ -185,11 +189,11 @@ class _Rewriter:
         if target in RESHAPES:
             return self._emit(call, aten.reshape.default, (part, list(whole.shape)), {}, whole)
         if target in PERMUTES:
-            moved = target(torch.empty(tuple(range(2, 2 + whole.dim())), device="meta"), *args[1:], **kwargs).shape
-            order = [[int(n) - 2 for n in moved].index(d) for d in range(whole.dim())]
+            moved = permutation(target, whole.dim(), args[1:], kwargs)
+            order = [moved.index(d) for d in range(whole.dim())]
             return self._emit(call, aten.permute.default, (part, order), {}, whole)
         stops = target is aten.detach.default and whole.requires_grad
-        if target is aten.detach_.default or (target in SAME and not stops):
+        if target in SAME and not stops:
             return part
         if target is aten.unfold.default:  # PyTorch would write zeros into what no window covers
             raise PlanError(
@@ -208,7 +212,7 @@ class _Rewriter:
         return new
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The node that owns the memory of ``node``."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
@@ -261,11 +265,6 @@ def _functional_op(target: Any) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.No
     return call
 
 
-def _copy(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:
-    source: Any = node.args[1]
-    return rewriter._read(source)
-
-
 def _filled(value: Callable[[fx.Node], Any]) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.Node]:
     def fill(rewriter: _Rewriter, node: fx.Node, x: fx.Node) -> fx.Node:
         number, old = value(node), node.meta["val"]
@@ -278,7 +277,6 @@ def _filled(value: Callable[[fx.Node], Any]) -> Callable[[_Rewriter, fx.Node, fx
 
 
 _WRITES: dict[str, Callable[[_Rewriter, fx.Node, fx.Node], fx.Node]] = {
-    "copy_": _copy,
     "zero_": _filled(lambda node: 0),
-    "fill_": _filled(lambda node: node.args[1]),
+    **dict.fromkeys(("fill_", "copy_"), _filled(lambda node: node.args[1])),
 }

@@ -21,12 +21,11 @@ from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.call import operands_of
-from passes.rules.factors import EACH, MIX, SUM
 from passes.rules.notation import Pattern
-from passes.rules.rule import RESULT, Factor, Place
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Factor, Place
 from passes.rules.table import rule_of
 from passes.rules.trials import by_parts, called, run_call
-from planner.capture.own_backward.applications import (
+from planner.capture.gradients.applications import (
     MEMORY_FIX,
     READS_MEMORY,
     SAMPLES,
@@ -39,7 +38,7 @@ from planner.capture.own_backward.applications import (
     has_gradient,
     on_the_side,
 )
-from planner.capture.own_backward.trials import LARGER, MANY_ELEMENTS, equal_up_to_rounding, tolerance_of
+from planner.capture.gradients.trials import LARGER, MANY_ELEMENTS, equal_up_to_rounding, tolerance_of
 
 TOO_MANY_ELEMENTS = 10**7
 MOST_TRIED = 64  # places of one factor

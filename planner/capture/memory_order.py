@@ -9,9 +9,9 @@ the result moves along axes by a number of steps. Axes are joined only where a m
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch._C._functorch import is_batchedtensor
 
 from passes.errors import PlanError
 from passes.program.ops.aten import arguments, aten, is_mutable
-from passes.program.ops.groups import SPLITS, Ops
+from passes.program.ops.groups import Ops
 from passes.program.source_lines import where_of
+from planner.capture.data_dependence import graph_modules
+from planner.capture.functional import viewed
 
 OF_MEMORY = Ops(
     "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ is_set_to"
@@ -31,7 +33,7 @@ FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:
 
 def views_for_memory(module: fx.GraphModule) -> None:
     """Rewrite each such call of ``module`` and of its regions. Raises PlanError at one that is no view of a tensor."""
-    for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+    for inner in graph_modules(module):
         for node in [n for n in inner.graph.nodes if n.target in OF_MEMORY]:
             with inner.graph.inserting_before(node):
                 node.replace_all_uses_with(_rewritten(node), propagate_meta=False)
@@ -92,7 +94,8 @@ def _seen_as(node: fx.Node, x: fx.Node, asked: _Layout) -> fx.Node:
     """``x`` seen in the layout ``asked``; or the tensor of which ``x`` is a view, if ``x`` holds all that is asked."""
     own, stops = _Layout.of(x.meta["val"]), False
     for base in _owners(x):
-        stops |= base is not x and any(n.target is aten.detach.default for n in _between(x, base))
+        between = takewhile(lambda owner, base=base: owner is not base, _owners(x))
+        stops |= any(n.target is aten.detach.default for n in between)
         row = _Row(node, base)
         if 0 not in asked.sizes and row.move(asked):
             if base is not x and not own.holds(asked):
@@ -110,21 +113,9 @@ def _owners(x: fx.Node) -> Iterator[fx.Node]:
         yield (x := source)
 
 
-def _between(x: fx.Node, base: fx.Node) -> Iterator[fx.Node]:
-    for owner in _owners(x):
-        if owner is base:
-            return
-        yield owner
-
-
 def _source(x: fx.Node) -> fx.Node | None:
-    first = x.args[0] if x.op == "call_function" and x.args else None
-    if x.target is operator.getitem and isinstance(first, fx.Node) and first.target in SPLITS:
-        first = first.args[0]
-    val, seen = x.meta["val"], first.meta.get("val") if isinstance(first, fx.Node) else None
-    if not isinstance(seen, Tensor) or seen.dtype != val.dtype:
-        return None
-    return first if seen.untyped_storage()._cdata == val.untyped_storage()._cdata else None  # pyright: ignore
+    source = viewed(x)
+    return source if source is not None and source.meta["val"].dtype == x.meta["val"].dtype else None
 
 
 @dataclass

@@ -1,8 +1,14 @@
-"""The results of a forward: any structure of tensors becomes one that export knows, its leaves get names, one is a
-loss.
+"""The results of a forward: any structure of tensors becomes one that export knows, its leaves get names; the loss.
 
-Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
-{"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
+    Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
+    {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
+
+``keep_what_is_reached`` follows the gradient of that loss: weights that none reaches are treated as frozen, as one
+process has None for them, and its optimizer does not update them.
+
+    torch.no_grad(): y = tower(x)          h = bottom(x).detach()          self.spare, which nothing reads
+
+Leaves:  ``meta["grad"]`` on values that a gradient of the loss reaches, and on no others.
 """
 
 from __future__ import annotations
@@ -13,11 +19,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.program import Program
+from passes.program.walks import operands, walk
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
@@ -109,3 +117,17 @@ def find_loss(program: Program, wanted: str) -> str:
     raise PlanError(
         f"several outputs could be the loss: {', '.join(scalars)}", where="loss", fix="set loss: {output: <name>}"
     )
+
+
+def keep_what_is_reached(program: Program) -> None:
+    """Take ``meta["grad"]`` from all that no gradient reaches; the weights among that become ``program.untrained``."""
+    reached = set(walk([program.node(program.loss)], operands, into=_carries))
+    for node in program.graph.graph.nodes:
+        if _carries(node) and node not in reached:
+            node.meta["grad"] = False
+            if node.name in program.parameters:
+                program.untrained.append(program.parameters[node.name])
+
+
+def _carries(node: fx.Node) -> bool:
+    return bool(node.meta.get("grad"))

@@ -26,24 +26,22 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import ExportedProgram
 
-from passes.canonical.certain_draws import CertainDraws
 from passes.errors import PlanError, Where, first_line, message_of
-from passes.program.assumptions import Assumption
-from planner.capture.again.earlier import Earlier
-from planner.capture.again.first_export import FirstExport, Unlike, copied_export
-from planner.capture.again.recording import CallRecorder, FurtherCall
+from passes.program.program import Assumption
 from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
+from planner.capture.functional import drop_detach_of_literals
 from planner.capture.gradients.autocast import write_casts
-from planner.capture.gradients.call_sites import CallSites
 from planner.capture.gradients.python_side import PythonGradients
-from planner.capture.model.exchange import Exchange
-from planner.capture.model.global_hooks import global_hooks_kept
-from planner.capture.model.sliced_lists import name_sliced_modules
-from planner.capture.own_loss.lines import loss_lines
+from planner.capture.model.exchange import Exchange, global_hooks_kept
+from planner.capture.own_loss import other_inputs
+from planner.capture.python.draws import CertainDraws
 from planner.capture.python.watch import ForwardWatch
+from planner.capture.recording import CallRecorder, FurtherCall
+from planner.capture.resized import Earlier, FirstExport, Unlike, copied_export
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
-from planner.slow_steps import see_one
+from planner.capture.user_lines import CallSites, loss_lines, name_sliced_modules
+from planner.progress import see_one
 
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must also work on tensors without values (no "
@@ -180,18 +178,14 @@ def _export(
         with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model), global_hooks_kept():
             exported = quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         if copies is not None:
-            copies.append(copied_export(exported))
+            copies.append(copied_export(exported)[0])
         return _named(exported, model)
     except (PlanError, KeyboardInterrupt):
         raise
     except BaseException as error:  # of the user's forward: it may derive from any class
         where = CallSites(model).of(error)
         if isinstance(error, TypeError) and where.file.endswith("inspect.py"):
-            raise PlanError(
-                f"the model does not accept these inputs: {error}",
-                where="inputs",
-                fix="name the keys under `inputs` as the arguments of the model's forward",
-            ) from error
+            raise other_inputs(error) from error
         text = message_of(error).strip()
         what = text.splitlines()[0] if text and isinstance(error, Exception) else first_line(error)
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
@@ -204,7 +198,8 @@ def _export(
 
 
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
-    """With the casts of autocast regions, and modules as the model names them."""
+    """With the casts of autocast regions, and modules as the model names them; without calls that change nothing."""
+    drop_detach_of_literals(exported.graph_module)
     write_casts(exported.graph_module)
     name_sliced_modules(exported.graph_module, model)
     return exported

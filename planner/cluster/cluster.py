@@ -10,15 +10,25 @@ has is a slip of units, and an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from passes.errors import SpecError, Where
-from planner.spec.fields import Count, Flag, Name, Section, key, number, required, whole
-from planner.spec.lines import locate
+from passes.errors import SpecError
+from planner.spec.cluster import cluster_path, cluster_values, no_cluster
+from planner.spec.fields import Count, File, Flag, Name, Section, key, number, required, whole
+
+Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+Point = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)], Share]
+Spread = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
+Float = Literal["float32", "bfloat16", "float16", "float64"]
+# The most that PyTorch's allocator reserved beyond the tensors on an H200 was 6.8 % of them (benchmarks/RESULTS.md).
+GPU_SLACK = 0.07
+_FLOPS = {"float32": 67e12, "bfloat16": 989e12}
+_LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
 
 
 # Wide limits (a phone, and ten times the largest machine): they find slips of units, gigabytes for bytes, alone.
@@ -32,40 +42,18 @@ def _within(least: float, most: float, unit: str, fix: str) -> Callable[[Any], A
     return check
 
 
-def _real(least: float, most: float, unit: str, fix: str) -> Any:
+def _limits(least: float, most: float, unit: str, fix: str, kind: Any = number) -> Any:
     bounds: dict[str, Any] = {"minimum": least, "maximum": most}
-    return (
-        Field(strict=True, allow_inf_nan=False, json_schema_extra=bounds),
-        BeforeValidator(number),
-        AfterValidator(_within(least, most, unit, fix)),
-    )
+    finite = {"allow_inf_nan": False} if kind is number else {}
+    field = Field(strict=True, json_schema_extra=bounds, **finite)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return field, BeforeValidator(kind), AfterValidator(_within(least, most, unit, fix))
 
 
-def _count(least: int, most: int, unit: str, fix: str) -> Any:
-    bounds: dict[str, Any] = {"minimum": least, "maximum": most}
-    return (
-        Field(strict=True, json_schema_extra=bounds),
-        BeforeValidator(whole),
-        AfterValidator(_within(least, most, unit, fix)),
-    )
-
-
-Flops = Annotated[float, *_real(1e8, 1e18, "FLOP/s", "write FLOP/s: a TFLOP/s is 1.0e12")]
-Bytes = Annotated[int, *_count(10**7, 10**14, "bytes", "write bytes: a GB is 1.0e9")]
-Bandwidth = Annotated[float, *_real(1e5, 1e15, "bytes per second", "write bytes per second: a GB/s is 1.0e9")]
-Seconds = Annotated[float, *_real(1e-9, 1.0, "seconds", "write seconds: a microsecond is 1.0e-6")]
-Devices = Annotated[int, *_count(1, 10**8, "devices", "write the number of devices that it joins")]
-
-
-Times = Annotated[float, Field(strict=True, ge=1, le=100, allow_inf_nan=False), BeforeValidator(number)]
-Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-Point = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)], Share]
-Spread = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
-Float = Literal["float32", "bfloat16", "float16", "float64"]
-# The most that PyTorch's allocator reserved beyond the tensors on an H200 was 6.8 % of them (benchmarks/RESULTS.md).
-GPU_SLACK = 0.07
-_FLOPS = {"float32": 67e12, "bfloat16": 989e12}
-_LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
+Flops = Annotated[float, *_limits(1e8, 1e18, "FLOP/s", "write FLOP/s: a TFLOP/s is 1.0e12")]
+Bytes = Annotated[int, *_limits(10**7, 10**14, "bytes", "write bytes: a GB is 1.0e9", whole)]
+Bandwidth = Annotated[float, *_limits(1e5, 1e15, "bytes per second", "write bytes per second: a GB/s is 1.0e9")]
+Seconds = Annotated[float, *_limits(1e-9, 1.0, "seconds", "write seconds: a microsecond is 1.0e-6")]
+Devices = Annotated[int, *_limits(1, 10**8, "devices", "write the number of devices that it joins", whole)]
 
 
 def _with_peaks(flops: dict[Float, float]) -> dict[Float, float]:
@@ -181,8 +169,8 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
     return links
 
 
-class Cluster(Section):
-    """The full file. Frozen; clusters with equal values are equal, from any file."""
+class Cluster(File):
+    """The full file."""
 
     name: Name = required("name of the cluster", "dgx-h100")
     device: Device = required(
@@ -193,28 +181,11 @@ class Cluster(Section):
         1.0, "fraction of a collective's time that overlap with independent work hides"
     )
     uncertainty: Uncertainty = key(Uncertainty(), "how far real seconds may be from estimated ones, as fractions")
-    _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cluster) and dict(self) == dict(other)
 
     @property
     def devices(self) -> int:
         """How many there are."""
         return self.links[-1].devices
-
-    def located(self, locations: Mapping[str, Where]) -> Cluster:
-        """This cluster, which remembers the line of each key."""
-        self._locations = locations
-        return self
-
-    def location(self, path: str) -> Where:
-        """The place of the key with this dotted path, or of the nearest key around it: "dgx-h100.yaml:7"."""
-        return locate(self._locations, path)
-
-    def error(self, path: str, what: str, fix: str = "") -> SpecError:
-        """A SpecError that points at the key ``path`` of the cluster file."""
-        return SpecError(what, where=self.location(path), fix=fix)
 
     def warnings(self) -> Iterator[SpecError]:
         """Values that are possible, but more often a mistake."""
@@ -230,3 +201,14 @@ class Cluster(Section):
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the YAML's keys."""
         return self.model_dump(mode="json")
+
+
+def read_cluster(path: str) -> Cluster:
+    """The cluster of a YAML file: at ``path``, or one that is shipped and has this name.
+
+    Raises SpecError: all errors of the file, each with a line number and a fix.
+    """
+    found = cluster_path(path)
+    if found is None:
+        raise no_cluster(path, ["."], "")
+    return Cluster.checked(*cluster_values(found), "the cluster file")

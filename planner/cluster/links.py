@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import ceil, log, log2
+from math import ceil, log, log2, prod
 from operator import mul
 
 from planner.cluster.cluster import Cluster
@@ -34,18 +34,7 @@ from planner.ranks import RankGenerator
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """``sizes``: at each level of the cluster's links, how many parts of the level below one group joins there."""
-
-    sizes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        found = 1
-        for n in self.sizes:
-            found *= n
-        return found
+Group = tuple[int, ...]  # at each level of the cluster's links, how many parts of the level below one group joins there
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +90,7 @@ def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
         above = Counter(part * inner // outer for part in parts)
         sizes.append(max(above.values()))
         parts, inner = sorted(above), outer
-    return Group((*sizes[:-1], sizes[-1] * len(parts)))
+    return (*sizes[:-1], sizes[-1] * len(parts))
 
 
 def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
@@ -110,8 +99,8 @@ def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
     if axis == "world":
         return _world(mesh.world_size, devices)
     if axis in (BETWEEN_NODES, IN_A_NODE):
-        inside, *outside = group(mesh, "ep", cluster).sizes
-        return Group((1, *outside) if axis == BETWEEN_NODES else (inside, *(1 for _ in outside)))
+        inside, *outside = group(mesh, "ep", cluster)
+        return (1, *outside) if axis == BETWEEN_NODES else (inside, *(1 for _ in outside))
     if axis in (SHARD, REPLICA):
         return group_of(mesh.parts_of(axis, mesh.dense.group_of(mesh.data_axis, 0))[0], devices)
     names = axis.split("-")
@@ -138,7 +127,7 @@ def _world(size: int, devices: tuple[int, ...]) -> Group:
 @lru_cache(maxsize=1 << 14)
 def _group(ranks: RankGenerator, token: str, devices: tuple[int, ...]) -> Group:
     found = {group_of(ranks.group_of(token, first), devices) for first in _firsts(ranks, devices)}
-    return max(found, key=lambda g: tuple(reversed(g.sizes)))
+    return max(found, key=lambda sizes: tuple(reversed(sizes)))
 
 
 def _firsts(ranks: RankGenerator, devices: tuple[int, ...]) -> range:
@@ -168,7 +157,7 @@ def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
 
 def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
     """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the full tensor."""
-    if group.size == 1:
+    if prod(group) == 1:
         return 0.0
     if kind == "all_to_all":
         return _all_to_all(num_bytes, group, levels)
@@ -183,7 +172,7 @@ def send_seconds(num_bytes: float, wire: Wire) -> float:
 
 def _ring(num_bytes: float, group: Group, levels: Sequence[Wire], *, summed: bool = False) -> float:
     total, share = 0.0, num_bytes
-    for n, wire in zip(group.sizes, levels, strict=True):
+    for n, wire in zip(group, levels, strict=True):
         times = wire.reduce_scatter if summed else 1.0
         total += times * ((n - 1) * wire.latency + (n - 1) / n * share / wire.rate(share, n))
         share /= n
@@ -192,7 +181,7 @@ def _ring(num_bytes: float, group: Group, levels: Sequence[Wire], *, summed: boo
 
 def _tree(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
     total, share = 0.0, num_bytes
-    for n, wire in zip(group.sizes, levels, strict=True):
+    for n, wire in zip(group, levels, strict=True):
         if n > 1:
             total += 2 * ceil(log2(n)) * wire.latency + 2 * share / wire.rate(share, n)
         share /= n
@@ -201,8 +190,8 @@ def _tree(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
 
 def _all_to_all(num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
     total, inside = 0.0, 1
-    for n, wire in zip(group.sizes, levels, strict=True):
+    for n, wire in zip(group, levels, strict=True):
         peers = inside * (n - 1)
-        total += peers * wire.latency + num_bytes * peers / group.size / wire.rate(num_bytes, n)
+        total += peers * wire.latency + num_bytes * peers / prod(group) / wire.rate(num_bytes, n)
         inside *= n
     return total

@@ -6,22 +6,38 @@ forms of their own   ops that communicate once they are sharded
 random draws         so that masks are the same as without compiling
 experts' domain      all but ops on one row at a time: a compiled function takes any number of rows
 complex numbers, sizes that follow values, Python of the user
+
+The home of a call: its region and block. No piece spans two homes, and no path enters one twice.
+
+region   the captured part of a block: a piece is inside of its graph or outside
+block    the recomputed block, and whether its backward reruns the call: a piece is rerun entirely or not at all
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.moe.domain import counts_rows, domain_of
-from passes.program.ops.aten import aten, is_mutable, is_pointwise, is_random, packet_of, tensors_of
-from passes.program.ops.host_stops import reads_on_host
+from passes.pieces import Piece, Region
+from passes.program.ops.aten import (
+    aten,
+    is_mutable,
+    is_pointwise,
+    is_random,
+    is_view,
+    packet_of,
+    reads_on_host,
+    tensors_of,
+)
+from passes.program.ops.groups import RESHAPES
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import has_flops
-from planner.compiled.homes import is_free
 from planner.decisions import Decisions
 
 OURS = "a separate kernel, or a collective"
@@ -52,8 +68,6 @@ class Borders:
         domain = domain_of(node)
         if domain is None:
             return ""
-        if domain.number >= 0 and self._decisions.mesh.ep > 1:
-            return "each rank of ep runs it for experts of its own"
         return "" if _is_of_single_rows(node) else "the number of rows per expert depends on the routing"
 
     def _of_op(self, node: fx.Node, target: Any) -> str:
@@ -75,6 +89,41 @@ def _is_of_single_rows(node: fx.Node) -> bool:
     return all(map(counts_rows, values)) and (is_pointwise(node.target) or is_free(node))
 
 
-def is_worth_telling(reason: str) -> bool:
-    """Whether the reason is news to a user: not for products and collectives, which separate pieces by design."""
-    return reason not in ("", OURS)
+@dataclass(frozen=True, slots=True)
+class Home:
+    """``region`` and ``block`` by index, None outside of all; ``again``: the block's backward runs it once more."""
+
+    region: int | None = None
+    block: int | None = None
+    again: bool = False
+
+
+OUTSIDE = Home()
+
+
+class RegionHomes:
+    """Of one stage. Owns: captured name → its region, its recomputed block, and the calls that its backward reruns."""
+
+    def __init__(self, stage: int, regions: Sequence[Region], recomputed: Sequence[Piece]) -> None:
+        mine = [region for region in regions if region.stage == stage and not region.refused]
+        self._region = {name: region.index for region in mine for name in sorted(region.nodes)}
+        blocks = [piece for piece in recomputed if piece.stage == stage]
+        self._block = {name: piece.index for piece in blocks for name in sorted(piece.nodes)}
+        self._again = {call.name for piece in blocks for call in piece.again if call.changed is None}
+        self.num_regions = len(mine)
+
+    def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
+        """``calls`` of the lowered stage in their order. A view is rerun if its base is."""
+        found: dict[fx.Node, Home] = {}
+        for node in calls:
+            name = node.meta["origin"]
+            region, block = self._region.get(name), self._block.get(name)
+            source = found.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
+            again = source.again if source is not None and source.block == block else name in self._again
+            found[node] = Home(region, block, again)
+        return found
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a call makes no values of its own."""
+    return node.target in RESHAPES or is_view(node)

@@ -7,28 +7,29 @@ equal. Equal pieces, of all copies of a block and beyond, share one function.
 
 They are runs of the lowered stage: a product has its bias by then, and each collective is a call.
 
-A path into a captured region or a recomputed block, or out of it, is a border too (planner.compiled.homes), and the
+A path into a captured region or a recomputed block, or out of it, is a border too (RegionHomes), and the
 inputs of a region raise all of it: its graph runs as one, so no piece may be both before and after it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from passes.blocks.blocks import Places
+from passes.errors import require
 from passes.moe.domain import counts_rows
-from passes.pieces import CompiledPiece, Piece
+from passes.pieces import CompiledPiece
 from passes.program.ops.aten import tensors_of
 from passes.program.walks import readers, walk
-from passes.regions import Region
-from planner.compiled.borders import Borders
-from planner.compiled.homes import OUTSIDE, Home, Homes, is_free
+from planner.compiled.borders import OURS, OUTSIDE, Borders, Home, RegionHomes, is_free
 from planner.decisions import Decisions
-from planner.saved.lowered import Lowered
+from planner.recompute.decide import op_name
+from planner.trace.lowered import Lowered
 
 FEWEST_OPS = 2
 FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
@@ -44,30 +45,31 @@ class Compiled:
     eager: tuple[tuple[int, str, str], ...] = ()
 
 
-def decide_compiled(asked: bool, lowered: Lowered, regions: Sequence[Region], recomputed: Sequence[Piece]) -> Compiled:
+def decide_compiled(asked: bool, lowered: Lowered) -> Compiled:
     """The pieces of all stages in their order; none if nothing is to be compiled."""
     if not asked:
         return Compiled()
     borders, on_gradient = Borders(lowered.decisions), _on_gradient(lowered.decisions)
-    found, eager = list[_Run](), dict[tuple[int, str, str], None]()
-    groups: dict[Any, _Group] = {}
+    eager, groups = dict[tuple[int, str, str], None](), dict[Any, _Group]()
+    runs = list[tuple[int, list[fx.Node], bool, _Group]]()
     for index in range(lowered.num_stages):
         graph = lowered.stage(index).graph
-        cut = _Cut(graph, borders, on_gradient, Homes(index, regions, recomputed))
+        cut = _Cut(graph, borders, on_gradient, RegionHomes(index, lowered.regions, lowered.recomputed))
         for nodes in cut.runs():
-            group = groups.setdefault(_structure(nodes), _Group(_num_ops(nodes)))
-            group.add(nodes, _leaves(nodes))
-            found.append(_Run(index, nodes, cut.home[nodes[0]].again))
+            group = groups.setdefault(_structure(nodes), _Group(sum(not is_free(node) for node in nodes)))
+            group.add(nodes)
+            runs.append((index, nodes, cut.home[nodes[0]].again, group))
         eager |= dict.fromkeys((index, node.meta["origin"], why) for node, why in cut.left.items())
-    group_of = {nodes[0]: group for group in groups.values() for nodes in group.runs}
-    return _numbered(found, group_of, list(eager))
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    stage: int
-    nodes: list[fx.Node]
-    again: bool
+    pieces, functions, apart = list[CompiledPiece](), dict[int, int](), list(eager)
+    for stage, nodes, again, group in runs:
+        if group.reason:
+            apart += [(stage, node.meta["origin"], group.reason) for node in nodes if not is_free(node)]
+            continue
+        leaves = frozenset(nodes[i].meta["origin"] for i in group.left)
+        number = functions.setdefault(id(group), len(functions))
+        names = tuple(dict.fromkeys(node.meta["origin"] for node in nodes))
+        pieces.append(CompiledPiece(len(pieces), stage, names, number, leaves, again))
+    return Compiled(tuple(pieces), tuple(apart))
 
 
 @dataclass
@@ -75,43 +77,26 @@ class _Group:
     """Runs that compute the same. ``left``: places of the values that any of them gives."""
 
     num_ops: int
-    runs: list[Sequence[fx.Node]] = field(default_factory=list)
+    num_runs: int = 0
     left: set[int] = field(default_factory=set)
 
-    def add(self, nodes: Sequence[fx.Node], leaves: set[int]) -> None:
-        self.runs.append(nodes)
-        self.left |= leaves
+    def add(self, nodes: Sequence[fx.Node]) -> None:
+        inside = set(nodes)
+        self.num_runs += 1
+        self.left |= {i for i, node in enumerate(nodes) if any(user not in inside for user in node.users)}
 
     @property
     def reason(self) -> str:
         """Why it is not worth compiling; empty if it is."""
         if self.num_ops < FEWEST_OPS:
             return TOO_FEW
-        return ALONE if self.num_ops < FEWEST_ALONE and len(self.runs) == 1 else ""
-
-
-def _numbered(found: Sequence[_Run], group_of: dict[fx.Node, _Group], eager: list[tuple[int, str, str]]) -> Compiled:
-    pieces, functions = list[CompiledPiece](), dict[int, int]()
-    for run in found:
-        stage, nodes, group = run.stage, run.nodes, group_of[run.nodes[0]]
-        if group.reason:
-            eager += [(stage, node.meta["origin"], group.reason) for node in nodes if not is_free(node)]
-            continue
-        leaves = frozenset(nodes[i].meta["origin"] for i in group.left)
-        number = functions.setdefault(id(group), len(functions))
-        names = tuple(dict.fromkeys(node.meta["origin"] for node in nodes))
-        pieces.append(CompiledPiece(len(pieces), stage, names, number, leaves, run.again))
-    return Compiled(tuple(pieces), tuple(eager))
+        return ALONE if self.num_ops < FEWEST_ALONE and self.num_runs == 1 else ""
 
 
 def _on_gradient(decisions: Decisions) -> set[str]:
     """Calls that carry a gradient, and all that is computed from them: the rest is positions, labels and masks."""
     calls = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
     return {node.name for node in walk(calls, readers)}
-
-
-def _num_ops(nodes: Iterable[fx.Node]) -> int:
-    return sum(not is_free(node) for node in nodes)
 
 
 @dataclass
@@ -121,7 +106,7 @@ class _Cut:
     graph: fx.Graph
     borders: Borders
     on_gradient: set[str]
-    homes: Homes
+    homes: RegionHomes
     home: dict[fx.Node, Home] = field(default_factory=dict)
     left: dict[fx.Node, str] = field(default_factory=dict)
 
@@ -184,7 +169,9 @@ class _Cut:
             mine = [node]
             for value in node.all_input_nodes:
                 if value in inside and run_of[value] is not mine:
-                    mine = _merged(run_of[value], mine, run_of)
+                    run_of[value] += mine
+                    mine = run_of[value]
+                    run_of.update(dict.fromkeys(mine, mine))
             run_of[node] = mine
         return list({id(run): sorted(run) for run in run_of.values()}.values())
 
@@ -207,15 +194,39 @@ def _seen(node: fx.Node) -> str:
     return f"{shapes} {node.meta['placement']} {bool(node.meta.get('grad'))} {counts_rows(node)}"
 
 
-def _leaves(nodes: Sequence[fx.Node]) -> set[int]:
-    """Places of those that others read."""
-    inside = set(nodes)
-    return {i for i, node in enumerate(nodes) if any(user not in inside for user in node.users)}
+@dataclass(frozen=True, slots=True)
+class CompiledRow:
+    """``ops`` that run as one call on each rank of ``stage``: as the compiled ``function``, which equal pieces share.
+
+    With a ``reason`` against compiling, they run one by one, and ``function`` is -1. ``block``: that of the first of
+    them;
+    ``where``: its module and the user's line.
+    """
+
+    block: str
+    stage: int
+    where: str
+    ops: str
+    function: int
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        require((self.function < 0) == bool(self.reason), f"{self.ops} of stage {self.stage} is compiled, and is not")
 
 
-def _merged(one: list[fx.Node], other: list[fx.Node], run_of: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    if one is other:
-        return one
-    one += other
-    run_of.update(dict.fromkeys(other, one))
-    return one
+def rows_of(compiled: Compiled, decisions: Decisions, places: Places) -> tuple[CompiledRow, ...]:
+    """Pieces first, then calls that run op by op though they are neither products nor collectives."""
+    program, rows = decisions.program, list[CompiledRow]()
+    for piece in compiled.pieces:
+        nodes = [node for node in map(program.node, piece.nodes) if not is_free(node)]
+        ops = ", ".join(map(op_name, nodes))
+        rows.append(CompiledRow(places.block(nodes[0]), piece.stage, places.text(nodes[0]), ops, piece.function))
+    lines: dict[tuple[str, int, str, str], list[str]] = {}  # one row for all calls of a line that have one reason
+    for stage, name, reason in compiled.eager:
+        node = program.node(name)
+        if reason not in ("", OURS) and not is_free(node):  # products and collectives separate pieces by design
+            lines.setdefault((places.block(node), stage, places.text(node), reason), []).append(op_name(node))
+    rows += (
+        CompiledRow(block, stage, where, ", ".join(ops), -1, why) for (block, stage, where, why), ops in lines.items()
+    )
+    return tuple(rows)

@@ -19,19 +19,13 @@ from passes.errors import require
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import group, neighbours, send_seconds
 from planner.cost.cut.units import CutWork
-from planner.cost.device_memory import exchange_axes, with_axes
-from planner.cost.layout import Layout
-from planner.cost.memory import MemoryRow
-from planner.cost.seconds.buffers import RankHolds, rank_holds
-from planner.cost.seconds.held import memory_row, stage_bytes
-from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
-from planner.cost.seconds.roofline import peak_of
-from planner.cost.seconds.sharded import Exchanged
-from planner.cost.seconds.step import EndOfStep, end_of_step, norm_seconds
-from planner.cost.step_time import CostPlan
+from planner.cost.layout import CostPlan, Layout
+from planner.cost.memory import MemoryRow, exchange_axes, row_of, shared_once, with_axes
+from planner.cost.seconds.buffers import RankHolds, peak_of_rank, rank_holds, stage_bytes
+from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds, peak_of
+from planner.cost.seconds.step import EndOfStep, Exchanged, end_of_step, norm_seconds
 from planner.mesh import Mesh
-from planner.pipeline.clock import Delays, Run, run_table, run_waiting
-from planner.pipeline.schedule import KINDS
+from planner.pipeline.clock import ClockRun, Delays, run_orders, run_table, run_waiting
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
 
@@ -54,9 +48,12 @@ def estimate(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> Est
     work = work.at(layout.micro)
     ranges = work.ranges(layout.sizes)
     holds = rank_holdings(work, layout, spec)
-    stages = [stage_bytes(work, layout.recompute, *of) for of in ranges]
+    stages = shared_once([stage_bytes(work, layout, *of) for of in ranges], layout.mesh)
     group_size = spec.pipeline.group_size
-    rows = [memory_row(rank, layout, stages, holds[rank], group_size) for rank in range(layout.mesh.pp)]
+    rows = list[MemoryRow]()
+    for rank, held in enumerate(holds):
+        kept = (stages[stage].kept for stage in layout.mesh.stages_of(rank))
+        rows.append(row_of(rank, peak_of_rank(rank, layout, stages, group_size), held.lasting, kept))
     further = [_axes_of(rank, layout.mesh) for rank in holds]
     return Estimate(
         with_axes(rows, layout.mesh, cluster, further), partial(cost_of, work, layout, cluster, spec, holds)
@@ -98,19 +95,7 @@ def cost_of(
         exchanged = Exchanged(work, layout, pricing, spec)
         stages = [exchanged.beside(stage, *of) for stage, of in zip(stages, ranges, strict=True)]
     sent, returned = _messages(work, ranges, pricing)
-    step = _Step(
-        layout,
-        spec,
-        pricing,
-        stages,
-        sent,
-        returned,
-        list(holds),
-        work.num_noted,
-        pp,
-        count,
-        count if work.reads_global_sums and count > 1 else 0,
-    )
+    step = _Step(work, layout, spec, pricing, stages, sent, returned, holds)
     peak = peak_of(cluster.device, of_units.dtype) if of_units.dtype else 0.0
     found = replace(step.cost(), flops=count * of_units.flops / pp, peak=peak)
     return found.with_range(cluster.uncertainty)
@@ -126,7 +111,7 @@ def stage_seconds(work: CutWork, layout: Layout, cluster: Cluster) -> StageCosts
 
 
 def costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
-    return StageCosts(*([getattr(s, side).total for s in stages] for side in ("forward", "backward", "weights")))
+    return StageCosts(*([spent.total for spent in side] for side in zip(*stages, strict=True)))
 
 
 def _slower(work: CutWork, layout: Layout, cluster: Cluster) -> float:
@@ -149,17 +134,19 @@ def run_of(
     costs: StageCosts,
     delays: Delays | None = None,
     group_size: int | None = None,
-) -> Run:
+) -> ClockRun:
     """A layout's pipeline, by the seconds of its stages; ``placed_by``: those by which its W are put."""
     mesh, count, kind = layout.mesh, layout.num_microbatches, layout.schedule
-    if KINDS[kind].waits:
+    if layout.by_hand:
+        return run_orders(layout.by_hand, mesh.fold, count, costs, delays)
+    if layout.waits:
         return run_waiting(kind, mesh.pp, mesh.vpp, count, placed_by, costs, delays)
     return run_table(kind, mesh.pp, mesh.vpp, count, costs, delays, group_size)
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:
     """The same for all meshes with the same links under the axes on which the units communicate."""
-    kind, mesh, waits = layout.recompute, layout.mesh, KINDS[layout.schedule].waits
+    kind, mesh, waits = layout.recompute, layout.mesh, layout.waits
     axes = work.cache.get(("axes", kind))
     if axes is None:
         axes = work.cache["axes", kind] = _axes(work, kind)
@@ -173,8 +160,8 @@ def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float =
 def _axes(work: CutWork, kind: str) -> tuple[str, ...]:
     """Over which the units of ``work`` exchange."""
     units = {id(unit): unit for unit in work.units}.values()
-    phases = [phase for u in units for phase in (u.forward, u.kinds[kind].backward, u.kinds[kind].again)]
-    phases += [phase for shared in work.shared for phase in (shared.forward, shared.backward)]
+    phases = [unit.again[kind] for unit in units]
+    phases += [phase for part in (*units, *work.shared) for phase in (part.work.forward, part.work.backward)]
     return tuple(sorted({message.axis for phase in phases for message, _ in phase.messages}))
 
 
@@ -183,11 +170,7 @@ def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing
     mesh, sent, returned = pricing.mesh, list[float](), list[float]()
     for stage, (_, end) in enumerate(ranges[:-1]):
         level = neighbours(mesh, pricing.cluster, stage)
-        if level is None:
-            sent.append(0.0)
-            returned.append(0.0)
-            continue
-        wire, after = pricing.wires[level], work.units[end - 1].after
+        wire, after = pricing.wires[level or 0], () if level is None else work.units[end - 1].after
         sent.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after))
         returned.append(sum(send_seconds(v.bytes.at(work.micro), wire) for v in after if v.has_gradient))
     return sent, returned
@@ -197,19 +180,22 @@ def _messages(work: CutWork, ranges: Sequence[tuple[int, int]], pricing: Pricing
 class _Step:
     """One step of a layout: its stages, its messages, and the memory of its ranks."""
 
+    work: CutWork
     layout: Layout
     spec: Spec
     pricing: Pricing
     stages: list[UnitSeconds]
     sent: list[float]
     returned: list[float]
-    holds: list[RankHolds]
-    num_noted: int
-    pp: int
-    count: int
-    counted: int  # microbatches with a forward more, for the sums of the loss
+    holds: Sequence[RankHolds]
 
-    def _run(self, *, messages: bool) -> Run:
+    @property
+    def counted(self) -> int:
+        """Microbatches with a forward more, for the sums of the loss."""
+        count = self.layout.num_microbatches
+        return count if self.work.reads_global_sums and count > 1 else 0
+
+    def _run(self, *, messages: bool) -> ClockRun:
         overlap, placed_by = self.pricing.cluster.overlap, costs_of(self.stages)
         forward, backward, weights = (list(side) for side in placed_by)
         delays = None
@@ -223,19 +209,15 @@ class _Step:
 
     def cost(self) -> CostPlan:
         run, alone = self._run(messages=True), self._run(messages=False)
-        busy = [self._busy(rank) for rank in range(self.pp)]
+        busy = [self._busy(rank) for rank in range(self.layout.mesh.pp)]
         longest = max(busy, key=lambda spent: spent.total)
-        ends = [self._end(rank, run.starts[rank]) for rank in range(self.pp)]
+        ends = [self._end(rank, run.starts[rank]) for rank in range(self.layout.mesh.pp)]
         reduced = max(end + of.reduce for end, of in zip(run.ends, ends, strict=True))
         update, gather = max(e.update for e in ends), max(e.gather for e in ends)
-        norm = norm_seconds(self.pricing, self.num_noted)
+        norm = norm_seconds(self.pricing, self.work.num_noted)
         step = self._counting() + max(reduced, run.seconds) + norm + update + gather
         parts = {
-            "compute": longest.compute,
-            "recompute": longest.recompute,
-            "tp_comm": longest.tp_comm,
-            "cp_comm": longest.cp_comm,
-            "ep_comm": longest.ep_comm,
+            **{name: getattr(longest, name) for name in ("compute", "recompute", "tp_comm", "cp_comm", "ep_comm")},
             "pp_comm": max(0.0, run.seconds - alone.seconds),
             "dp_comm": longest.dp_comm + max(0.0, reduced - run.seconds) + norm + gather,
             "optimizer": update,
@@ -244,16 +226,16 @@ class _Step:
         return CostPlan(step_seconds=sum(parts.values()), **parts)
 
     def _busy(self, rank: int) -> Spent:
-        total = Spent()
+        total, count = Spent(), self.layout.num_microbatches
         for stage in (self.stages[s] for s in self.layout.mesh.stages_of(rank)):
-            total = total.plus(stage.forward, self.count + self.counted)
-            total = total.plus(stage.backward, self.count).plus(stage.weights, self.count)
+            total = total.plus(stage.forward, count + self.counted)
+            total = total.plus(stage.backward, count).plus(stage.weights, count)
         return total
 
     def _counting(self) -> float:
         """Seconds of the forwards that only count sums: all stages once, then the slowest rank again and again."""
         forward = [stage.forward.total for stage in self.stages]
-        slowest = max(sum(forward[s] for s in self.layout.mesh.stages_of(rank)) for rank in range(self.pp))
+        slowest = max(sum(forward[s] for s in self.layout.mesh.stages_of(rank)) for rank in range(self.layout.mesh.pp))
         return sum(forward) + (self.counted - 1) * slowest if self.counted else 0.0
 
     def _end(self, rank: int, start: float) -> EndOfStep:
@@ -274,7 +256,7 @@ def at_least(work: CutWork, layout: Layout, cluster: Cluster, spec: Spec) -> flo
     forward if its weight gradients may fill the way back.
     """
     found = _seconds_of(work.at(layout.micro), layout, cluster)
-    until, before_it = found.until, found.forward_until if KINDS[layout.schedule].waits else found.until
+    until, before_it = found.until, found.forward_until if layout.waits else found.until
     mesh, ranges = layout.mesh, work.ranges(layout.sizes)
     most, before = 0.0, 0.0
     for rank in range(mesh.pp):

@@ -10,54 +10,31 @@ whole           with zero 3: full weights at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from passes.errors import PlanError
-from passes.pieces import Piece
-from planner.cost.let_go import let_go_of
 from planner.cost.liveness import forward_live
-from planner.cost.memory import registered_bytes
+from planner.cost.memory import MemoryRow, registered_bytes
 from planner.decisions import Decisions
-from planner.exchanges.scores import FIGURES, WIDE, check_scored
-from planner.exchanges.weights import gathered_to_evaluate
-from planner.pipeline.ledger import StageBytes, UnderWay, peak
-from planner.pipeline.links import Message
+from planner.exchanges.collectives import FIGURES, WIDE, check_scored, gathered_weights
+from planner.pipeline.ledger import StageBytes, peak, under_way
+from planner.pipeline.links import Message, RankMessages
 from planner.pipeline.schedule import SchedulePlan
-from planner.saved.lowered import Lowered
-from planner.saved.trace import StageTrace
+from planner.recompute.decide import with_reruns
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards
-
-CATEGORIES = ("parameters", "activations", "communication", "whole")
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationMemory:
-    """Bytes on one rank of ``pp_rank``; ``total`` is their sum. ``peak``: the forward at which they are the most."""
-
-    pp_rank: int
-    parameters: int
-    activations: int
-    communication: int
-    whole: int
-    peak: str
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, name) for name in CATEGORIES)
+from planner.trace.lowered import Lowered
+from planner.trace.trace import StageTrace
 
 
-def evaluation_memory(
-    lowered: Lowered, schedule: SchedulePlan, recomputed: Sequence[Piece] = ()
-) -> tuple[EvaluationMemory, ...]:
+def evaluation_memory(lowered: Lowered, schedule: SchedulePlan) -> tuple[MemoryRow, ...]:
     """One row for each pp rank, of ``Engine(plan, mode="evaluate")``."""
     decisions, shards = lowered.decisions, lowered.shards
-    orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.actions)
-    forwards = [_forward(lowered, stage, schedule, recomputed) for stage in range(lowered.num_stages)]
-    gathered = gathered_to_evaluate(lowered, orders)
+    orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.orders)
+    forwards = [_forward(lowered, stage, schedule) for stage in range(lowered.num_stages)]
+    gathered = gathered_weights(lowered, orders, evaluates=True)
     fold, rows = decisions.mesh.fold, []
 
     def sent(message: Message) -> int:
@@ -66,11 +43,11 @@ def evaluation_memory(
     for rank in range(decisions.mesh.pp):
         chunks = [StageBytes(0, 0, forwards[stage], 0) for stage in decisions.mesh.stages_of(rank)]
         alone = len(chunks) == 1  # then a rank waits for its earlier message first (runtime.pipeline.executor)
-        under_way = UnderWay(orders, rank, len(forwards), fold, sent, sent, handed=sent, waits=alone)
-        most = peak(orders[rank], chunks, under_way)
+        own = RankMessages(orders, rank, len(forwards), fold)
+        most = peak(orders[rank], chunks, under_way(own, sent, sent, handed=sent, waits=alone))
         parameters, whole = _parameters(decisions, shards, rank), gathered[rank].most_bytes
-        bytes_of = int(most.working), int(most.messages)
-        rows.append(EvaluationMemory(rank, parameters, *bytes_of, whole, str(most.action or "")))
+        passing = {"communication": int(most.messages), "whole": whole, "peak": str(most.action or "")}
+        rows.append(MemoryRow(rank, parameters, gradients=0, optimizer=0, activations=int(most.working), **passing))
     return tuple(rows)
 
 
@@ -83,14 +60,14 @@ def _parameters(decisions: Decisions, shards: Shards, rank: int) -> int:
     return held + sum(buffer.parameter_bytes for buffer in buffers) + registered_bytes(decisions, rank)
 
 
-def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> int:
+def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan) -> int:
     """The most bytes at once in a forward of one microbatch, with received values and scores of earlier ones."""
-    peaks = [_peak(lowered.trace(stage), recomputed)]
+    peaks = [_peak(lowered.trace(stage), lowered)]
     if stage == lowered.num_stages - 1:
         with suppress(PlanError):  # of a loss that gives no label a probability, and is only evaluated
             check_scored(lowered.decisions)
             earlier = (schedule.num_microbatches - 1) * _scores(lowered.decisions)
-            peaks.append(_peak(lowered.scoring_trace(), recomputed) + earlier)
+            peaks.append(_peak(lowered.scoring_trace(), lowered) + earlier)
     return max(peaks)
 
 
@@ -100,7 +77,7 @@ def _scores(decisions: Decisions) -> int:
     return FIGURES * WIDE * decisions.program.node(labels).meta["val"].numel()
 
 
-def _peak(trace: StageTrace, recomputed: Sequence[Piece]) -> int:
-    let_go = let_go_of(trace, recomputed)
+def _peak(trace: StageTrace, lowered: Lowered) -> int:
+    trace = with_reruns(trace, lowered.recomputed)
     alone = replace(trace, calls=[replace(call, hidden=()) for call in trace.calls])
-    return max((most for _, most in forward_live(alone, set(trace.received.values()), let_go)), default=0)
+    return max((most for _, most in forward_live(alone, set(trace.received.values()))), default=0)

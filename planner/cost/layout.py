@@ -1,15 +1,29 @@
-"""One layout: the choices that a search varies and a plan fixes."""
+"""One layout: the choices that a search varies and a plan fixes.
+
+Seconds of a step, by cause; the parts sum to ``step_seconds``.
+
+compute, recompute, tp_comm, cp_comm, ep_comm     of the rank that works longest, all its microbatches; collectives
+                                                  that overlap computation count as far as it waits for them
+pp_comm, pp_bubble      time that messages between stages add to the pipeline, and the rest of its run
+dp_comm, optimizer      the end of a step: sums and gathers that nothing hides, and the update
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 
+from passes.errors import require
+from planner.cluster.cluster import Uncertainty
 from planner.mesh import Mesh
+from planner.pipeline.actions import Order, without_weights
+from planner.pipeline.schedule import KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind.
+    """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind;
+    ``by_hand``: its actions, if they follow from no kind.
 
     ``recompute``: none, full or selective, for all blocks alike. ``sizes``: blocks of each stage.
     ``zero``: what the ranks of dp keep shards of; ``reshards``: weights are freed after each use.
@@ -24,3 +38,71 @@ class Layout:
     sizes: tuple[int, ...]
     zero: int = 1
     reshards: bool = True
+    by_hand: tuple[Order, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of weights are actions of their own."""
+        return KINDS[self.schedule].waits if not self.by_hand else self.by_hand[0] != without_weights(self.by_hand[0])
+
+
+PARTS = {  # in words
+    "compute": "compute",
+    "recompute": "recompute",
+    "tp_comm": "tp collectives",
+    "cp_comm": "cp collectives",
+    "ep_comm": "ep collectives",
+    "pp_comm": "messages between stages",
+    "pp_bubble": "bubble",
+    "dp_comm": "dp collectives",
+    "optimizer": "update",
+}
+OWN = 0.2  # share of an estimate's uncertainty that another layout does not have
+
+
+@dataclass(frozen=True, slots=True)
+class CostPlan:
+    """Estimated seconds of one step, by cause; ``step_seconds`` is their total as the critical path sees it.
+
+    ``flops``: operations of products that one device does in it, without recomputation; ``peak``: those that
+    its data sheet allows it in a second, of the dtype that does most of them. 0: not known. ``uncertain``: seconds by
+    which a real step may be faster or slower, by the cluster file.
+    """
+
+    step_seconds: float
+    compute: float
+    tp_comm: float = 0.0
+    pp_comm: float = 0.0
+    pp_bubble: float = 0.0
+    dp_comm: float = 0.0
+    ep_comm: float = 0.0
+    optimizer: float = 0.0
+    recompute: float = 0.0
+    cp_comm: float = 0.0
+    flops: float = 0.0
+    peak: float = 0.0
+    uncertain: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(isfinite(self.step_seconds) and self.step_seconds >= 0, f"a step takes {self.step_seconds} seconds")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Seconds between which a step is expected."""
+        return max(0.0, self.step_seconds - self.uncertain), self.step_seconds + self.uncertain
+
+    def with_range(self, uncertainty: Uncertainty) -> CostPlan:
+        """The errors of a kind of work go in one direction, so that they add up."""
+        return replace(self, uncertain=sum(_fraction(part, uncertainty) * getattr(self, part) for part in PARTS))
+
+
+def is_as_fast(one: CostPlan, other: CostPlan, uncertainty: Uncertainty) -> bool:
+    """Whether the difference of two layouts is less than what is known about it: errors of work that both have are
+    the same in both, but for a fifth of them, which differ from layout to layout.
+    """
+    unknown = sum(_fraction(part, uncertainty) * abs(getattr(one, part) - getattr(other, part)) for part in PARTS)
+    return abs(one.step_seconds - other.step_seconds) <= unknown + OWN * min(one.uncertain, other.uncertain)
+
+
+def _fraction(part: str, uncertainty: Uncertainty) -> float:
+    return uncertainty.communication if part.endswith("_comm") else uncertainty.compute

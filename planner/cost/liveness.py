@@ -11,99 +11,78 @@ gradients wait for a W, the saved tensors of their products and the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from planner.cost.let_go import LetGo
-from planner.saved.observe import Gradient
-from planner.saved.trace import Call, StageTrace
+from planner.decisions import Decisions
+from planner.pipeline.ledger import StageBytes
+from planner.trace.observe import Gradient
+from planner.trace.trace import LetGo, StageTrace, TraceCall
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Bytes of one microbatch on a stage: ``kept`` between forward and backward, ``logits`` of them by the calls after
-    the last block; at the peak of a ``forward`` and of a ``backward``, with the kept bytes included. ``aside``: bytes
-    that a backward leaves for its W. ``received``: kept bytes that came from the stage before. ``passed_on``: kept
-    bytes that the next stage receives.
+class Walked(NamedTuple):
+    """``forward``, ``backward``: the number of each call as they come, and the most bytes that live while it runs."""
+
+    bytes: StageBytes
+    forward: list[tuple[int, int]]
+    backward: list[tuple[int, int]]
+
+
+def walked(
+    trace: StageTrace, after_blocks: frozenset[str] = frozenset(), later: frozenset[int] = frozenset()
+) -> Walked:
+    """``after_blocks``: names of calls after the last block. ``later``: numbers of the calls with weight gradients that
+    a W computes.
     """
-
-    kept: int
-    logits: int
-    forward: int
-    backward: int
-    sent: int = 0  # of values that go to the next stage, and are not saved
-    at_forward: str = ""  # the call at the peak
-    at_backward: str = ""
-    aside: int = 0
-    received: int = 0
-    passed_on: int = 0
-
-    def without(self, given: int) -> StageMemory:
-        """The same without bytes that it receives and that are counted elsewhere."""
-        kept, forward, backward = (total - given for total in (self.kept, self.forward, self.backward))
-        return replace(self, kept=kept, forward=forward, backward=backward, received=self.received - given)
-
-
-def stage_memory(
-    trace: StageTrace,
-    after_blocks: frozenset[str] = frozenset(),
-    let_go: Sequence[LetGo] = (),
-    later: frozenset[int] = frozenset(),
-) -> StageMemory:
-    """``after_blocks``: names of calls after the last block. ``let_go``: of recomputed blocks. ``later``: numbers of
-    the calls with weight gradients that a W computes.
-    """
-    held, kept = held_between(trace, let_go)
-    forward, at_forward = _most(trace, forward_live(trace, held, let_go))
-    ran = _Backward(trace, held, kept, let_go, later)
-    backward, at_backward = _most(trace, ran.run())
-    logits = _kept_by_last(trace, after_blocks)
-    sent = sum(trace.bytes_of[m] for m in set(trace.sent.values()) - held - trace.outside)
-    received = sum(trace.bytes_of[m] for m in set(trace.received.values()) & held)
-    passed_on = sum(trace.bytes_of[m] for m in set(trace.sent.values()) & held - trace.outside)
-    peaks = (max(forward, kept), max(backward, kept), sent, at_forward, at_backward)
-    return StageMemory(kept, logits, *peaks, ran.aside, received, passed_on)
+    held, kept = held_between(trace)
+    forward, ran = list(forward_live(trace, held)), Backward(trace, kept, later)
+    backward = list(ran.run())
+    last, by_last = saved_last(trace, after_blocks)
+    sent = set(trace.sent.values())
+    of = StageBytes(
+        kept,
+        logits=sum(trace.bytes_of[m] for m in last) + sum(sum(call.hidden) for call in by_last),
+        forward=max([kept, *(most for _, most in forward)]),
+        backward=max([kept, *(most for _, most in backward)]),
+        aside=ran.aside,
+        received=sum(trace.bytes_of[m] for m in set(trace.received.values()) & held),
+        sent=sum(trace.bytes_of[m] for m in sent - held - trace.outside),
+        passed_on=sum(trace.bytes_of[m] for m in sent & held - trace.outside),
+    )
+    return Walked(of, forward, backward)
 
 
-def held_between(trace: StageTrace, let_go: Sequence[LetGo] = ()) -> tuple[set[int], int]:
+def held_between(trace: StageTrace) -> tuple[set[int], int]:
     """Memory that is held between forward and backward, and its bytes, hidden tensors included."""
     held = set(trace.kept) | set(trace.received.values())
-    for block in let_go:
+    for block in trace.let_go:
         held = (held - block.memory) | block.sources
-    inside = sum(sum(trace.calls[at].hidden) for block in let_go for at in block.inside)
+    inside = sum(sum(trace.calls[at].hidden) for block in trace.let_go for at in block.inside)
     return held, sum(trace.bytes_of[m] for m in held) + trace.hidden - inside
 
 
-def _most(trace: StageTrace, live: Iterable[tuple[int, int]]) -> tuple[int, str]:
-    """The first of the largest, and the call that runs then."""
-    peak, where = 0, ""
-    for at, most in live:
-        if most > peak:
-            peak, where = most, trace.calls[at].name
-    return peak, where
-
-
-def backward_live(
-    trace: StageTrace, held: set[int], kept: int, let_go: Sequence[LetGo] = ()
-) -> Iterator[tuple[int, int]]:
-    """Call by call, the last first: its number, and the most bytes that live while its backward runs."""
-    return _Backward(trace, held, kept, let_go).run()
-
-
-def _kept_by_last(trace: StageTrace, after_blocks: frozenset[str]) -> int:
-    """Bytes saved by calls after the last block, without those saved earlier."""
+def saved_last(trace: StageTrace, after_blocks: frozenset[str]) -> tuple[set[int], list[TraceCall]]:
+    """The calls after the last block, and memory that they make and save, without what is made earlier."""
     last = [call for call in trace.calls if not call.names.isdisjoint(after_blocks)]
-    made = {m for call in last for m in call.makes} - {m for call in last for m in call.reads if m in trace.outside}
     earlier = {m for call in trace.calls if call.names.isdisjoint(after_blocks) for m in call.makes}
-    kept = {m for call in last for m in call.keeps} & (made - earlier) - trace.outside
-    return sum(trace.bytes_of[m] for m in kept) + sum(sum(call.hidden) for call in last)
+    made = {m for call in last for m in call.makes} - earlier - trace.outside
+    return {m for call in last for m in call.keeps} & made, last
 
 
-def forward_live(trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = ()) -> Iterator[tuple[int, int]]:
+def after_blocks(decisions: Decisions) -> list[str]:
+    """The calls that stand after the last block: a final norm, the head, the loss. None if there are no blocks."""
+    block_of = decisions.blocks.block_of()
+    calls = [node.name for node in decisions.program.graph.graph.nodes if node.op == "call_function"]
+    last = max((at for at, name in enumerate(calls) if name in block_of), default=len(calls))
+    return calls[last + 1 :]
+
+
+def forward_live(trace: StageTrace, held: set[int]) -> Iterator[tuple[int, int]]:
     """Call by call: its number, and the most bytes that live during its forward."""
     last_read = {m: at for at, call in enumerate(trace.calls) for m in (*call.reads, *call.makes)}
-    last_read |= {m: block.end for block in let_go for m in block.memory}
-    ends = {block.end: block for block in let_go}
+    last_read |= {m: block.end for block in trace.let_go for m in block.memory}
+    ends = {block.end: block for block in trace.let_go}
     stays = held | trace.outside | set(trace.sent.values())
     alive: set[int] = set(trace.received.values())
     live = sum(trace.bytes_of[m] for m in alive)
@@ -124,50 +103,34 @@ def forward_live(trace: StageTrace, held: set[int], let_go: Sequence[LetGo] = ()
 
 
 def _rerun(trace: StageTrace, block: LetGo) -> int:
-    """The most bytes that are made and live at once while a block is recomputed."""
-    calls = [trace.calls[at] for at in block.again]
-    last_read = {m: at for at, call in enumerate(calls) for m in (*call.reads, *call.makes)}
-    alive, made, live, peak = set[int](), {m for call in calls for m in call.makes}, 0, 0
-    made -= block.sources | trace.outside
-    for at, (number, call) in enumerate(zip(block.again, calls, strict=True)):
-        new = [m for m in call.makes if m in made and m not in alive]
-        peak = max(peak, live + call.seen.peak)
-        alive.update(new)
-        live += sum(trace.bytes_of[m] for m in new) + (sum(call.hidden) if number in block.inside else 0)
-        peak = max(peak, live)
-        for m in {*call.reads, *call.makes} & alive:
-            if last_read[m] == at and m not in block.memory:
-                alive.discard(m)
-                live -= trace.bytes_of[m]
-    return peak
+    """The most bytes that are made and live at once while a block is recomputed, beside its sources."""
+    calls = [trace.calls[at] if at in block.inside else replace(trace.calls[at], hidden=()) for at in block.again]
+    given = {str(m): m for m in block.sources}
+    alone = replace(trace, calls=calls, received=given, sent={}, let_go=())
+    sources = sum(trace.bytes_of[m] for m in block.sources)
+    return max((most for _, most in forward_live(alone, {*block.memory, *block.sources})), default=sources) - sources
 
 
-class _Backward:
+class Backward:
     """Owns the gradients that wait: of each value the memory that its gradient lies in, and how many lie there."""
 
-    def __init__(
-        self,
-        trace: StageTrace,
-        held: set[int],
-        kept: int,
-        let_go: Sequence[LetGo],
-        later: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, trace: StageTrace, kept: int, later: frozenset[int] = frozenset()) -> None:
         self.trace, self.later = trace, later
         self.kept_aside: set[int] = set()
         self.given_aside: set[int] = set()
         self.hidden_aside: set[int] = set()  # numbers of calls
-        self.rerun_at = {block.reads: block for block in let_go}
+        self.rerun_at = {block.reads: block for block in trace.let_go}
         self.sizes: list[int] = []
         self.owners = Counter[int]()
         self.gradient_of: dict[int, int] = {}
         self.live = kept
         self.keepers = Counter(m for call in trace.calls for m in call.keeps)
-        self.keepers.update(m for block in let_go for m in block.sources)  # the rerun frees them
+        self.keepers.update(m for block in trace.let_go for m in block.sources)  # the rerun frees them
         self.received = set(trace.received.values())
         self.first_reader = {v: at for at, call in reversed(list(enumerate(trace.calls))) for v in call.operands}
 
     def run(self) -> Iterator[tuple[int, int]]:
+        """Call by call, the last first: its number, and the most bytes that live while its backward runs."""
         self._start()
         for at in reversed(range(len(self.trace.calls))):
             call = self.trace.calls[at]
@@ -186,7 +149,7 @@ class _Backward:
             for number in last.results:
                 self._give(number, self._new(self.trace.values[number].like.bytes))
 
-    def _call(self, at: int, call: Call) -> int:
+    def _call(self, at: int, call: TraceCall) -> int:
         """The most bytes that live while the backward of ``call`` runs."""
         given = [self.gradient_of.get(number) for number in call.results]
         if at in self.later:
@@ -219,7 +182,7 @@ class _Backward:
         hidden = sum(sum(self.trace.calls[at].hidden) for at in self.hidden_aside)
         return kept + hidden + sum(self.sizes[g] for g in self.given_aside)
 
-    def _put_aside(self, at: int, call: Call, given: Sequence[int | None]) -> None:
+    def _put_aside(self, at: int, call: TraceCall, given: Sequence[int | None]) -> None:
         """A deferred call holds its saved tensors, and the gradients of its results, beyond this backward."""
         self.hidden_aside.add(at)
         for memory in given:
@@ -234,18 +197,19 @@ class _Backward:
     def _run_again(self, block: LetGo) -> int:
         """The most bytes that live while a block is recomputed; its freed memory is allocated again."""
         most = self.live + _rerun(self.trace, block)
-        self.live += block.bytes(self.trace)
+        self.live += sum(self.trace.bytes_of[m] for m in block.memory)
+        self.live += sum(sum(self.trace.calls[at].hidden) for at in block.inside)
         for m in block.sources:
             self._read(m)
         return most
 
-    def _gradients(self, call: Call) -> list[Gradient | None]:
+    def _gradients(self, call: TraceCall) -> list[Gradient | None]:
         if call.seen.gradients:
             return list(call.seen.gradients)
         likes = [self.trace.values[number].like for number in call.operands]
         return [Gradient(False, like.bytes) if like.requires_grad else None for like in likes]
 
-    def _release(self, at: int, call: Call) -> None:
+    def _release(self, at: int, call: TraceCall) -> None:
         if at not in self.hidden_aside:
             self.live -= sum(call.hidden)
         for m in call.keeps:

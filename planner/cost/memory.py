@@ -11,7 +11,7 @@ half, half                    20          4 + 16/d
 half, float32                 18          6 + 12/d
 float32, float32              16          8 + 8/d
 
-activations             saved tensors of all microbatches in flight at the peak (planner.saved,
+activations             saved tensors of all microbatches in flight at the peak (planner.trace,
                         planner.pipeline.ledger), and tensors that wait for a W: inputs of products with weights,
                         gradients of their results
 logits                  the part of it after the last block, kept apart: final norm, head and loss
@@ -23,55 +23,58 @@ whole                   with zero 2 and 3: full gradients, and weights, of the b
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to whole); on a cluster at
-                        least ``device.slack`` of all tensors (planner.cost.device_memory)
+                        least ``device.slack`` of all tensors (planner.cost.memory)
 device                  if the cluster file has figures: of the driver's context and of collectives
-                        (planner.cost.device_memory)
+                        (planner.cost.memory)
+
+Bytes that a process holds on a device beside its tensors: the allocator's, the driver's, those of collectives.
+
+    slack            at least ``device.slack`` of all tensors, those that stay included: gaps lie between them
+    context          of the driver and its libraries, as the cluster file states it
+    communicators    one for each process group of the rank, by the outermost link that it crosses: all ranks; each
+                     axis, those of experts that have other ranks too, and dp-cp beside dp and cp; further axes over
+                     which its buffers are exchanged; each neighbour in the pipeline, by direction
+
+NCCL holds buffers for each channel and neighbour of a communicator, whatever is sent through it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
+from typing import NamedTuple
 
 from passes.errors import require
-from passes.pieces import CompiledPiece, Piece
 from passes.program.ops.aten import value_bytes
+from planner.cluster.cluster import Cluster
+from planner.cluster.links import EXPERT_AXES, group, level_between
+from planner.cost.cut.fused import edited
 from planner.cost.cut.ops import puts_aside
-from planner.cost.fused_saves import with_fused_saves
-from planner.cost.let_go import let_go_of
-from planner.cost.liveness import StageMemory, stage_memory
+from planner.cost.liveness import after_blocks, walked
 from planner.cost.whole import whole_bytes
 from planner.decisions import Decisions
 from planner.fold import Fold, stages_of
-from planner.mesh import Mesh
+from planner.mesh import OF_WEIGHTS, REPLICA, SHARD, Mesh
 from planner.pipeline.actions import Order
-from planner.pipeline.ledger import Peak, StageBytes, UnderWay, peak
-from planner.pipeline.links import Message, received_by
+from planner.pipeline.ledger import Peak, StageBytes, peak, under_way
+from planner.pipeline.links import Message, RankMessages, links, received_by
 from planner.pipeline.schedule import SchedulePlan
 from planner.regions.static_memory import GraphSlots
-from planner.saved.lowered import Lowered
-from planner.saved.trace import StageTrace
-from planner.sharding.homes import homes_of
+from planner.sharding.buffers import Buffer
+from planner.sharding.homes import homes_of, shared_over
 from planner.sharding.parameters import parameters_of_rank
-from planner.sharding.shards import Shards
+from planner.sharding.shards import Shards, sums_of
+from planner.spec.update_rules import MATRIX_RULES
+from planner.trace.lowered import Lowered
+from planner.trace.trace import StageTrace
 
 SLACK = 0.05  # blocks that the allocator rounds up or cannot join
-_SUMMED = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "graph_buffers",
-    "logits",
-    "working",
-    "communication",
-    "whole",
-    "slack",
-    "device",
-)
+LASTING = ("parameters", "gradients", "optimizer")
+PARTS = (*LASTING, "activations", "logits", "working", "communication", "whole", "graph_buffers", "slack", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +102,49 @@ class MemoryRow:
     of_microbatch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        total = sum(getattr(self, part) for part in _SUMMED)
+        total = sum(getattr(self, part) for part in PARTS)
         if self.total == -1:
             object.__setattr__(self, "total", total)
         require(self.total == total, f"memory of pp rank {self.pp_rank}: {self.total} is not the sum {total}")
 
 
-def memory_rows(
-    lowered: Lowered,
-    schedule: SchedulePlan,
-    slots: Sequence[GraphSlots] = (),
-    recomputed: Sequence[Piece] = (),
-    compiled: Sequence[CompiledPiece] = (),
-) -> tuple[MemoryRow, ...]:
-    """One row for each pp rank. ``recomputed``: the pieces that are freed and recomputed."""
+def memory_rows(lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots] = ()) -> tuple[MemoryRow, ...]:
+    """One row for each pp rank."""
     decisions, shards = lowered.decisions, lowered.shards
-    after, stages = frozenset(after_blocks(decisions)), list[StageMemory]()
+    after, stages = frozenset(after_blocks(decisions)), list[StageBytes]()
     for index in range(decisions.stages.num_stages):
-        trace = with_fused_saves(lowered.trace(index), compiled, recomputed)
+        trace = edited(lowered, index)
         later = waiting_calls(trace) if schedule.has_weights else frozenset[int]()
-        stages.append(stage_memory(trace, after, let_go_of(trace, recomputed), later))
+        stages.append(walked(trace, after, later).bytes)
     stages = shared_once(stages, decisions.mesh)
-    static, orders, fold = Counter[int](), schedule.actions, decisions.mesh.fold
+    static, orders, fold = Counter[int](), schedule.orders, decisions.mesh.fold
     for row in slots:
         static[row.pp_rank] += row.bytes
     standing = {row.pp_rank for row in slots if row.message_bytes}
     peaks = [_peak(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
     whole = whole_bytes(lowered, schedule)
     return tuple(
-        _row(decisions, shards, rank, peak, stages, (static[rank], whole[rank])) for rank, peak in enumerate(peaks)
+        row_of(
+            rank,
+            at,
+            _lasting(decisions, shards, rank, full),
+            (stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
+            static=static[rank],
+            update=update_bytes(decisions, shards, rank),
+        )
+        for rank, (at, full) in enumerate(zip(peaks, whole, strict=True))
     )
 
 
 def _peak(
-    orders: Sequence[Order], rank: int, stages: Sequence[StageMemory], shards: Shards, fold: Fold, stands_still: bool
+    orders: Sequence[Order], rank: int, stages: Sequence[StageBytes], shards: Shards, fold: Fold, stands_still: bool
 ) -> Peak:
     """``orders``: the actions of every rank; ``stages``: of every stage. ``stands_still``: messages lie in buffers that
     are counted elsewhere, received values too.
     """
     pp, count = len(orders), len(stages)
     own = [(stages[stage], received_by("F", stage, 0)) for stage in stages_of(rank, pp, count, fold)]
-    own = [m.without(m.received) if stands_still and into.crosses(count, pp, fold) else m for m, into in own]
-    chunks = [StageBytes(m.kept, m.logits, m.forward, m.backward, m.aside) for m in own]
+    chunks = [m.without(m.received) if stands_still and into.crosses(count, pp, fold) else m for m, into in own]
     if stands_still:
         return peak(orders[rank], chunks)
 
@@ -148,12 +152,12 @@ def _peak(
         return sum(b.bytes for b in shards.sent(message.boundary) if message.kind == "F" or b.requires_grad)
 
     def sent(message: Message) -> int:
-        return stages[message.boundary].sent if message.kind == "F" else ahead(message)
+        return int(stages[message.boundary].sent) if message.kind == "F" else ahead(message)
 
-    return peak(orders[rank], chunks, UnderWay(orders, rank, count, fold, ahead, sent))
+    return peak(orders[rank], chunks, under_way(RankMessages(orders, rank, count, fold), ahead, sent))
 
 
-def shared_once(stages: Sequence[StageMemory], mesh: Mesh) -> list[StageMemory]:
+def shared_once(stages: Sequence[StageBytes], mesh: Mesh) -> list[StageBytes]:
     """A stage that follows another on the same rank receives its tensors, no copies: kept bytes of both count once."""
     found = list(stages[:1])
     for index, (before, stage) in enumerate(pairwise(stages), 1):
@@ -169,38 +173,45 @@ def waiting_calls(trace: StageTrace) -> frozenset[int]:
     return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
 
 
-def _row(
-    decisions: Decisions,
-    shards: Shards,
-    rank: int,
-    peak: Peak,
-    stages: Sequence[StageMemory],
-    beside: tuple[int, int],
+class Lasting(NamedTuple):
+    """Bytes on a rank at any time; ``whole``: of full weights and gradients at once, if ranks keep shards of them."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    whole: int
+
+
+def row_of(
+    rank: int, at: Peak, lasting: Lasting, kept: Iterable[float], *, static: int = 0, update: int = 0
 ) -> MemoryRow:
-    """``beside``: bytes of static graph buffers, and of full weights and gradients."""
-    static, whole = beside
-    buffers = shards.buffers_of_rank(rank)
-    held = parameters_of_rank(decisions, rank)
-    laid_out = {name for buffer in buffers for name in buffer.by_name}
-    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
-    own = sum(b.parameter_bytes for b in buffers)
-    # nothing of a microbatch is held then
-    more = max(0, update_bytes(decisions, shards, rank) - int(peak.total) - whole)
+    """``kept``: of a microbatch, chunk by chunk. ``static``: of graph buffers. ``update``: of the update, during
+    which nothing of a microbatch is held.
+    """
+    passing = round(at.total) + lasting.whole
+    more = max(0, update - passing)
     return MemoryRow(
         rank,
-        parameters=frozen + registered_bytes(decisions, rank) + own,
-        gradients=sum(b.gradient_bytes for b in buffers),
-        optimizer=sum(b.optimizer_bytes for b in buffers),
-        activations=int(peak.kept - peak.logits),
+        *lasting[:3],
+        activations=round(at.kept - at.logits),
         graph_buffers=static,
-        logits=int(peak.logits),
-        working=int(peak.working) + more,
-        communication=int(peak.messages),
-        whole=whole,
-        slack=ceil(SLACK * (peak.total + more + whole)),
-        peak="update" if more else str(peak.action or ""),
-        of_microbatch=tuple(stages[stage].kept for stage in decisions.mesh.stages_of(rank)),
+        logits=round(at.logits),
+        working=round(at.working) + more,
+        communication=round(at.messages),
+        whole=lasting.whole,
+        slack=ceil(SLACK * (passing + more)),
+        peak="update" if more else str(at.action or ""),
+        of_microbatch=tuple(map(round, kept)),
     )
+
+
+def _lasting(decisions: Decisions, shards: Shards, rank: int, whole: int) -> Lasting:
+    buffers, held = shards.buffers_of_rank(rank), parameters_of_rank(decisions, rank)
+    laid_out = {name for buffer in buffers for name in buffer.by_name}
+    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
+    parameters = frozen + registered_bytes(decisions, rank) + sum(b.parameter_bytes for b in buffers)
+    gradients, optimizer = (sum(getattr(b, part) for b in buffers) for part in ("gradient_bytes", "optimizer_bytes"))
+    return Lasting(parameters, gradients, optimizer, whole)
 
 
 def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
@@ -211,14 +222,6 @@ def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
     return max(of_matrices, default=0)
 
 
-def after_blocks(decisions: Decisions) -> list[str]:
-    """The calls that stand after the last block: a final norm, the head, the loss. None if there are no blocks."""
-    block_of = decisions.blocks.block_of()
-    calls = [node.name for node in decisions.program.graph.graph.nodes if node.op == "call_function"]
-    last = max((at for at, name in enumerate(calls) if name in block_of), default=len(calls))
-    return calls[last + 1 :]
-
-
 def registered_bytes(decisions: Decisions, rank: int) -> int:
     """The model's own buffers and constants on each stage of a rank."""
     program, stages, own = decisions.program, decisions.stages, decisions.mesh.stages_of(rank)
@@ -227,3 +230,75 @@ def registered_bytes(decisions: Decisions, rank: int) -> int:
         for name in (*program.buffers, *program.constants)
         if name in stages.parameter_stages
     )
+
+
+_TIED = "embedding"
+
+
+def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collection[str] = ()) -> int:
+    """Of one rank of ``pp_rank``. ``further``: the axes of the exchanges of its buffers."""
+    own = _axes_of_groups(mesh)
+    reached = (_outermost(mesh, axis, cluster) for axis in (*own, *sorted({*further} - {*own, *EXPERT_AXES})))
+    ends = (ranks for pp_ranks, ranks in _links_of_pipeline(mesh) if pp_rank in pp_ranks)
+    levels = [level for level in reached if level is not None] + [level_between(*pair, cluster) for pair in ends]
+    return (cluster.device.context or 0) + sum(cluster.links[level].communicator or 0 for level in levels)
+
+
+@lru_cache(maxsize=1 << 12)
+def _axes_of_groups(mesh: Mesh) -> tuple[str, ...]:
+    """Each once: an axis of experts with the ranks of a dense one is that group."""
+    dense = {"etp": "tp", "edp": mesh.data_axis}
+    experts = EXPERT_AXES if mesh.has_expert_axes else {}
+    ranks = {axis: mesh.expert.group_of(token, 0) for axis, token in experts.items()}
+    apart = [axis for axis in ranks if axis not in dense or mesh.dense.group_of(dense[axis], 0) != ranks[axis]]
+    return ("world", "tp", "dp", *(("cp", "dp-cp") if mesh.cp > 1 else ()), *apart)
+
+
+@lru_cache(maxsize=1 << 12)
+def _links_of_pipeline(mesh: Mesh) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Both pp ranks of each link of a pipeline, and two of their ranks."""
+    firsts = [mesh.rank_of(pp=rank) for rank in range(mesh.pp)]
+    found = links(mesh.pp, mesh.vpp, mesh.fold)
+    return tuple(((a, b), (firsts[a], firsts[b])) for a, b, _ in found)
+
+
+def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
+    """The level of the outermost link that a group of the axis crosses; None for an axis of one rank."""
+    name = "pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS)
+    return max((level for level, size in enumerate(group(mesh, name, cluster)) if size > 1), default=None)
+
+
+def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:
+    """Of one buffer. ``tied``: stages that share it; None: no other one does. ``matrices``: the axis of its updates."""
+    found = {over, *([over + OF_WEIGHTS] if gathers else ()), *((SHARD, REPLICA) if mesh.replica > 1 else ())}
+    return found | ({_TIED + tied} if tied is not None else set()) | ({matrices} if matrices else set())
+
+
+def on_device(
+    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None, buffers: Iterable[Buffer] = ()
+) -> tuple[MemoryRow, ...]:
+    """``rows`` with these bytes; as they are without a cluster. ``buffers``: of all pp ranks."""
+    return tuple(rows) if cluster is None else with_axes(rows, mesh, cluster, _axes_of_buffers(buffers, mesh))
+
+
+def with_axes(
+    rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster, further: Sequence[Collection[str]]
+) -> tuple[MemoryRow, ...]:
+    """The same by the axes over which the buffers of each pp rank are exchanged."""
+    share, found = cluster.device.slack_share, []
+    of_rank = [device_bytes(mesh, cluster, rank, axes) for rank, axes in enumerate(further)]
+    for row in rows:
+        tensors, device = row.total - row.slack, of_rank[row.pp_rank]
+        slack = max(row.slack, ceil(share * tensors))
+        found.append(replace(row, device=device, slack=slack, total=tensors + slack + device))
+    return tuple(found)
+
+
+def _axes_of_buffers(buffers: Iterable[Buffer], mesh: Mesh) -> list[set[str]]:
+    """By pp rank: the axes over which its buffers are summed, gathered or updated."""
+    found: list[set[str]] = [set() for _ in range(mesh.pp)]
+    for b in buffers:
+        matrices = b.rule in MATRIX_RULES and shared_over(b.parameters[0], mesh, sharded=b.layout.num_ranks > 1)
+        tied = str(b.tied_stages) if _TIED in sums_of(b, mesh) else None
+        found[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
+    return found

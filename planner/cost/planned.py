@@ -1,65 +1,70 @@
-"""The row of seconds of a plan, from its own decisions, and its memory compared with that of its devices."""
+"""What a plan, and a search, count of one cut: its work, free of any cluster, and of a plan the row of seconds.
+
+Decisions, Shards → CutWork        a trace of each stage, call by call (planner.trace.trace)
+CutWork.at(micro)                  the same for another size of a microbatch: no capture, no trace
+planner.cost.estimate              CutWork, a layout, a cluster → seconds and bytes
+
+Weights in shards (``optimizer.reshard``) are freed after each use, or with auto once a step if they fit; a number: so
+many blocks of each stage, the last ones, once a step: their backward is the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
-from passes.pieces import Piece
+from passes.errors import PlanError
+from passes.pieces import NONE
 from planner.cluster.cluster import Cluster
+from planner.compiled.pieces import decide_compiled
+from planner.cost.cut.build import Builder
+from planner.cost.cut.units import CutWork
 from planner.cost.estimate import cost_of, stage_seconds
-from planner.cost.layout import Layout
-from planner.cost.memory import MemoryRow
+from planner.cost.layout import CostPlan, Layout
+from planner.cost.memory import MemoryRow, memory_rows, on_device
 from planner.cost.seconds.phases import flops_of, flops_of_stages
-from planner.cost.step_time import CostPlan
-from planner.cost.work import AS_PLANNED, planned_work
 from planner.decisions import Decisions
-from planner.pipeline.schedule import KINDS, SchedulePlan
+from planner.pipeline.schedule import KINDS, Schedule, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
-from planner.saved.lowered import Lowered
+from planner.recompute.decide import decide_recompute
+from planner.regions.regions import decide_regions
+from planner.regions.static_memory import GraphSlots
+from planner.sharding.residency import Unit
+from planner.sharding.shards import Shards
+from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
+from planner.trace.lowered import Lowered
 
 
-def cost_row(
-    lowered: Lowered,
-    spec: Spec,
-    schedule: SchedulePlan,
-    recomputed: Sequence[Piece],
-    cluster: Cluster | None,
-) -> CostPlan | None:
+def cost_row(lowered: Lowered, spec: Spec, schedule: SchedulePlan, cluster: Cluster | None) -> CostPlan | None:
     """Seconds of a step on ``cluster``; None without one."""
     if cluster is None:
         return None
-    work = planned_work(lowered, spec, recomputed)
-    return cost_of(work, _layout(lowered, spec, schedule), cluster, spec)
+    return cost_of(planned_work(lowered, spec), _layout(lowered, spec, schedule), cluster, spec)
 
 
-def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan, recomputed: Sequence[Piece]) -> float:
+def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> float:
     """``flops`` of the row, for which no cluster is needed."""
-    flops, _ = flops_of(planned_work(lowered, spec, recomputed), AS_PLANNED)
+    flops, _ = flops_of(planned_work(lowered, spec), AS_PLANNED)
     return schedule.num_microbatches * flops / lowered.decisions.mesh.pp
 
 
-def planned_stage_seconds(
-    lowered: Lowered,
-    spec: Spec,
-    schedule: SchedulePlan,
-    recomputed: Sequence[Piece],
-    cluster: Cluster,
-) -> StageCosts:
+def planned_stage_seconds(lowered: Lowered, spec: Spec, schedule: SchedulePlan, cluster: Cluster) -> StageCosts:
     """Seconds of one microbatch's forward, backward and deferred weight gradients, on each stage."""
-    work = planned_work(lowered, spec, recomputed)
-    return stage_seconds(work, _layout(lowered, spec, schedule), cluster)
+    return stage_seconds(planned_work(lowered, spec), _layout(lowered, spec, schedule), cluster)
 
 
-def costs_of_stages(
-    lowered: Lowered, spec: Spec, kind: str, recomputed: Sequence[Piece], cluster: Cluster | None
-) -> StageCosts | None:
+def costs_of_stages(lowered: Lowered, spec: Spec, cluster: Cluster | None) -> StageCosts | None:
     """By which a schedule with W puts them: seconds on ``cluster``, else operations of products. None without W."""
-    if not KINDS[kind].waits:
+    asked = spec.pipeline.schedule
+    kind, orders = (asked.kind, asked.orders) if isinstance(asked, Schedule) else (asked, ())
+    row = SchedulePlan(kind, spec.num_microbatches, orders)
+    if not (row.has_weights or (kind in KINDS and KINDS[kind].waits)):
         return None
-    work = planned_work(lowered, spec, recomputed)
     if cluster is not None:
-        return stage_seconds(work, _layout(lowered, spec, SchedulePlan(kind, spec.num_microbatches, ())), cluster)
+        return planned_stage_seconds(lowered, spec, row, cluster)
+    work = planned_work(lowered, spec)
     return flops_of_stages(work, AS_PLANNED, work.ranges(_sizes(lowered.decisions)))
 
 
@@ -76,6 +81,7 @@ def _layout(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> Layout:
         _sizes(decisions),
         spec.optimizer.planned_zero,
         lowered.shards.reshards,
+        schedule.orders if schedule.kind not in KINDS else (),
     )
 
 
@@ -92,3 +98,65 @@ def too_large(memory: Sequence[MemoryRow], cluster: Cluster | None) -> Iterator[
     """The rows that do not fit a device."""
     if cluster is not None:
         yield from (row for row in memory if row.total > usable_bytes(cluster))
+
+
+def decide_reshard(
+    asked: Any,
+    lowered: Lowered,
+    schedule: SchedulePlan,
+    slots: Sequence[GraphSlots],
+    cluster: Cluster | None,
+) -> Lowered:
+    """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true. Raises
+    PlanError for a number above that of the model's blocks."""
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        blocks = sum(map(len, lowered.decisions.stages.blocks_of_stage))
+        if asked > blocks:
+            fix = f"set a number up to {blocks}, or false to gather all weights once a step"
+            what = f"optimizer.reshard is {asked}, and the model has {blocks} blocks"
+            raise PlanError(what, where="optimizer.reshard", fix=fix)
+        return replace(lowered, shards=replace(lowered.shards, kept=_last(asked, lowered)))
+    has_choice = schedule.num_microbatches > 1 and any(buffer.gathers for buffer in lowered.shards.buffers)
+    if asked != AUTO or cluster is None or not has_choice:
+        return lowered
+    once = replace(lowered, shards=replace(lowered.shards, reshards=False))
+    rows = memory_rows(once, schedule, slots)
+    rows = on_device(rows, once.decisions.mesh, cluster, once.shards.buffers)
+    return lowered if any(too_large(rows, cluster)) else once
+
+
+def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:
+    """Of each pp rank the units of the last visits of its stages."""
+    mesh = lowered.decisions.mesh
+    visits = [lowered.visits(stage)[-count:] for stage in range(lowered.num_stages)]
+    return tuple(
+        frozenset(unit for stage in mesh.stages_of(rank) for visit in visits[stage] for unit in visit.units)
+        for rank in range(mesh.pp)
+    )
+
+
+AS_PLANNED = "as planned"  # the kind of recompute of a plan with a spec that names blocks
+
+
+def cut_work(
+    decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str], *, ends: bool = False
+) -> CutWork:
+    """Decisions of any pp. ``kinds``: of recompute (none, full, selective) that the work is to know about. ``ends``: as
+    CutWork has it."""
+    lowered = Lowered(decisions, shards, decide_regions(spec.cuda_graphs, decisions, shards))
+    pieces = {kind: () if kind == NONE else decide_recompute(kind, lowered) for kind in kinds}
+    alone = replace(lowered, recomputed=next(iter(pieces.values())) if len(pieces) == 1 else ())
+    compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), alone).pieces
+    return Builder(replace(lowered, pieces=compiled), spec, ends=ends or _stand_alone(decisions)).work(pieces)
+
+
+def planned_work(lowered: Lowered, spec: Spec) -> CutWork:
+    """Of a plan that is decided: only its own kind, and no memory, since a plan has rows for that."""
+    builder = Builder(lowered, spec, ends=_stand_alone(lowered.decisions))
+    return builder.work({AS_PLANNED: lowered.recomputed}, with_memory=False)
+
+
+def _stand_alone(decisions: Decisions) -> bool:
+    """Whether a stage has no block."""
+    of_stages = decisions.stages.blocks_of_stage
+    return len(of_stages) > 1 and not all(of_stages)

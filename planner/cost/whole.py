@@ -1,6 +1,6 @@
 """Bytes of full weights and gradients on one rank while it needs them, if ranks keep shards of them (zero 2 and 3).
 
-weights     the most that its moves make whole at once (planner.exchanges.weights)
+weights     the most that its moves make whole at once (planner.exchanges.collectives)
 gradients   a bucket fills from the first backward that gives it a gradient to the last; then its sums are under way
             until those of the next bucket begin. If gradients wait for a W of the schedule, a bucket is held from the
             first B or W that gives it a gradient to its sum at the end of the next W of its chunk
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 
 from passes.own_linears import knows_places, reached_by_backward
 from planner.cost.cut.ops import puts_aside
-from planner.exchanges.weights import gathered_weights
+from planner.exchanges.collectives import gathered_weights
 from planner.pipeline.actions import Order
 from planner.pipeline.schedule import SchedulePlan
-from planner.saved.lowered import Lowered
 from planner.sharding.buffers import Buffer
 from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.residency import Unit
+from planner.trace.lowered import Lowered
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A bucket in the backward of a stage: its bytes, and the first and the last call, in the order of the forward,
+    """A bucket as a stage fills it: its bytes, and the ``calls``, in the order of the forward, with a backward, or a W,
     that gives it a gradient. ``place``: buckets are summed from the greatest to the least.
     """
 
+    unit: Unit
     size: int
-    first: int
-    last: int
     place: int
+    calls: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
     """Of each pp rank."""
     shards, decisions, found = lowered.shards, lowered.decisions, []
     if not any(buffer.scatters for buffer in shards.buffers):
-        return [0] * len(schedule.actions)
-    for rank, gathered in enumerate(gathered_weights(lowered, schedule)):
+        return [0] * len(schedule.orders)
+    for rank, gathered in enumerate(gathered_weights(lowered, schedule.orders)):
         buffers = [buffer for buffer in shards.buffers_of_rank(rank) if buffer.scatters]
         chunks = decisions.mesh.stages_of(rank)
         if schedule.has_weights:
             apart = [_apart(lowered, buffers, rank, stage) for stage in chunks]
-            most = most_until_weights(schedule.actions[rank], apart)
+            most = most_until_weights(schedule.orders[rank], apart)
         else:
-            most = max(most_gradients(fillings_of(lowered, buffers, rank, stage)) for stage in chunks)
+            most = max(most_gradients(_fillings(lowered, buffers, rank, stage)) for stage in chunks)
         found.append(gathered.most_bytes + most)
     return found
 
@@ -87,8 +87,8 @@ def most_until_weights(order: Order, chunks: Sequence[Apart]) -> int:
 def most_gradients(buckets: Sequence[Filling]) -> int:
     """The most bytes at once in the backward of one stage."""
     order = sorted(buckets, key=lambda bucket: -bucket.place)
-    opened = [(-bucket.last, 0, n) for n, bucket in enumerate(order)]
-    filled = [(-bucket.first, 1, n) for n, bucket in enumerate(order)]
+    opened = [(-max(bucket.calls), 0, n) for n, bucket in enumerate(order)]
+    filled = [(-min(bucket.calls), 1, n) for n, bucket in enumerate(order)]
     held, full, begun, most = set[int](), set[int](), 0, 0
     for _, is_full, number in sorted(opened + filled):
         if not is_full:
@@ -102,30 +102,15 @@ def most_gradients(buckets: Sequence[Filling]) -> int:
     return most
 
 
-def fillings_of(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
-    """The buckets that the backward of ``stage`` fills."""
-    found = _buckets(lowered, buffers, pp_rank, stage)
-    return [Filling(bucket.size, min(bucket.calls), max(bucket.calls), bucket.place) for bucket in found]
-
-
 def _apart(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> Apart:
-    trace, found = lowered.trace(stage), _buckets(lowered, buffers, pp_rank, stage)
+    trace, found = lowered.trace(stage), _fillings(lowered, buffers, pp_rank, stage)
     waits = {bucket.unit: {puts_aside(trace, trace.calls[at]) for at in bucket.calls} for bucket in found}
     early, late = (frozenset(unit for unit, are in waits.items() if wait in are) for wait in (False, True))
     return Apart(early, late, {b.unit: b.size for b in sorted(found, key=lambda bucket: -bucket.place)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """As a stage fills it: ``calls`` have a backward, or a W, that gives it a gradient."""
-
-    unit: Unit
-    size: int
-    place: int
-    calls: Sequence[int]
-
-
-def _buckets(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[_Bucket]:
+def _fillings(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
+    """The buckets that the backward of ``stage`` fills."""
     given, found = _given(lowered, stage), []
     place = {p.fqn: number for number, p in enumerate(parameters_of_rank(lowered.decisions, pp_rank))}
     for number, buffer in enumerate(buffers):
@@ -134,7 +119,7 @@ def _buckets(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: i
             calls = [at for name in names for at in given.get(name, ())]
             size, first = len(bucket.world) * buffer.gradient_dtype.itemsize, min(place[name] for name in names)
             if calls:
-                found.append(_Bucket((number, bucket.index), size, first, calls))
+                found.append(Filling((number, bucket.index), size, first, calls))
     return found
 
 

@@ -1,53 +1,85 @@
 """The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
 
 They are read off the traces of the lowered stages: an op without values notes each collective that it would run. Two
-kinds stand here: rows on their way to experts, of which the number follows the routing (rows_of_experts), and the
+kinds stand here: rows on their way to experts, of which the number follows the routing, and the
 values that cross a cut between stages, sent and received, with their gradients on the way back.
 
 ``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
 reduce-scatter.
+
+The collectives' rows of rows that go to experts: over ep each to its expert's rank, over etp to all holders of a
+part.
+
+``bytes``: over ep those of this rank's own rows, which it sends and gets back for any routing; over etp, on which a
+rank passes on received rows, as if every expert got equally many. An axis of one rank exchanges nothing. The number of
+slots does not depend on the routing, over both axes: E · C / tp · hidden, with padding if tp does not divide C.
+
+Tokens that go once to a rank: as many as choices that are equally likely give. Of E experts a token chooses k; none of
+c experts with probability C(E − c, k) / C(E, k), so a tp rank sends t · ep / tp · (1 − that for c = E / ep). If ep
+spans nodes, it sends t · nodes / tp · (1 − that for c = E / nodes) between them, and the former within its node.
+
+The gathers of weights that ranks hold in shards (zero 3): the moves of each pp rank in a step, counted.
+
+    for action of the rank's order:  for visit of its stage:  residency.need(units, units of the next visit)
+
+The runtime makes the same moves (planner.sharding.residency), so each row is what a step runs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, comb, prod
 
-from passes.blocks.places import Places
+from torch import fx
+
+from passes.blocks.blocks import Places
+from passes.errors import PlanError
+from passes.gather_weights import Visit, moves_of
+from passes.moe import exchange
+from passes.moe.domain import share_of_slots
 from passes.moe.exchange import EXCHANGES
-from passes.pieces import Piece
-from passes.types.collectives import CollectivePlan
+from passes.ops.parameter_gate import Units
+from passes.program.ops.aten import shape_of
+from passes.program.source_lines import where_of
+from passes.types.conversions import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, CollectivePlan
 from planner.decisions import Decisions
-from planner.exchanges.rows_of_experts import exchange_rows
-from planner.saved.lowered import Lowered
-from planner.saved.trace import Call
+from planner.mesh import BETWEEN_NODES, IN_A_NODE, Mesh
+from planner.pipeline.actions import Order
+from planner.pipeline.schedule import SchedulePlan
+from planner.recompute.decide import reruns
+from planner.sharding.residency import Residency, Unit
 from planner.sharding.shards import Shards
+from planner.trace.lowered import Lowered
+from planner.trace.trace import TraceCall
 
 
-def collective_rows(lowered: Lowered, places: Places, recomputed: Sequence[Piece] = ()) -> tuple[CollectivePlan, ...]:
+def collective_rows(lowered: Lowered, places: Places) -> tuple[CollectivePlan, ...]:
     """One row for each exchange of a microbatch."""
-    rows = rows_of_stages(lowered, places, recomputed)
+    rows = rows_of_stages(lowered, places)
     if lowered.decisions.terms.in_turn > 1:  # all forwards of a step run twice
         rows = [replace(row, count=2) if row.phase == "forward" else row for row in rows]
     return tuple(rows)
 
 
-def rows_of_stages(lowered: Lowered, places: Places, recomputed: Sequence[Piece] = ()) -> list[CollectivePlan]:
+def rows_of_stages(lowered: Lowered, places: Places) -> list[CollectivePlan]:
     """One row for each exchange of a forward and a backward of a microbatch."""
     decisions, shards = lowered.decisions, lowered.shards
     rows: list[CollectivePlan] = []
     for stage in range(lowered.num_stages):
-        calls = lowered.trace(stage).calls
+        trace = lowered.trace(stage)
         rows += _boundary_rows(decisions, shards, places, stage - 1, stage)
-        rows += (row for call in calls for row in rows_of_call(decisions, call, stage, places))
-        rerun = {(call.name, call.changed) for piece in recomputed if piece.stage == stage for call in piece.again}
-        repeated = [call for call in calls if (call.name, call.changed) in rerun]
-        rows += (row for call in repeated for row in _again_rows(decisions, call, stage, places))
+        rows += (row for call in trace.calls for row in rows_of_call(decisions, call, stage, places))
+        for at in reruns(trace, lowered.recomputed):
+            again = rows_of_call(decisions, trace.calls[at], stage, places)
+            rows += (replace(row, phase="backward", again=True) for row in again if row.phase == "forward")
         rows += _boundary_rows(decisions, shards, places, stage, stage)
     return rows
 
 
-def rows_of_call(decisions: Decisions, call: Call, stage: int, places: Places) -> Iterator[CollectivePlan]:
+def rows_of_call(decisions: Decisions, call: TraceCall, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """The collectives of one call on ``stage``, in both directions."""
     node = decisions.program.node(call.name)
     if call.changed is None and node.target in EXCHANGES and decisions.mesh.has_expert_axes:
@@ -57,14 +89,11 @@ def rows_of_call(decisions: Decisions, call: Call, stage: int, places: Places) -
         reader = call.changed.readers[0]
         node = decisions.program.node(reader) if reader not in ("send", "loss") else node
     for axis, kind, phase, size in call.seen.sent:
-        yield CollectivePlan(kind, axis, phase, places.text(node), size, 1, "microbatch", stage, places.block(node))
+        yield _row(places, node, stage, kind, axis, phase, size)
 
 
-def _again_rows(decisions: Decisions, call: Call, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """The collectives of a rerun: those of its forward, in the backward."""
-    for row in rows_of_call(decisions, call, stage, places):
-        if row.phase == "forward":
-            yield replace(row, phase="backward", again=True)
+def _row(places: Places, node: fx.Node, stage: int, kind: str, axis: str, phase: str, size: int) -> CollectivePlan:
+    return CollectivePlan(kind, axis, phase, places.text(node), size, 1, "microbatch", stage, places.block(node))
 
 
 def _boundary_rows(
@@ -80,6 +109,195 @@ def _boundary_rows(
         node = decisions.program.node(value.name)
         for phase in ("forward", "backward") if value.requires_grad else ("forward",):
             kind = "send" if sends == (phase == "forward") else "recv"
-            yield CollectivePlan(
-                kind, "pp", phase, places.text(node), value.bytes, 1, "microbatch", stage, places.block(node)
+            yield _row(places, node, stage, kind, "pp", phase, value.bytes)
+
+
+INDEX_BYTES = 4  # of a place
+
+
+def exchanges_of(decisions: Decisions) -> list[fx.Node]:
+    """The calls that exchange counts, dispatch rows and combine them, in the graph's order."""
+    nodes = decisions.program.graph.graph.find_nodes
+    return sorted(n for target in exchange.EXCHANGES for n in nodes(op="call_function", target=target))
+
+
+def exchange_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    """The collectives of one of them, in both directions."""
+    mesh, row = decisions.mesh, partial(_row, places, node, stage)
+    if node.target is exchange.meet:
+        yield from (row(*given) for given in _of_counts(node, mesh))
+        return
+    size = sent_bytes(node, mesh)
+    for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
+        for axis, bytes_over in _over_ep(node, mesh):
+            yield row(ALL_TO_ALL, axis, phase, bytes_over)
+        if mesh.etp > 1:
+            yield row(_over_etp(node, phase), "etp", phase, size * mesh.etp)
+
+
+def _of_counts(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, str, str, int]]:
+    """(kind, axis, phase, bytes) of the exchange of counts and, if tokens go once to a rank, of their places."""
+    experts, size = shape_of(node)[0], node.meta["val"].element_size()
+    tokens = _tokens_of(node)
+    figures = 0 if tokens is None else 1 if tokens.nodes == 1 else 2 + mesh.ep // tokens.nodes
+    if mesh.ep > 1:
+        yield ALL_TO_ALL, "ep", "forward", (experts + mesh.ep * figures) * size
+    if mesh.etp > 1:
+        yield ALL_GATHER, "etp", "forward", experts * size // mesh.ep * mesh.etp
+    if tokens is not None:
+        yield ALL_TO_ALL, "ep", "forward", ceil(tokens.num_rows / mesh.tp) * INDEX_BYTES
+        if tokens.nodes > 1:
+            yield ALL_TO_ALL, BETWEEN_NODES, "forward", tokens.leaving(tokens.nodes, mesh) * mesh.ep // tokens.nodes
+
+
+def _over_ep(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, int]]:
+    if mesh.ep == 1:
+        return
+    tokens = _tokens_of(node)
+    if node.target not in exchange.OF_TOKENS or tokens is None:
+        yield "ep", sent_bytes(node, mesh)
+        return
+    each = prod(shape_of(node)[1:]) * node.meta["val"].element_size()
+    if tokens.nodes > 1:
+        yield BETWEEN_NODES, tokens.leaving(tokens.nodes, mesh) * each
+    yield "ep" if tokens.nodes == 1 else IN_A_NODE, tokens.leaving(mesh.ep, mesh) * each
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """``num_rows`` of ``num_tokens``, for ``experts`` on ranks of ``nodes``."""
+
+    experts: int
+    num_rows: int
+    num_tokens: int
+    nodes: int
+
+    def leaving(self, parts: int, mesh: Mesh) -> int:
+        """How many a rank of tp sends to ``parts`` that have equally many experts."""
+        top_k, others = self.num_rows // self.num_tokens, self.experts - self.experts // parts
+        share = 1 - comb(others, top_k) / comb(self.experts, top_k)
+        return ceil(self.num_tokens * parts * share / mesh.tp)
+
+
+def _tokens_of(node: fx.Node) -> _Tokens | None:
+    """Of a layer that sends tokens once to a rank: by its exchange of counts, or a call that reads it."""
+    here = node if node.target is exchange.meet else node.all_input_nodes[-1]
+    if here.target is not exchange.meet or len(here.args) == 2:
+        return None
+    _, num_rows, _, num_tokens, nodes = here.args
+    return _Tokens(shape_of(here)[0], num_rows, num_tokens, nodes)  # pyright: ignore[reportArgumentType]
+
+
+def _over_etp(node: fx.Node, phase: str) -> str:
+    """Parts as long as each other need no all-to-all to go to all ranks, and to be summed."""
+    if node.target not in exchange.OF_SLOTS:
+        return ALL_TO_ALL
+    return ALL_GATHER if (node.target is exchange.send_slots) == (phase == "forward") else REDUCE_SCATTER
+
+
+def sent_bytes(node: fx.Node, mesh: Mesh) -> int:
+    """Bytes of the rows, or slots, that one rank of tp sends, of those that all have; the most that any does."""
+    shape, size = list(shape_of(node)), node.meta["val"].element_size()
+    if node.target in exchange.OF_SLOTS:
+        slots = int(node.args[2])  # pyright: ignore[reportArgumentType]
+        shape[slots] = share_of_slots(shape[slots], mesh)
+        return prod(shape) * size
+    tokens = _tokens_of(node)
+    num_rows = shape[0] if tokens is None else tokens.num_rows
+    return ceil(num_rows / mesh.tp) * prod(shape[1:]) * size
+
+
+def bytes_over_ep(node: fx.Node, mesh: Mesh) -> int:
+    """Bytes that one rank of tp sends over ep, in one step or two; over etp alone, of its rows."""
+    return sum(size for _, size in _over_ep(node, mesh)) if mesh.ep > 1 else sent_bytes(node, mesh)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Of one pp rank: how often a step gathers each unit, by phase, and the most bytes of whole weights at once."""
+
+    times: Counter[tuple[Unit, str]]
+    most_bytes: int
+
+
+def weight_rows(lowered: Lowered, schedule: SchedulePlan) -> tuple[CollectivePlan, ...]:
+    """One row for each unit and phase."""
+    rows = []
+    for pp_rank, found in enumerate(gathered_weights(lowered, schedule.orders)):
+        buffers, shards = lowered.shards.buffers_of_rank(pp_rank), lowered.shards
+        for ((number, index), phase), times in found.times.items():
+            buffer = buffers[number]
+            bucket = buffer.layout.buckets[index]
+            count = len(bucket.slots)
+            held = f"{count} parameters" if count > 1 else bucket.slots[0].name
+            what = f"optimizer.buffers.{shards.buffers.index(buffer)}.buckets.{index}   (weights of {held})"
+            size = len(bucket.world) * buffer.gather_dtype.itemsize
+            over = buffer.reduced_over
+            rows.append(CollectivePlan("all_gather", over, phase, what, size, times, "step", pp_rank))
+    return tuple(rows)
+
+
+def gathered_weights(lowered: Lowered, orders: Sequence[Order], *, evaluates: bool = False) -> list[Gathered]:
+    """Of each pp rank that runs ``orders``; nothing if no weight is sharded between its uses. ``evaluates``: weights
+    are freed after each use.
+    """
+    shards, mesh = lowered.shards, lowered.decisions.mesh
+    if not any(buffer.gathers for buffer in shards.buffers):
+        return [Gathered(Counter(), 0) for _ in orders]
+    visits = [lowered.visits(stage) for stage in range(lowered.num_stages)]
+    twice = not evaluates and lowered.decisions.terms.in_turn > 1
+    shards = replace(shards, reshards=True, kept=()) if evaluates else shards
+    return [
+        _of_rank(order, [visits[stage] for stage in mesh.stages_of(rank)], shards, rank, twice)
+        for rank, order in enumerate(orders)
+    ]
+
+
+def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_rank: int, twice: bool) -> Gathered:
+    sizes, sent = dict[Unit, int](), dict[Unit, int]()
+    for number, buffer in enumerate(shards.buffers_of_rank(pp_rank)):
+        for bucket in buffer.layout.buckets if buffer.gathers else ():
+            sizes[number, bucket.index] = len(bucket.world) * buffer.dtype.itemsize
+            sent[number, bucket.index] = len(bucket.world) * buffer.gather.itemsize if buffer.gather else 0
+    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(pp_rank))
+    times, most = Counter[tuple[Unit, str]](), 0
+    for phase, units, ahead in _needs(order, stages, twice):
+        moves = residency.need(units, ahead)
+        times.update((unit, phase) for unit in moves.gathered)
+        held = sum(sizes[unit] for unit in residency.whole) + sum(sent[unit] for unit in residency.coming)
+        residency.came(units)
+        most = max(most, held)
+    return Gathered(times, most)
+
+
+def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator[tuple[str, Units, Units]]:
+    """(phase, units, units ahead), one after the other, of a step of a rank."""
+    forwards = [action for action in order if action.kind == "F"] if twice else []
+    for action in (*forwards, *order):
+        if action.kind != "W":
+            forward = action.kind == "F"
+            for units, ahead in moves_of(stages[action.chunk], forward=forward):
+                yield "forward" if forward else "backward", units, ahead
+
+
+WIDE = 8  # bytes of a float64
+FIGURES = 3  # of each label: log P, whether it is the top, how often it was scored
+
+
+def check_scored(decisions: Decisions) -> None:
+    """Raises PlanError if the loss gives no target a probability, or a stage before that of the loss looks it up."""
+    last = decisions.stages.num_stages - 1
+    for pick in decisions.scored.picks:
+        if not decisions.stages.runs_on(pick.node, last):
+            raise PlanError(
+                "a part of the loss is computed before the last stage, but only the last stage scores labels",
+                where=where_of(decisions.program.node(pick.node)),
+                fix="set mesh.pp: 1, or change pipeline.split",
+            )
+        reader = decisions.program.node(pick.node)
+        if decisions.placements.wanted(reader, 0).kind not in ("I", "V"):
+            raise PlanError(
+                "the targets' logits are partial sums over tp where the loss looks them up",
+                where=where_of(reader),
+                fix="set tensor_parallel.overrides: {HEAD: replicate}, with the name of the head",
             )

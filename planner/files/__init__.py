@@ -1,1 +1,4 @@
-"""Reads user files within limits: nothing in them can run, hang or fill the memory. Writes our files atomically."""
+"""Reads user files within limits: nothing in them can run, hang or fill the memory. Writes our files atomically.
+
+Begin at `text` for reading and at `atomic` for writing. `values` and `allowed` bound what a plan file may hold.
+"""

@@ -1,14 +1,18 @@
 """The names that a plan on disk may hold: its records, enums, functions, ops and marks of nodes. No other is looked up.
 
-Tests hold the records against the fields of the classes that are written, and all of it against many plans.
+Each value that is read must be of the type that its field says (``checked``, ``fits``). Tests hold the records against
+the fields of the classes that are written, and all of it against many plans.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache, partial
 from importlib import import_module
 from keyword import iskeyword
-from typing import Any
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,48 +21,39 @@ from torch._ops import OpOverload
 from passes.moe.domain import Domain
 from passes.program.ops.aten import aten, is_mutable, packet_of
 from passes.rules.notation import Pattern
-from passes.types.draw import Draw
-from passes.types.types import Placement
-from planner.files.fits import fits
+from passes.types.types import Draw, Placement
 
+Record = TypeVar("Record")
 RECORDS = {
     "passes.blocks.blocks": "Block Blocks",
     "passes.errors": "Where",
-    "passes.lowering": "Lowering Options",
+    "passes.lowering": "Documents Lowering Options",
     "passes.moe.domain": "Domain",
-    "passes.moe.layers": "Doubt ExpertLayer ExpertWeight Experts",
-    "passes.moe.parts": "ExpertPart",
+    "passes.moe.layers": "Doubt ExpertLayer ExpertPart ExpertWeight Experts",
     "passes.parameters": "LocalParameter",
     "passes.partition.loss.counts": "LossTerms",
-    "passes.partition.options.base": "Option",
-    "passes.partition.placements": "Placements",
+    "passes.partition.typings.base": "Option",
+    "passes.partition.type_changes": "Placements TypeChange",
     "passes.partition.sequence.facts": "Context",
-    "passes.partition.type_changes": "TypeChange",
-    "passes.pieces": "AgainCall CompiledPiece Piece",
-    "passes.program.assumptions": "Assumption Condition",
-    "passes.program.documents": "Documents",
+    "passes.pieces": "AgainCall CompiledPiece Piece Region",
+    "passes.program.program": "Assumption BoundaryPlan Condition Program StageAssignment",
     "passes.program.matrices": "Matrices",
-    "passes.program.program": "Program",
-    "passes.program.stages": "BoundaryPlan StageAssignment",
-    "passes.regions": "Region",
     "passes.rules.notation": "Pattern",
-    "passes.types.collectives": "CollectivePlan",
-    "passes.types.conversions": "Conversion",
-    "passes.types.draw": "Draw",
-    "passes.types.types": "Placement Segment",
+    "passes.types.conversions": "CollectivePlan Conversion",
+    "passes.types.types": "Draw Placement Segment",
     "planner.mesh": "Mesh",
     "planner.sharding.buckets": "Bucket BufferLayout Range Slot",
     "planner.sharding.buffers": "Buffer",
-    "planner.updates.rules": "UpdateRules",
+    "planner.updates": "UpdateRules",
 }
-ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.options.forms": "Form", "passes.rules.rule": "Role"}
+ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.typings.base": "Form", "passes.rules.rule": "Role"}
 FUNCTIONS = {
     "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
-    "ends_of give_back grouped_mm ids_of join name_rows own_slices part return_slots send_slots share slots_of",
-    "passes.program.ops.over_data": "over_data",
-    "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows sum_over_ranks",
+    "ends_of give_back grouped_mm ids_of join name_rows own_member own_slices part return_slots send_slots share "
+    "slots_of",
+    "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows over_data "
+    "sum_over_ranks",
 }
-FUNCTIONS["passes.moe.exchange"] += " meet"
 # Ops without a rule that compute tensors of tensors alone; one with a rule is allowed by it.
 UNRULED = (
     # made of sizes, drawn
@@ -98,29 +93,65 @@ MARKS: dict[str, Any] = {
     "parameter": str,
     **dict.fromkeys(("grad", "stopped", "known", "has_scores"), bool),
 }
+_UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, name)}
+
+
+def checked(cls: type[Record], given: Mapping[str, Any]) -> Record:
+    """The dataclass of these fields. Raises TypeError for a value of another type than the field's."""
+    kinds = _kinds(cls)
+    for name, value in given.items():
+        if not fits(value, kinds[name]):
+            raise TypeError(f"{cls.__name__}.{name} must not be a {type(value).__name__}")
+    return cls(**given)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """``float`` takes an int; a parameter that is no type of a value here (a callable, say) takes all."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if kind is Any or kind is type(None):
+        return kind is Any or value is None
+    if kind in (int, float):
+        return type(value) is int or type(value) is kind
+    if not isinstance(origin or kind, type):
+        return True
+    return isinstance(value, origin or kind) and _parts_fit(value, origin, parts)
+
+
+def _parts_fit(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
+    if not parts or origin is type:
+        return True
+    if isinstance(value, Mapping):
+        return all(fits(key, parts[0]) and fits(part, parts[-1]) for key, part in value.items())
+    if origin is tuple and parts[-1] is not Ellipsis:
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return not isinstance(value, (tuple, list, set, frozenset)) or all(fits(part, parts[0]) for part in value)
+
+
+@cache
+def _kinds(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
+
+
+FUNCTIONS["passes.moe.exchange"] += " meet"
 
 
 class NotAllowed(ValueError):
     """A name that no plan holds."""
 
 
-def record(module: str, name: str) -> Any:
-    """A dataclass. Raises NotAllowed."""
-    return _found(RECORDS, module, name)
-
-
-def enum(module: str, name: str) -> type[Enum]:
-    return _found(ENUMS, module, name)
-
-
-def function(module: str, name: str) -> Any:
-    return _found(FUNCTIONS, module, name)
-
-
 def _found(table: dict[str, str], module: str, name: str) -> Any:
+    """A dataclass, an enum or a function of that name. Raises NotAllowed."""
     if name not in table.get(module, "").split():
         raise NotAllowed(f"{module}.{name} is no part of a plan")
     return getattr(import_module(module), name)
+
+
+record, enum, function = (partial(_found, table) for table in (RECORDS, ENUMS, FUNCTIONS))
 
 
 def check_mark(name: str, value: Any) -> None:
@@ -140,15 +171,12 @@ def op(name: str) -> OpOverload:
 
 def is_allowed(target: OpOverload) -> bool:
     """Whether an op writes to no argument, and has a rule, or is one of those that only compute tensors of tensors."""
-    from passes.partition.options.table import has_rule  # not above: rules are read where there is an op to look up
+    from passes.partition.typings.table import has_rule  # not above: rules are read where there is an op to look up
     from passes.rules.table import builder_of
 
     if is_mutable(target):
         return False
     return builder_of(target) is not None or has_rule(target) or packet_of(target) in _UNRULED
-
-
-_UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, name)}
 
 
 def of_source(name: Any) -> str:

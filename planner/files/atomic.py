@@ -4,6 +4,8 @@
 
 The name beside is drawn at random and must be new (O_EXCL, O_NOFOLLOW): whatever lies there, such as a link, is never
 written through. Permissions are those of the file that is replaced, else the umask's, which the kernel applies.
+
+A file that processes lock is a regular file of one name: a link, a pipe or a directory in its place is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import IO
 
 PARTIAL = ".partial"
 MOST_LETTERS = 50  # of the name, so that the name beside is not too long for the file system
+_NOT_FILES = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
 
 
 def name_beside(path: Path) -> Path:
@@ -40,7 +43,9 @@ def try_new_file(path: Path) -> None:
 def write_new(path: Path, content: bytes) -> None:
     """The file is on the disk when it returns. Raises OSError; FileExistsError if the name is taken."""
     with open_new(path) as file:
-        _write_and_sync(file, content)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Replacement:
@@ -113,7 +118,24 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def _write_and_sync(file: IO[bytes], content: bytes) -> None:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
+def open_lock_file(path: Path) -> IO[str]:
+    """Open for reading and writing, created if absent; nothing is written. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _refused(path, os.lstat(path).st_mode) from None
+        raise
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(handle)
+        raise _refused(path, found.st_mode)
+    return os.fdopen(handle, "r+")
+
+
+def _refused(path: Path, mode: int) -> OSError:
+    kind = _NOT_FILES.get(
+        stat.S_IFMT(mode), "a file with more than one hard link" if stat.S_ISREG(mode) else "not a regular file"
+    )
+    return OSError(errno.EINVAL, f"{path.name} is {kind}: remove it", str(path))

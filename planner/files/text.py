@@ -1,15 +1,22 @@
-"""Read a text file that a user named: a regular file in UTF-8, up to a maximum size.
+"""Read text and JSON files that a user named: regular files in UTF-8, up to a maximum size.
 
 A pipe is refused, since every process of a run reads the file; so is a device, which may never end.
+
+JSON is of plain values, each key once. Rejected besides invalid JSON: numbers beyond a machine word, NaN and infinity,
+and characters that no file can hold. Python's parser limits the depth.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from passes.errors import PlanError, Where
 
@@ -22,6 +29,8 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+LARGEST = 2**63 - 1
+_HALF_A_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(
@@ -134,6 +143,25 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
+@contextmanager
+def writing(what: str, where: str | Where, fix: str = "give a writable file") -> Iterator[None]:
+    """A system's error while ``what`` is written is a PlanError."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot write {what}: {reason(error)}", where=where, fix=fix) from error
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raise PlanError unless a file of this name can be written."""
+    folder = path.parent
+    if is_directory(path) or not is_directory(folder) or not os.access(folder, os.W_OK):
+        why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is not a writable directory"
+        raise PlanError(f"cannot write {shorten(path)}: {why}", where=option, fix="give a writable file")
+
+
 def cannot_read(path: Path, error: Exception) -> PlanError:
     return PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path), fix="give a readable file")
 
@@ -158,3 +186,65 @@ def _content(path: str | PathLike[str], most: int) -> bytes | None:
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     return content if content is not None and len(content) <= most else None
+
+
+def read_json(
+    path: str | PathLike[str], what: str, *, most_bytes: int = 16 * MIB, fix: str = "", damaged: str = ""
+) -> Any:
+    """The value of the JSON file at ``path``; ``what``: its kind, for errors. Reads regular files only, up to
+    ``most_bytes``.
+
+    Raises PlanError, for bad content with the fix ``damaged``.
+    """
+    text = read_text(path, what, most_bytes=most_bytes, fix=fix)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        words = f"the {what} is damaged or truncated: {error}"
+        raise PlanError(words, where=shorten(path), fix=damaged or fix) from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of ``text``. Raises ValueError with the reason."""
+    try:
+        value = json.loads(
+            text,
+            parse_int=parse_integer,
+            parse_float=_finite,
+            parse_constant=refuse_constant,
+            object_pairs_hook=_object,
+        )
+        if _HALF_A_CHARACTER.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("a string contains a lone surrogate (half a character)") from None
+    return value
+
+
+def parse_integer(digits: str) -> int:
+    """Raises ValueError if no machine word holds the number."""
+    if len(digits) > 20 or not -LARGEST - 1 <= (value := int(digits)) <= LARGEST:
+        raise ValueError(f"the number {shorten(digits, 40)} is too large")
+    return value
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {shorten(digits, 40)} is too large")
+    return value
+
+
+def refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {shorten(twice, 100)!r} is given twice")
+    return found

@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from passes.program.unwritten import Unwritten
+from passes.program.program import Unwritten
 from planner.files import allowed
-from planner.files.fits import checked
+from planner.files.allowed import checked
 
 PLAIN = (bool, int, float, str, type(None))
 OF_TORCH = {"dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory": torch.memory_format}

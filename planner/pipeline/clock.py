@@ -13,25 +13,25 @@ microbatch take the longest rank its F, B and W, as that rank does not wait in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from planner.fold import Fold, stage_of, stages_of
-from planner.pipeline.actions import Order
+from planner.pipeline.actions import Order, needs
 from planner.pipeline.schedule import KINDS, Schedule, build_schedule, num_warmup, schedule_table
 from planner.pipeline.zero_bubble import StageCosts
 
 PICO = 1e12
 NEVER = -1
 _ALIKE = 3  # periods in a row
-_KINDS = "FBW"
+KINDS_OF_ACTIONS = "FBW"
 
 # the actions of a rank in their order: kind k of microbatch m on stage s is (k·stages + s)·count + m
 Numbers = list[int]
 
 
-class Run(NamedTuple):
+class ClockRun(NamedTuple):
     """Seconds: of the full run; the begin and the end of each rank's work."""
 
     seconds: float
@@ -48,22 +48,11 @@ class Delays(NamedTuple):
 
 def numbered(orders: Iterable[Order], pp: int, num_stages: int, count: int, fold: Fold) -> list[Numbers]:
     """``orders`` of ``count`` microbatches as numbers."""
-    of_kind = {kind: at * num_stages * count for at, kind in enumerate(_KINDS)}
+    of_kind = {kind: at * num_stages * count for at, kind in enumerate(KINDS_OF_ACTIONS)}
     return [
         [of_kind[kind] + stage_of(rank, chunk, pp, fold) * count + microbatch for kind, microbatch, chunk in order]
         for rank, order in enumerate(orders)
     ]
-
-
-def needed(action: int, num_stages: int, count: int) -> list[int]:
-    """The numbers of the actions that end before this one begins."""
-    half = num_stages * count
-    kind, stage = divmod(action // count, num_stages)
-    if kind == 2:
-        return [action - half]
-    if kind == 1:
-        return [action - half, *([action + count] if stage + 1 < num_stages else [])]
-    return [action - count] if stage else []
 
 
 def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: Delays | None = None) -> list[Any]:
@@ -71,13 +60,8 @@ def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: 
 
     Ranks run as far as they can, in turn, until none can: so all is run that lock step would run.
     """
-    pp, num_stages = len(orders), len(costs.forward)
-    half, last = num_stages * count, num_stages - 1
-    ends: list[Any] = [NEVER] * (3 * half)
-    forward, backward, weights = costs
-    none = [0] * last
-    sent, returned = delays or (none, none)
-    into, back = [0, *sent], [*returned, 0]
+    rows, pp = list(_rows(costs, count, delays)), len(orders)
+    ends: list[Any] = [NEVER] * (len(KINDS_OF_ACTIONS) * len(costs.forward) * count)
     free: list[Any] = [0] * pp
     at, rank, idle = [0] * pp, 0, 0
     lengths = [len(order) for order in orders]
@@ -86,33 +70,38 @@ def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: 
         first, length = position, lengths[rank]
         while position < length:
             action = order[position]
-            if action < half:
-                stage = action // count
-                if stage:
-                    need = ends[action - count]
-                    if need < 0:
-                        break
-                    need += into[stage]
-                    if need > now:
-                        now = need
-                now += forward[stage]
-            elif action < 2 * half:
-                stage = (action - half) // count
-                need = ends[action + count if stage < last else action - half]  # through them its own F has ended
-                if need < 0:
+            before, message, time = rows[action // count]
+            if before:
+                end = ends[action + before]
+                if end < 0:
                     break
-                need += back[stage]
-                if need > now:
-                    now = need
-                now += backward[stage]
-            else:  # in every schedule it stands after its B
-                now += weights[(action - 2 * half) // count]
-            ends[action] = now
+                end += message
+                if end > now:
+                    now = end
+            ends[action] = now = now + time
             position += 1
         idle = 0 if position > first else idle + 1
         at[rank], free[rank] = position, now
         rank = rank + 1 if rank + 1 < pp else 0
     return ends
+
+
+def _rows(costs: StageCosts, count: int, delays: Delays | None) -> Iterator[tuple[int, Any, Any]]:
+    """Of each kind on each stage: from its number to that of the action that it waits for (0: none), the message of
+    that, and its own time. Of several that it waits for the last one: all others have ended by then.
+    """
+    num_stages = len(costs.forward)
+    for own, (kind, times) in enumerate(zip(KINDS_OF_ACTIONS, costs, strict=True)):
+        for stage, time in enumerate(times):
+            found = needs(kind, 0, stage, num_stages)
+            if not found:
+                yield 0, 0, time
+                continue
+            need, _, at = found[-1]
+            message = 0
+            if delays is not None and at != stage:
+                message = delays.sent[at] if kind == "F" else delays.returned[stage]
+            yield ((KINDS_OF_ACTIONS.index(need) - own) * num_stages + at - stage) * count, message, time
 
 
 def run_table(
@@ -123,12 +112,12 @@ def run_table(
     costs: StageCosts,
     delays: Delays | None = None,
     group_size: int | None = None,
-) -> Run:
+) -> ClockRun:
     """A kind with an order that follows from the schedule table, by seconds."""
     forward, backward, _ = costs
     if pp == 1:
         total = num_microbatches * (sum(forward) + sum(backward))
-        return Run(total, (0.0,), (total,))
+        return ClockRun(total, (0.0,), (total,))
     group = group_size or pp
     ticks = StageCosts(_picoseconds(forward), _picoseconds(backward), ())
     later = None if delays is None else Delays(*map(_picoseconds, delays))
@@ -149,7 +138,7 @@ def run_table(
             more = (num_microbatches - few) // period * grown
         done = [ends[order[-1]] + more for order in orders]
         starts = [ends[order[0]] - ticks.forward[rank] for rank, order in enumerate(orders)]
-        return Run(max(done) / PICO, tuple(s / PICO for s in starts), tuple(e / PICO for e in done))
+        return ClockRun(max(done) / PICO, tuple(s / PICO for s in starts), tuple(e / PICO for e in done))
 
 
 def run_waiting(
@@ -160,18 +149,31 @@ def run_waiting(
     placed_by: StageCosts,
     costs: StageCosts,
     delays: Delays | None = None,
-) -> Run:
+) -> ClockRun:
     """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those
     of the run."""
     few = min(num_microbatches, 4 * pp)
     schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
-    orders = numbered(schedule.orders, pp, pp * vpp, few, schedule.fold)
+    return run_orders(schedule.orders, schedule.fold, num_microbatches, costs, delays, few)
+
+
+def run_orders(
+    of_ranks: Sequence[Order],
+    fold: Fold,
+    num_microbatches: int,
+    costs: StageCosts,
+    delays: Delays | None = None,
+    few: int | None = None,
+) -> ClockRun:
+    """Orders of ``few`` microbatches, all if not given; each further one takes the work of the busiest rank."""
+    pp, num_stages, few = len(of_ranks), len(costs.forward), few or num_microbatches
+    orders = numbered(of_ranks, pp, num_stages, few, fold)
     ends = end_times(orders, costs, few, delays)
-    own = [stages_of(rank, pp, pp * vpp, schedule.fold) for rank in range(pp)]
+    own = [stages_of(rank, pp, num_stages, fold) for rank in range(pp)]
     more = (num_microbatches - few) * max(sum(sum(of[stage] for of in costs) for stage in stages) for stages in own)
     starts = tuple(ends[order[0]] - costs.forward[own[rank][0]] for rank, order in enumerate(orders))
     done = tuple(ends[order[-1]] + more for order in orders)
-    return Run(max(done), starts, done)
+    return ClockRun(max(done), starts, done)
 
 
 @lru_cache(maxsize=64)

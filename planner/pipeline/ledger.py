@@ -13,23 +13,34 @@ gloo frees it; NCCL may do so sooner.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import NamedTuple
 
-from planner.fold import Fold, stages_of
 from planner.pipeline.actions import Action, Order
-from planner.pipeline.links import Message, Progress, received_by, sent_by
+from planner.pipeline.links import Message, RankMessages, received_by, sent_by
 
 
 class StageBytes(NamedTuple):
-    """Of one microbatch on a chunk: ``kept`` between forward and backward, ``logits`` its part after the last block;
-    at the peak of a ``forward`` and of a ``backward``, kept bytes included; ``aside``: left by a B for its W."""
+    """Of one microbatch on a stage: ``kept`` between forward and backward, ``logits`` its part after the last block;
+    at the peak of a ``forward`` and of a ``backward``, kept bytes included; ``aside``: left by a B for its W.
+    ``received``: kept bytes that came from the stage before; ``returned``: gradients that come back over its end;
+    ``sent``: values for the next stage that are not saved here; ``passed_on``: those that are.
+    """
 
     kept: float
     logits: float
     forward: float
     backward: float
-    aside: float = 0.0
+    aside: float = 0
+    received: float = 0
+    returned: float = 0
+    sent: float = 0
+    passed_on: float = 0
+
+    def without(self, given: float) -> StageBytes:
+        """The same without bytes that it receives and that are counted elsewhere."""
+        kept, forward, backward = (total - given for total in (self.kept, self.forward, self.backward))
+        return self._replace(kept=kept, forward=forward, backward=backward, received=self.received - given)
 
 
 class Peak(NamedTuple):
@@ -66,64 +77,27 @@ def peak(order: Order, chunks: Sequence[StageBytes], messages: Iterable[float] =
     return found
 
 
-class UnderWay:
-    """Owns the messages that a rank has sent and that are not known to be taken over.
+def under_way(
+    own: RankMessages,
+    ahead: Callable[[Message], int],
+    sent: Callable[[Message], int],
+    *,
+    handed: Callable[[Message], int] = lambda message: 0,
+    waits: bool = False,
+) -> Iterator[int]:
+    """Bytes of messages at each action of a rank.
 
     ``ahead``, ``sent``: bytes of a message that is received ahead, and that is under way from here. ``handed``: of one
     between two stages of this rank. ``waits``: an earlier send has ended before the next one begins.
     """
-
-    def __init__(
-        self,
-        orders: Sequence[Order],
-        rank: int,
-        num_stages: int,
-        fold: Fold,
-        ahead: Callable[[Message], int],
-        sent: Callable[[Message], int],
-        *,
-        handed: Callable[[Message], int] = lambda message: 0,
-        waits: bool = False,
-    ) -> None:
-        self.order, self.pp, self.num_stages = orders[rank], len(orders), num_stages
-        self.fold: Fold = fold
-        self.stages = stages_of(rank, self.pp, num_stages, fold)
-        self.progress = Progress(orders, fold)
-        self.ahead, self.sent, self.handed, self.waits = ahead, sent, handed, waits
-        self.sending: dict[Message, int] = {}
-        self.here: dict[Message, int] = {}
-
-    def __iter__(self) -> Iterator[int]:
-        for at, action in enumerate(self.order):
-            self._receive(action)
-            under_way = sum(self.sending.values()) + sum(self.here.values())
-            yield under_way + sum(map(self._posted, self.order[at + 1 : at + 2]))
-            self._send(action)
-
-    def _crosses(self, message: Message) -> bool:
-        return message.crosses(self.num_stages, self.pp, self.fold)
-
-    def _posted(self, action: Action) -> int:
-        """Bytes of the receive buffers that are posted for ``action``."""
-        message = received_by(action.kind, self.stages[action.chunk], action.microbatch)
-        return self.ahead(message) if action.kind != "W" and self._crosses(message) else 0
-
-    def _receive(self, action: Action) -> None:
-        """A message frees the sends that its sender had used by then."""
-        if action.kind == "W":
-            return
-        received = received_by(action.kind, self.stages[action.chunk], action.microbatch)
-        self.here.pop(received, None)
-        for taken in self.progress.taken_over(self.sending, received) if self._crosses(received) else ():
-            del self.sending[taken]
-
-    def _send(self, action: Action) -> None:
-        if action.kind == "W":
-            return
-        if self.waits:
-            self.sending.clear()
-        message = sent_by(action.kind, self.stages[action.chunk], action.microbatch)
-        if self._crosses(message):
-            self.sending[message] = self.sent(message)
-        elif 0 <= message.boundary < self.num_stages - 1:
-            self.here[message] = self.handed(message)
+    here = dict[Message | None, int]()
+    for action, following in zip_longest(own.order, own.order[1:]):
+        here.pop(own.message(action, received_by), None)
+        own.taken_before(action)
+        posted = own.crossing(following, received_by)
+        yield sum(map(sent, own.sending)) + sum(here.values()) + (0 if posted is None else ahead(posted))
+        if waits and action.kind != "W":
+            own.sending.clear()
+        message = own.message(action, sent_by)
+        if own.send(action) is None and message is not None:
+            here[message] = handed(message)

@@ -18,13 +18,13 @@ behind nothing but messages that earlier actions of this rank receive; so they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from passes.errors import PlanError
-from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.actions import Action, Order, format_order, without_weights
-from planner.pipeline.schedule import Schedule
+from planner.fold import LOOP, Fold, rank_of, stage_of, stages_of
+from planner.pipeline.actions import Action, Order, format_order
+from planner.pipeline.schedule import OrderError, Schedule
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 2, 4
 
@@ -86,6 +86,55 @@ class Progress:
         return [sent for sent in taken if self.positions[sent.kind, sent.microbatch, sent.receiver] <= reached]
 
 
+class RankMessages:
+    """Of one rank, along its ``order``. Owns: the messages that it is ``sending``, those not known to be taken over.
+
+    ``one_way``: boundaries that no gradient crosses.
+    """
+
+    def __init__(
+        self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold, one_way: Collection[int] = ()
+    ) -> None:
+        self.order, self.rank, self.pp, self.num_stages = orders[rank], rank, len(orders), num_stages
+        self.fold: Fold = fold
+        self.one_way = one_way
+        self.stages = stages_of(rank, self.pp, num_stages, fold)
+        self.orders = orders
+        self.sending: list[Message] = []
+
+    @cached_property
+    def progress(self) -> Progress:
+        return Progress(self.orders, self.fold)
+
+    def message(self, action: Action | None, by: Callable[[str, int, int], Message]) -> Message | None:
+        """``by`` sent_by, or received_by; None for a W, and beyond the first and the last stage."""
+        if action is None or action.kind == "W":
+            return None
+        found = by(action.kind, self.stages[action.chunk], action.microbatch)
+        is_sent = 0 <= found.boundary < self.num_stages - 1 and (
+            found.kind == "F" or found.boundary not in self.one_way
+        )
+        return found if is_sent else None
+
+    def crossing(self, action: Action | None, by: Callable[[str, int, int], Message]) -> Message | None:
+        """The same; None too for a message that stays on this rank."""
+        found = self.message(action, by)
+        return None if found is None or found.link(self.pp, self.fold) is None else found
+
+    def taken_before(self, action: Action) -> list[Message]:
+        """The messages that their receiver had used when it sent that of ``action``: they are sent no longer."""
+        received = self.crossing(action, received_by)
+        taken = [] if received is None else self.progress.taken_over(self.sending, received)
+        self.sending = [message for message in self.sending if message not in taken]
+        return taken
+
+    def send(self, action: Action) -> Message | None:
+        """The message that goes to another rank; None if none does."""
+        message = self.crossing(action, sent_by)
+        self.sending += [] if message is None else [message]
+        return message
+
+
 Carried = dict[Link, list[tuple[Message, Action]]]
 
 
@@ -105,22 +154,11 @@ def links(pp: int, vpp: int, fold: Fold = LOOP) -> tuple[Link, ...]:
     return tuple(dict.fromkeys(link for link in crossing if link is not None))
 
 
-def sends(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
-    """The messages that ``pp_rank`` sends on each link, with their actions, in order of sending."""
-    return _by_link(order, pp, pp_rank, num_stages, fold, sent_by)
-
-
-def receives(order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold = LOOP) -> Carried:
-    """The messages that ``pp_rank`` receives from each link, with the actions that need them, in order of posting."""
-    return _by_link(order, pp, pp_rank, num_stages, fold, received_by)
-
-
 def check_links(schedule: Schedule) -> None:
     """Raises PlanError, with both orders around the first difference, if a link's two ends differ."""
-    pp, num_stages, fold = schedule.pp, schedule.num_stages, schedule.fold
-    sent = [sends(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]
-    received = [receives(order, pp, rank, num_stages, fold) for rank, order in enumerate(schedule.orders)]
-    for link in links(pp, schedule.vpp, fold):
+    of_ranks = [RankMessages(schedule.orders, r, schedule.num_stages, schedule.fold) for r in range(schedule.pp)]
+    sent, received = ([carried(own, by) for own in of_ranks] for by in (sent_by, received_by))
+    for link in links(schedule.pp, schedule.vpp, schedule.fold):
         out, into = sent[link.sender].get(link, []), received[link.receiver].get(link, [])
         pairs = enumerate(zip(out, into, strict=True))
         first = next((at for at, (mine, theirs) in pairs if mine[0] != theirs[0]), None)
@@ -128,24 +166,26 @@ def check_links(schedule: Schedule) -> None:
             raise _differ(schedule, link, first, [a for _, a in out], [a for _, a in into])
 
 
-def _by_link(
-    order: Order, pp: int, pp_rank: int, num_stages: int, fold: Fold, crossing: Callable[[str, int, int], Message]
-) -> Carried:
+def carried(own: RankMessages, by: Callable[[str, int, int], Message]) -> Carried:
+    """``by`` sent_by, or received_by: the messages that a rank sends on each link, or receives, with the actions that
+    send or need them, in their order.
+    """
     found: Carried = {}
-    for action in without_weights(order):
-        message = crossing(action.kind, stage_of(pp_rank, action.chunk, pp, fold), action.microbatch)
-        if message.crosses(num_stages, pp, fold) and (link := message.link(pp, fold)):
+    for action in own.order:
+        message = own.crossing(action, by)
+        if message is not None and (link := message.link(own.pp, own.fold)) is not None:
             found.setdefault(link, []).append((message, action))
     return found
 
 
-def _differ(schedule: Schedule, link: Link, first: int, out: Sequence[Action], into: Sequence[Action]) -> PlanError:
+def _differ(schedule: Schedule, link: Link, first: int, out: Sequence[Action], into: Sequence[Action]) -> OrderError:
     what = "values" if link.kind == "F" else "gradients"
-    return PlanError(
+    return OrderError(
         f"schedule {schedule.kind} (pp = {schedule.pp}, vpp = {schedule.vpp}, {schedule.num_microbatches} microbatches)"
         f": rank {link.sender} sends {what} in another order than rank {link.receiver} receives them, from message "
         f"{first} on\n  rank {link.sender} sends them by   {_around(out, first)}\n"
         f"  rank {link.receiver} needs them for  {_around(into, first)}",
+        rank=link.receiver,
         where="pipeline.schedule",
         fix=f"list these actions of rank {link.receiver} in the order in which rank {link.sender} runs its own",
     )

@@ -7,18 +7,39 @@ allocated earlier serve many messages in turn, each for the messages of one boun
                 the stages that may hold it: the receiver, and those of this rank that it hands values on to
     sent        from its action until a message comes from the rank that took it, sent by an action at or after the
                 one that used it: then its end can be awaited without delay; no message follows values without gradients
+
+Static buffers, and graphs, of the forwards of a rank, so that few of them serve many microbatches:
+
+    take(F of microbatch m, layer i)   the buffer of i's kind that has been free longest, or a new one
+    free(B of microbatch m, layer i)   that buffer, for the next forward of the kind; a region makes the gradients of
+                                       its weights there too, so its memory waits for no W
+
+Two questions are answered by the same queue, with another kind:
+
+    static inputs     kind = signature (shape, dtype, stride): layers of one signature share buffers
+                      equal signatures:  layers · (warm-up + 1)
+    graphs by slot    kind = the layer itself, since a graph has the layer's weights inside:
+                      2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
+                      one chunk:         2 · layers · (warm-up + 1)
+    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers if none overlap
+
+The first two count layers in flight at once, so they do not grow with the number of microbatches. With several chunks
+Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
+with 11 in flight at once). A graph reads and writes the addresses of its capture: were the 11 buffers for both
+chunks, each chunk would be given all of them in turn and need as many graphs, 11 + 11 pairs, to save one slot.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
-from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.actions import Action, Order
-from planner.pipeline.links import Message, Progress, received_by, sent_by
+from planner.fold import LOOP, Fold
+from planner.pipeline.actions import Order, without_weights
+from planner.pipeline.links import Message, RankMessages, received_by
 
 
 class Ring(NamedTuple):
@@ -43,7 +64,21 @@ def message_slots(
 
     ``one_way``: boundaries that no gradient crosses.
     """
-    return _Rank(orders, pp_rank, num_stages, fold, one_way).run()
+    own, slots = RankMessages(orders, pp_rank, num_stages, fold, one_way), _MessageSlots()
+    ends: defaultdict[int, list[Message]] = defaultdict(list)  # where a received message is read for the last time
+    for at, action in enumerate(own.order):
+        for posted in own.order[at : at + 2]:
+            message = own.crossing(posted, received_by)
+            if message is not None and (True, message) not in slots.taken:
+                slots.take(True, message)
+                ends[_last_reader(own, message)].append(message)
+        for message in own.taken_before(action):
+            slots.give_back(False, message)
+        if (message := own.send(action)) is not None:
+            slots.take(False, message)
+        for message in ends[at]:
+            slots.give_back(True, message)
+    return slots.taken
 
 
 def ring_sizes(slots: Slots) -> dict[Ring, int]:
@@ -55,77 +90,93 @@ def ring_sizes(slots: Slots) -> dict[Ring, int]:
     return sizes
 
 
-class _Rank:
-    """Owns: the slots that are assigned so far, those that are free, and those that are still held."""
+class _MessageSlots:
+    """Owns: the slots that are ``taken`` so far, and of each ring those that are free."""
 
-    def __init__(
-        self, orders: Sequence[Order], rank: int, num_stages: int, fold: Fold, one_way: Collection[int]
-    ) -> None:
-        self.one_way = one_way
-        self.order, self.rank, self.pp, self.num_stages = orders[rank], rank, len(orders), num_stages
-        self.fold: Fold = fold
-        self.progress = Progress(orders, fold)
-        self.slots: Slots = {}
+    def __init__(self) -> None:
+        self.taken: Slots = {}
         self.free: defaultdict[Ring, list[int]] = defaultdict(list)
-        self.used: defaultdict[Ring, int] = defaultdict(int)
-        self.sending: list[Message] = []
-        self.ends: defaultdict[int, list[Message]] = defaultdict(list)
+        self.new: defaultdict[Ring, Iterator[int]] = defaultdict(count)
 
-    def run(self) -> Slots:
-        for at, action in enumerate(self.order):
-            for posted in self.order[at : at + 2]:
-                self._post(posted)
-            self._let_go_of_sent(action)
-            self._send(action)
-            for message in self.ends[at]:
-                self._give_back(True, message)
-        return self.slots
-
-    def _post(self, action: Action) -> None:
-        message = self._crossing(action, received_by)
-        if message is not None and (True, message) not in self.slots:
-            self._take(True, message)
-            self.ends[self._last_reader(message)].append(message)
-
-    def _send(self, action: Action) -> None:
-        message = self._crossing(action, sent_by)
-        if message is not None:
-            self._take(False, message)
-            self.sending.append(message)
-
-    def _let_go_of_sent(self, action: Action) -> None:
-        """Free the sends that the sender of ``action``'s message had used by then."""
-        received = self._crossing(action, received_by)
-        for sent in self.progress.taken_over(self.sending, received) if received else ():
-            self.sending.remove(sent)
-            self._give_back(False, sent)
-
-    def _last_reader(self, message: Message) -> int:
-        stages = {*self._handed_on(message.receiver, 1), *self._handed_on(message.receiver, -1)}
-        known = ((kind, message.microbatch, stage) for kind in "FBW" for stage in stages)
-        return max(self.progress.positions[key] for key in known if key in self.progress.positions)
-
-    def _handed_on(self, stage: int, step: int) -> Iterator[int]:
-        """``stage`` and those behind it that this rank runs too, without a message between."""
-        while 0 <= stage < self.num_stages and rank_of(stage, self.pp, self.fold) == self.rank:
-            yield stage
-            stage += step
-
-    def _crossing(self, action: Action, found_by: Callable[[str, int, int], Message]) -> Message | None:
-        """The message that the action sends or receives, by ``found_by``; None if it stays on this rank."""
-        if action.kind == "W":
-            return None
-        message = found_by(action.kind, stage_of(self.rank, action.chunk, self.pp, self.fold), action.microbatch)
-        if message.kind == "B" and message.boundary in self.one_way:
-            return None
-        return message if message.crosses(self.num_stages, self.pp, self.fold) else None
-
-    def _take(self, is_received: bool, message: Message) -> None:
+    def take(self, is_received: bool, message: Message) -> None:
         ring = ring_of(is_received, message)
-        if not self.free[ring]:
-            heappush(self.free[ring], self.used[ring])
-            self.used[ring] += 1
-        self.slots[is_received, message] = heappop(self.free[ring])
+        self.taken[is_received, message] = heappop(self.free[ring]) if self.free[ring] else next(self.new[ring])
 
-    def _give_back(self, is_received: bool, message: Message) -> None:
-        heappush(self.free[ring_of(is_received, message)], self.slots[is_received, message])
+    def give_back(self, is_received: bool, message: Message) -> None:
+        heappush(self.free[ring_of(is_received, message)], self.taken[is_received, message])
+
+
+def _last_reader(own: RankMessages, message: Message) -> int:
+    stages = {*_handed_on(own, message.receiver, 1), *_handed_on(own, message.receiver, -1)}
+    known = ((kind, message.microbatch, stage) for kind in "FBW" for stage in stages)
+    return max(own.progress.positions[key] for key in known if key in own.progress.positions)
+
+
+def _handed_on(own: RankMessages, stage: int, step: int) -> Iterator[int]:
+    """``stage`` and those behind it that the rank runs too, without a message between."""
+    while stage in own.stages:
+        yield stage
+        stage += step
+
+
+SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
+
+
+def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[SlotKey, int]:
+    """The slot of each (microbatch, chunk, layer), numbered from 0; layer i of chunk c is of ``kinds[c][i]``.
+
+    Layers take their slots in order, and all of a chunk give theirs back when its backward is done.
+    """
+    free: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+    new = count()
+    slots: dict[SlotKey, int] = {}
+    for action in without_weights(order):
+        for layer, kind in enumerate(kinds[action.chunk]):
+            key = action.microbatch, action.chunk, layer
+            if action.kind == "F":
+                slots[key] = free[kind].popleft() if free[kind] else next(new)
+            else:
+                free[kind].append(slots[key])
+    return slots
+
+
+def static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
+    """The static input buffer of each (microbatch, chunk, layer) when all layers have inputs of one signature.
+
+    ``num_layers[chunk]`` layers a chunk; without it, one.
+    """
+    return slots_by_kind(order, [[None] * n for n in num_layers or _one_layer(order)])
+
+
+def num_static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> int:
+    """How many static input buffers ``order`` needs."""
+    return len(set(static_input_slots(order, num_layers).values()))
+
+
+def graph_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
+    """Which pair of graphs, forward and backward, runs each (microbatch, chunk, layer): a pair has one layer."""
+    of_chunks = enumerate(num_layers or _one_layer(order))
+    return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in of_chunks])
+
+
+def num_graphs_by_microbatch(order: Order, num_layers: Sequence[int]) -> int:
+    """Graphs of a rank when each microbatch has its own, as one captures that knows the order but no slots."""
+    return 2 * sum(num_layers[action.chunk] for action in order_by_microbatch(order) if action.kind == "F")
+
+
+def order_by_microbatch(order: Order) -> Order:
+    """The actions of the microbatches that need graphs of their own if graphs do not share slots.
+
+    That is the full order; but if each backward directly follows its forward, one microbatch's graphs serve all.
+    """
+    order = without_weights(order)
+    pairs = list(zip(order[::2], order[1::2], strict=False))
+    alone = all(f.kind == "F" and b == f._replace(kind="B") for f, b in pairs) and 2 * len(pairs) == len(order)
+    first: dict[int, int] = {}
+    for action in order:
+        first.setdefault(action.chunk, action.microbatch)
+    return tuple(action for action in order if not alone or action.microbatch == first[action.chunk])
+
+
+def _one_layer(order: Order) -> list[int]:
+    return [1] * (1 + max((action.chunk for action in order), default=0))

@@ -6,7 +6,7 @@
     zero_bubble        forwards and backwards as 1f1b; the gradients of weights where a rank would wait, by the costs
                        of each stage (planner.pipeline.zero_bubble)
     zero_bubble_v      two chunks a rank, folded into a v; all actions in the order in which work comes
-                       (planner.pipeline.zero_bubble_v)
+                       (planner.pipeline.zero_bubble)
 
 Which stage a chunk of a rank is says ``planner.fold``. Forwards run in the order of the schedule table: for each group
 of G microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with
@@ -20,19 +20,27 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from passes.errors import PlanError, require
+from passes.errors import PlanError, Where, require
 from planner.fold import LOOP, Fold, V
+from planner.mesh import Mesh
 from planner.pipeline.actions import Action, Order, format_order, too_early
-from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights
-from planner.pipeline.zero_bubble_v import folded_orders
+from planner.pipeline.zero_bubble import StageCosts, best_share, folded_orders, put_weights
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
 
 
+class OrderError(PlanError):
+    """The list of actions of a pp rank, ``rank``, cannot run."""
+
+    def __init__(self, what: str, *, rank: int = 0, where: Where | str | None = None, fix: str) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.rank = rank
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """Per pp rank the actions ("F", "B" or "W", microbatch, chunk) in the order in which it runs them.
+    """Per pp rank the actions in the order in which it runs them.
 
     ``peak_in_flight``: of each rank the most pairs of microbatch and chunk between F and B; ``peak_waiting``: the most
     between B and W, if there are W.
@@ -40,7 +48,7 @@ class SchedulePlan:
 
     kind: str
     num_microbatches: int
-    orders: tuple[tuple[tuple[str, int, int], ...], ...]
+    orders: tuple[Order, ...]
     bubble_fraction: float = 0.0
     peak_in_flight: tuple[int, ...] = ()
     peak_waiting: tuple[int, ...] = ()
@@ -48,15 +56,13 @@ class SchedulePlan:
     def __post_init__(self) -> None:
         require(sum(map(len, self.orders)) <= MOST_ACTIONS, f"the schedule has more than {MOST_ACTIONS} actions")
         for rank, order in enumerate(self.orders):
-            forwards = {action[1:] for action in order if action[0] == "F"}
-            backwards = {action[1:] for action in order if action[0] == "B"}
-            weights = {action[1:] for action in order if action[0] == "W"}
+            forwards, backwards, weights = ({a[1:] for a in order if a[0] == kind} for kind in "FBW")
             complete = forwards == backwards and len(order) == (2 + self.has_weights) * len(forwards)
             require(complete, f"pp rank {rank} does not run each forward and its backward once")
             require(
                 weights == (backwards if self.has_weights else set()), f"pp rank {rank} lacks a W for its backwards"
             )
-            early = too_early(tuple(Action(*action) for action in order))
+            early = too_early(order)
             require(early is None, f"pp rank {rank} runs {early} before its backward")
 
     @property
@@ -64,10 +70,10 @@ class SchedulePlan:
         """Whether gradients of weights are actions of their own."""
         return any(action[0] == "W" for order in self.orders for action in order)
 
-    @property
-    def actions(self) -> tuple[Order, ...]:
-        """``orders`` as a run reads them."""
-        return tuple(tuple(Action(*action) for action in order) for order in self.orders)
+    def on(self, mesh: Mesh) -> Schedule:
+        """The schedule of this row, over the stages of ``mesh``."""
+        sizes = (mesh.pp, mesh.vpp, self.num_microbatches, mesh.pp)
+        return Schedule(self.kind if self.kind in KINDS else CUSTOM, *sizes, self.orders, mesh.fold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class Schedule:
     fold: Fold = LOOP
 
     def __post_init__(self) -> None:
+        num_actions = 2 * self.pp * self.vpp * self.num_microbatches
+        _require_few(num_actions, self.kind, self.pp, self.vpp, self.num_microbatches)
         if len(self.orders) != self.pp:
             raise PlanError(
                 f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks",
@@ -125,11 +133,6 @@ class Schedule:
         leading = next((i for i, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), total + 1)
         return max(leading - 1, 0)
 
-    def forward_only(self) -> Schedule:
-        """The same forwards alone, for evaluation."""
-        orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
-        return Schedule(FORWARD_ONLY, self.pp, self.vpp, self.num_microbatches, self.group_size, orders, self.fold)
-
 
 def build_schedule(
     kind: str | None,
@@ -160,13 +163,15 @@ def check_schedule(
     """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError if it would."""
     kind = kind or default_kind(vpp)
     group_size = pp if group_size is None else group_size
-    check_sizes(kind, pp, num_microbatches, vpp, group_size)
+    _check_sizes(kind, pp, num_microbatches, vpp, group_size)
     return kind, group_size
 
 
-def fold_of(kind: str | None) -> Fold:
-    """How a kind of schedule lays its stages onto ranks; for a kind outside of KINDS, in a loop."""
-    return KINDS[kind].fold if kind in KINDS else LOOP
+def fold_of(asked: str | Schedule | None) -> Fold:
+    """How a kind of schedule, or one by hand, lays its stages onto ranks; a kind outside of KINDS, in a loop."""
+    if isinstance(asked, Schedule):
+        return asked.fold
+    return KINDS[asked].fold if asked in KINDS else LOOP
 
 
 def _with_weights(kind: str, orders: tuple[Order, ...], num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
@@ -210,8 +215,7 @@ def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_siz
     return min(KINDS[kind].num_warmup(pp - pp_rank - 1, total, vpp, group_size) + extra_warmup, total)
 
 
-def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    """Raise PlanError if ``build_schedule`` would."""
+def _check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
     if kind not in KINDS:
         raise unknown_kind(kind)
     sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
@@ -219,16 +223,20 @@ def check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size:
         if size < 1:
             what = f"{kind} schedule: {name} = {size}"
             raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
-    if (2 + KINDS[kind].waits) * pp * vpp * num_microbatches > MOST_ACTIONS:
+    _require_few((2 + KINDS[kind].waits) * pp * vpp * num_microbatches, kind, pp, vpp, num_microbatches)
+    if vpp > 1 and not KINDS[kind].runs_chunks:
+        fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
+        raise PlanError(f"{kind} runs one chunk per rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
+    KINDS[kind].check(pp, num_microbatches, vpp, group_size)
+
+
+def _require_few(num_actions: int, kind: str, pp: int, vpp: int, num_microbatches: int) -> None:
+    if num_actions > MOST_ACTIONS:
         raise PlanError(
             f"{kind}: pp {pp} · vpp {vpp} · {num_microbatches} microbatches make more than {MOST_ACTIONS} actions",
             where="batch.global",
             fix="choose a larger batch.micro, or a smaller batch.global",
         )
-    if vpp > 1 and not KINDS[kind].runs_chunks:
-        fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
-        raise PlanError(f"{kind} runs one chunk per rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
-    KINDS[kind].check(pp, num_microbatches, vpp, group_size)
 
 
 def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
@@ -381,8 +389,9 @@ def _not_each_once(rank: int, order: Order, expected: list[Action]) -> PlanError
     repeated = sorted(action for action, n in Counter(order).items() if n > 1)
     for word, actions in (("misses", missing), ("has no place for", foreign), ("repeats", repeated)):
         if actions:
-            return PlanError(
+            return OrderError(
                 f"schedule: pp rank {rank} {word} {format_order(tuple(actions[:8]))}",
+                rank=rank,
                 fix="run each microbatch's forward and backward exactly once on each chunk, and a W for all or none",
             )
     raise AssertionError("the lists are equal")
@@ -391,9 +400,10 @@ def _not_each_once(rank: int, order: Order, expected: list[Action]) -> PlanError
 def _before_its_backward(rank: int, order: Order, early: Action) -> PlanError:
     backward = early._replace(kind="B")
     at = order.index(early)
-    return PlanError(
+    return OrderError(
         f"schedule: pp rank {rank} runs {early} before {backward}, on which it depends: "
         f"{format_order(order[max(0, at - 2) : at + 1])}",
+        rank=rank,
         where="pipeline.schedule",
         fix=f"put {early} after {backward} in the list of rank {rank}",
     )

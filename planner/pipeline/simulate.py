@@ -8,26 +8,49 @@
 The clock (``planner.pipeline.clock``) runs it twice. Once in lock step (every action takes one step): that gives the
 grid of steps and ranks and finds deadlocks. The messages of each link must have one order at both its ends
 (``planner.pipeline.links``). Then with costs, which gives start and end of every action.
+
+A schedule as text, and back.
+
+In text an action is ``F3.1``: forward of microbatch 3 on chunk 1; ``B3.1`` its backward; ``W3.1`` the gradients of its
+weights, if they are an action of their own. A schedule is a head line and a line a rank:
+
+    1f1b pp=2 vpp=1 microbatches=2 group=2
+    0: F0.0 F1.0 B0.0 B1.0
+    1: F0.0 B0.0 F1.0 B1.0
+
+A list by hand over two chunks that run down the ranks and back says so: ``custom pp=2 vpp=2 … group=2 fold=v``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
-from passes.errors import PlanError
-from planner.fold import chunk_of, rank_of, stage_of
-from planner.pipeline.actions import Action, Order, needs
-from planner.pipeline.clock import NEVER, end_times, needed, numbered
+from passes.errors import PlanError, SpecError, Where
+from planner.fold import LOOP, Fold, rank_of, stage_of
+from planner.pipeline.actions import Action, Order, format_order, needs, without_weights
+from planner.pipeline.clock import KINDS_OF_ACTIONS, NEVER, end_times, numbered
 from planner.pipeline.links import check_links
-from planner.pipeline.schedule import Schedule, SchedulePlan
+from planner.pipeline.schedule import (
+    CUSTOM,
+    FORWARD_ONLY,
+    KINDS,
+    OrderError,
+    Schedule,
+    SchedulePlan,
+    build_schedule,
+    fold_of,
+    unknown_kind,
+)
 from planner.pipeline.zero_bubble import StageCosts
 
 Steps = tuple[tuple[Action | None, ...], ...]
 Span = tuple[float, float]
 _Event = tuple[str, int, int]  # kind, microbatch, stage
 
-_SHOWN_STEPS = 24
+_SHOWN_STEPS, _SHOWN_CHARACTERS = 24, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +68,18 @@ class Simulation:
         return format_grid(self.steps)
 
 
-def simulate(
-    schedule: Schedule,
-    forward_cost: float | Sequence[float] = 1.0,
-    backward_cost: float | Sequence[float] | None = None,
-    weights_cost: float | Sequence[float] = 1.0,
-) -> Simulation:
-    """Run ``schedule``; a cost is one number or a number for each stage, in any unit of time.
+def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Simulation:
+    """Run ``schedule`` with ``costs``, those of full backwards if it has no W. If they are not given, all actions cost
+    the same, and a full backward two forwards.
 
-    ``backward_cost``: of a full backward if the schedule has no W, else of a B; both together two
-    forwards if not given. Raises PlanError when ranks wait for each other forever (it shows the grid and the action for
-    which each rank waits), and when two ranks have a link's messages in different orders.
+    Raises PlanError when ranks wait for each other forever (it shows the grid and the action for which each rank
+    waits), and when two ranks have a link's messages in different orders.
     """
     steps = _lock_steps(schedule)
     check_links(schedule)
-    if backward_cost is None:
-        backward_cost = 1.0 if schedule.has_weights else 2.0
-    spans = _spans(
-        schedule, StageCosts(*(_per_stage(x, schedule) for x in (forward_cost, backward_cost, weights_cost)))
-    )
+    equal = StageCosts.equal(schedule.num_stages)
+    full = equal if schedule.has_weights else equal._replace(backward=[2.0] * schedule.num_stages)
+    spans = _spans(schedule, costs or full)
     duration = max(end for rank in spans for _, end in rank)
     busy = sum(end - start for rank in spans for start, end in rank)
     bubble = 1.0 - busy / (schedule.pp * duration) if duration else 0.0
@@ -77,10 +93,9 @@ def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan
 
     ``costs``: by which its W were put; its bubble is that of these.
     """
-    run = simulate(schedule) if costs is None else simulate(schedule, *costs)
-    orders = tuple(tuple((a.kind, a.microbatch, a.chunk) for a in order) for order in schedule.orders)
-    count = schedule.num_microbatches
-    return SchedulePlan(schedule.kind, count, orders, run.bubble_fraction, run.peak_in_flight, run.peak_waiting)
+    run = simulate(schedule, costs)
+    plan = schedule.kind, schedule.num_microbatches, schedule.orders
+    return SchedulePlan(*plan, run.bubble_fraction, run.peak_in_flight, run.peak_waiting)
 
 
 def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple[int, int] | None = None) -> str:
@@ -113,7 +128,7 @@ def _lock_steps(schedule: Schedule) -> Steps:
     return found
 
 
-def _deadlock(schedule: Schedule, steps: Steps, position: list[int]) -> PlanError:
+def _deadlock(schedule: Schedule, steps: Steps, position: list[int]) -> OrderError:
     first = max(0, len(steps) - _SHOWN_STEPS)
     ran = {_event(a, rank, schedule) for row in steps for rank, a in enumerate(row) if a is not None}
     waits = [
@@ -122,9 +137,11 @@ def _deadlock(schedule: Schedule, steps: Steps, position: list[int]) -> PlanErro
         if at < len(order)
     ]
     grid = "\n".join(f"  {line}" for line in format_grid(steps[first:], first).splitlines())
-    return PlanError(
+    waiting = next(rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order))
+    return OrderError(
         f"schedule {schedule.kind} (pp = {schedule.pp}, vpp = {schedule.vpp}, {schedule.num_microbatches} "
         f"microbatches) deadlocks at step {len(steps)}\n{grid}\n" + "\n".join(waits),
+        rank=waiting,
         where="pipeline.schedule",
         fix="in the lists of their ranks, move the awaited actions before the waiting ones",
     )
@@ -137,28 +154,24 @@ def _event(action: Action, rank: int, schedule: Schedule) -> _Event:
 def _missing(schedule: Schedule, action: Action, rank: int, ran: set[_Event]) -> str:
     before = needs(*_event(action, rank, schedule), schedule.num_stages)
     kind, microbatch, stage = next(need for need in before if need not in ran)
-    chunk, rank = (of(stage, schedule.pp, schedule.fold) for of in (chunk_of, rank_of))
-    return f"{Action(kind, microbatch, chunk)} of rank {rank}"
-
-
-def _per_stage(cost: float | Sequence[float], schedule: Schedule) -> list[float]:
-    costs = list(map(float, cost)) if isinstance(cost, Sequence) else [float(cost)] * schedule.num_stages
-    assert len(costs) == schedule.num_stages, f"{len(costs)} costs for {schedule.num_stages} stages"
-    return costs
+    action = Action(kind, microbatch, stage // schedule.pp)
+    return f"{action} of rank {rank_of(stage, schedule.pp, schedule.fold)}"
 
 
 def _spans(schedule: Schedule, costs: StageCosts) -> tuple[tuple[Span, ...], ...]:
     """Start and end of each action that runs: it starts when its rank is free and everything needed has ended."""
     count, num_stages, found = schedule.num_microbatches, schedule.num_stages, list[tuple[Span, ...]]()
-    orders = numbered(schedule.orders, schedule.pp, num_stages, count, schedule.fold)
-    ends = end_times(orders, costs, count)
-    for order in orders:
+    ends = end_times(numbered(schedule.orders, schedule.pp, num_stages, count, schedule.fold), costs, count)
+
+    def end(kind: str, microbatch: int, stage: int) -> float:
+        return ends[(KINDS_OF_ACTIONS.index(kind) * num_stages + stage) * count + microbatch]
+
+    for rank, order in enumerate(schedule.orders):
         spans, free = list[Span](), 0.0
-        for action in order:
-            if ends[action] == NEVER:
+        for event in (_event(action, rank, schedule) for action in order):
+            if end(*event) == NEVER:
                 break
-            start = max([free, *(ends[need] for need in needed(action, num_stages, count))])
-            free = ends[action]
+            start, free = max([free, *(end(*need) for need in needs(*event, num_stages))]), end(*event)
             spans.append((start, free))
         found.append(tuple(spans))
     return tuple(found)
@@ -173,3 +186,112 @@ def _most_between(order: Order, begin: str, end: str) -> int:
         between += (action.kind == begin) - (action.kind == end)
         peak = max(peak, between)
     return peak
+
+
+MOST_STEPS, MOST_RANKS = 20, 16
+
+
+def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold = LOOP) -> str:
+    """The steps and pp ranks next to ``action`` of ``rank``, which is marked; each action is taken to last one step."""
+    actions = [a for order in orders for a in order]
+    kind = CUSTOM if any(a.kind == "B" for a in actions) else FORWARD_ONLY
+    num_chunks, num_microbatches = 1 + max(a.chunk for a in actions), 1 + max(a.microbatch for a in actions)
+    sizes = (len(orders), num_chunks, num_microbatches, len(orders))
+    try:
+        steps = simulate(Schedule(kind, *sizes, tuple(orders), fold)).steps
+    except PlanError as error:  # the schedule itself may be the cause of the failure
+        return f"{action} of pp rank {rank}; the schedule has no steps: {error.what}"
+    at = next(i for i, row in enumerate(steps) if row[rank] == action)
+    first, first_rank = _around(at, len(steps), MOST_STEPS), _around(rank, len(orders), MOST_RANKS)
+    shown = tuple(row[first_rank : first_rank + MOST_RANKS] for row in steps[first : first + MOST_STEPS])
+    return format_grid(shown, first, first_rank, marked=(at - first, rank - first_rank))
+
+
+def _around(place: int, count: int, most: int) -> int:
+    """The first of at most ``most`` of ``count``, with ``place`` in their middle if possible."""
+    return max(0, min(place - most // 2, count - most))
+
+
+_ACTION = re.compile(r"([FBW])(\d{1,9})\.(\d{1,9})")
+_SIZE = r"([1-9]\d{0,8})"
+_HEAD = re.compile(rf"(\w+) pp={_SIZE} vpp={_SIZE} microbatches={_SIZE}(?: group={_SIZE})?(?: fold=(loop|v))?")
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """A head line, then a line for each rank: the text that ``parse_schedule`` reads."""
+    s = schedule
+    head = f"{s.kind} pp={s.pp} vpp={s.vpp} microbatches={s.num_microbatches} group={s.group_size}"
+    head += "" if s.fold == fold_of(s.kind) else f" fold={s.fold}"
+    lines = [f"{rank}: {format_order(order)}" for rank, order in enumerate(s.orders)]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def parse_order(text: str, rank: int = 0) -> Order:
+    """The inverse of ``format_order``, for a ``rank``. Raises PlanError at the first word that is no action."""
+    return tuple(_parse_action(word, rank) for word in text.split())
+
+
+def schedule_by_hand(text: str, at: Where) -> Schedule:
+    """The schedule of a spec: of kind ``custom``, and it runs to its end. ``at``: the file that has ``text``, or the
+    key of the spec.
+
+    Raises SpecError with the line of the rank that cannot run, or of the sizes.
+    """
+    try:
+        found = replace(parse_schedule(text), kind=CUSTOM)
+        simulate(found)
+    except PlanError as error:
+        numbered_lines = _lines(text) or [(1, "")]
+        line, code = numbered_lines[error.rank + 1 if isinstance(error, OrderError) else 0]
+        where = replace(at, line=at.line or line, code=code[:_SHOWN_CHARACTERS])
+        raise SpecError(error.what, where=where, fix=error.fix) from None
+    return found
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that a text states; lists unlike those of the kind in the head make a ``custom`` one.
+
+    The places of W, and other choices by cost, are not compared: the text does not state the costs.
+
+    Raises PlanError when the text is no schedule or an action is missing or repeated.
+    """
+    head, *lines = [line for _, line in _lines(text)] or [""]
+    match = _HEAD.fullmatch(head)
+    if not match:
+        raise PlanError(
+            f"schedule text begins with `{head}`, not with its sizes",
+            fix="begin with a line like `1f1b pp=2 vpp=1 microbatches=4 group=2`",
+        )
+    kind, (pp, vpp, num_microbatches, group_size) = match[1], (int(n or match[2]) for n in match.groups()[1:5])
+    orders = tuple(parse_order(_strip_rank(line, rank), rank) for rank, line in enumerate(lines))
+    if kind in KINDS:
+        built = build_schedule(kind, pp, num_microbatches, vpp, group_size)
+        alike = KINDS[kind].orders is not None
+        alike = alike or tuple(map(without_weights, orders)) == tuple(map(without_weights, built.orders))
+        kind = kind if alike and any(a.kind == "W" for order in orders for a in order) == built.has_weights else CUSTOM
+    elif kind not in (CUSTOM, FORWARD_ONLY):
+        raise unknown_kind(kind)
+    fold = cast(Fold, match[6] or fold_of(match[1]))
+    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold)
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Those that say something, with their numbers; ``#`` begins a comment."""
+    stripped = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
+    return [(number, line) for number, line in stripped if line]
+
+
+def _strip_rank(line: str, rank: int) -> str:
+    name, colon, actions = line.partition(":")
+    if not colon or name.strip() != str(rank):
+        what = f"schedule text: the line of pp rank {rank} begins with `{line[:20]}`"
+        raise OrderError(what, rank=rank, fix=f"begin it with `{rank}:`")
+    return actions
+
+
+def _parse_action(word: str, rank: int) -> Action:
+    match = _ACTION.fullmatch(word)
+    if not match:
+        fix = "write F, B or W, the microbatch, a dot, the chunk: F3.0"
+        raise OrderError(f"schedule text: `{word[:_SHOWN_CHARACTERS]}` is not an action", rank=rank, fix=fix)
+    return Action(match[1], int(match[2]), int(match[3]))

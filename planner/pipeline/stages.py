@@ -13,6 +13,7 @@ own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -29,13 +30,10 @@ from passes.blocks.live_sets import (
     stages_of_copies,
 )
 from passes.errors import PlanError, Where
-from passes.program.program import Program
-from passes.program.stages import StageAssignment
+from passes.program.program import Program, StageAssignment
 from passes.rules.flops import node_cost
 from planner.fold import LOOP, Fold
-from planner.pipeline.balance import balance
-from planner.pipeline.layout import Layout, complaint, layout_of_sizes
-from planner.pipeline.split import layout_of
+from planner.pipeline.layout import Layout, complaint, layout_of, layout_of_sizes
 
 WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatches ahead: not for less than a twentieth
 
@@ -64,7 +62,7 @@ def assign_stages(
     fold: Fold = LOOP,
     sizes: Sequence[int] = (),
 ) -> StageAssignment:
-    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or a notation of ``planner.pipeline.split``;
+    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or a notation of ``planner.pipeline.layout``;
     ``fold`` maps the rows of a split to stages; ``sizes``: blocks of each stage for "auto", if they are decided.
 
     Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
@@ -179,3 +177,50 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str 
             where=where or "mesh.pp",
             fix=fix,
         )
+
+
+def balance(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Sizes of ``num_stages`` non-empty contiguous ranges of ``costs`` with the least possible largest sum.
+
+    Among those the most even ones (least sum of squares), then those with the fewest blocks in the first stages, which
+    hold the most microbatches in flight.
+    """
+    assert 1 <= num_stages <= len(costs), "more stages than blocks"
+    total = [0, *accumulate(costs)]
+    return _most_even(total, num_stages, _least_maximum(total, num_stages))
+
+
+def _least_maximum(total: list[int], num_stages: int) -> int:
+    """best(k, i) = min over j of max(best(k - 1, j), cost of j to i): the first grows with j, the second falls."""
+    num_blocks = len(total) - 1
+    best = total[1:]  # best[i - 1] for the first i blocks in one stage
+    for k in range(2, num_stages + 1):
+        row = [0] * num_blocks
+        for i in range(k, num_blocks + 1):
+            splits = range(k - 1, i)
+            cross = bisect_left(splits, 0, key=lambda j, i=i, best=best: best[j - 1] - (total[i] - total[j]))
+            near = [splits[c] for c in (cross - 1, cross) if 0 <= c < len(splits)]
+            row[i - 1] = min(max(best[j - 1], total[i] - total[j]) for j in near)
+        best = row
+    return best[-1]
+
+
+def _most_even(total: list[int], num_stages: int, limit: int) -> list[int]:
+    """The sizes with the least sum of squared costs among those with no stage that costs more than ``limit``."""
+    num_blocks = len(total) - 1
+    # after[i] = (sum of squares, sizes) of the blocks from i on in the k stages still to fill
+    after: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks + [(0, ())]
+    for _ in range(num_stages):
+        row: list[tuple[int, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
+        for i in range(num_blocks):
+            options = []
+            for j in range(i + 1, num_blocks + 1):
+                cost = total[j] - total[i]
+                if cost > limit:
+                    break
+                if (rest := after[j]) is not None:
+                    options.append((rest[0] + cost * cost, (j - i, *rest[1])))
+            row[i] = min(options, default=None)
+        after = row
+    assert after[0] is not None
+    return list(after[0][1])

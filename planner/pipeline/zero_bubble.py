@@ -8,16 +8,33 @@ The ranks are run in the order of time, each W decided when its rank is free. Ho
 open: all of it, half of it or nothing is tried on a few microbatches, and the shortest run is taken.
 
     equal stages of F, B, W     idle time of a rank (pp − 1)·(F + B − W), of 1f1b (pp − 1)·(F + B + W)
+
+zero_bubble_v: two chunks a rank, folded into a v, in the order in which work comes (ZB-V of Qi et al. 2024).
+
+    stages    of 4 ranks  0 1 2 3      a microbatch comes down the first row and back along the second: its loss is
+                          7 6 5 4      on rank 0, and no rank waits for a message at the turn
+    next      of work that can start, the rank's preference; if none can: the W that has waited longest
+    held      of a rank, at most pp whole microbatches: one is admitted when both its chunks, to their W, have a place
+
+All ranks are run in the order of time. The best preference of each rank depends on the costs: the variants of
+_PREFERENCES are tried on a few microbatches, and the shortest run is taken. (Qi et al. 2024, "Pipeline Parallelism with
+Controllable Memory", section 4: memory as 1f1b's. Their orders repeat one pattern, which takes F, B and W to cost about
+the same; these follow the costs of each stage.)
+
+    equal F, B, W of a chunk    a rank is idle for (pp − 1)·F, as long as the first microbatch takes to the last rank:
+                                no order is shorter; zero_bubble, with an F of two chunks, idles 2·(pp − 1)·F
+                                (up to 4·pp microbatches; of more a little longer)
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from planner.fold import LOOP, Fold, rank_of, stage_of
+from planner.fold import LOOP, Fold, V, rank_of, stages_of
 from planner.pipeline.actions import Action, Order, needs
 
 _TICKS = 1 << 20  # of the longest action: so that the last digits of costs decide nothing
@@ -66,21 +83,51 @@ def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, shar
     return Tried(max(ranks.free), tuple(map(tuple, ranks.done)))
 
 
-class _Ranks:
-    """Owns how far each rank is, when each action ended, and the ranks that sleep until a neighbour acts."""
+class _Timeline:
+    """Owns when each action ended, and the W that wait on each rank. ``stages`` of each rank; ``share``: of a W, that
+    must fit into a wait.
+    """
+
+    def __init__(self, costs: tuple[Sequence[int], ...], pp: int, share: float, fold: Fold) -> None:
+        self.pp, self.share, self.num_stages = pp, share, len(costs[0])
+        self.fold: Fold = fold
+        self.costs = dict(zip("FBW", costs, strict=True))
+        self.stages = [stages_of(rank, pp, self.num_stages, fold) for rank in range(pp)]
+        self.free = [0] * pp
+        self.waiting: list[deque[Action]] = [deque() for _ in range(pp)]
+        self.done: list[list[Action]] = [[] for _ in range(pp)]
+        self.ends: dict[tuple[str, int, int], int] = {}
+        self.agenda = [(0, rank) for rank in range(pp)]
+
+    def begin(self, rank: int, action: Action, now: int) -> tuple[int, int | None]:
+        """When the action ends, and the rank that may wait for it."""
+        kind, microbatch, chunk = action
+        stage = self.stages[rank][chunk]
+        self.free[rank] = end = now + self.costs[kind][stage]
+        self.done[rank].append(action)
+        if kind == "W":
+            return end, None
+        self.ends[kind, microbatch, stage] = end
+        if kind == "B":
+            self.waiting[rank].append(action._replace(kind="W"))
+        waits = stage + (1 if kind == "F" else -1)
+        return end, rank_of(waits, self.pp, self.fold) if 0 <= waits < self.num_stages else None
+
+    def fits_a_weight(self, rank: int, now: int, soonest: int | None) -> bool:
+        """Whether a W waits on the rank, and enough of it fits until other work can start."""
+        if not self.waiting[rank] or soonest is None:
+            return bool(self.waiting[rank])
+        return soonest - now >= self.share * self.costs["W"][self.stages[rank][self.waiting[rank][0].chunk]]
+
+
+class _Ranks(_Timeline):
+    """Owns how far each rank is, and the ranks that sleep until a neighbour acts."""
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold) -> None:
-        self.orders, self.pp = orders, len(orders)
-        self.fold: Fold = fold
-        self.costs = dict(zip("FBW", costs.ticks, strict=True))
-        self.num_stages = len(costs.forward)
-        self.most_held, self.share = most_held, share
-        self.at, self.held, self.free = ([0] * self.pp for _ in range(3))
-        self.waiting: list[deque[Action]] = [deque() for _ in orders]
-        self.done: list[list[Action]] = [[] for _ in orders]
-        self.ends: dict[tuple[str, int, int], int] = {}
+        super().__init__(costs.ticks, len(orders), share, fold)
+        self.orders, self.most_held = orders, most_held
+        self.at, self.held = [0] * self.pp, [0] * self.pp
         self.asleep = set[int]()
-        self.agenda = [(0, rank) for rank in range(self.pp)]
 
     def run(self) -> None:
         while self.agenda:
@@ -90,7 +137,7 @@ class _Ranks:
                 assert action is not None, "something is ready"
                 self.at[rank] += 1
                 self._start(rank, action, now)
-            elif self.waiting[rank] and (ready is None or ready - now >= self.share * self._weights(rank)):
+            elif self.fits_a_weight(rank, now, ready):
                 self._start(rank, self.waiting[rank].popleft(), now)
             elif ready is not None:
                 heappush(self.agenda, (ready, rank))
@@ -105,35 +152,115 @@ class _Ranks:
         action = self.orders[rank][self.at[rank]]
         if action.kind == "F" and self.held[rank] >= self.most_held:
             return action, None
-        before = needs(action.kind, action.microbatch, self._stage(rank, action), self.num_stages)
+        before = needs(action.kind, action.microbatch, self.stages[rank][action.chunk], self.num_stages)
         ends = [self.ends.get(need) for need in before]
         return action, None if None in ends else max((end for end in ends if end is not None), default=0)
 
     def _start(self, rank: int, action: Action, now: int) -> None:
-        stage = self._stage(rank, action)
-        end = now + self.costs[action.kind][stage]
-        self.done[rank].append(action)
-        self.free[rank] = end
+        end, neighbour = self.begin(rank, action, now)
         heappush(self.agenda, (end, rank))
+        self.held[rank] += {"F": 1, "B": 0, "W": -1}[action.kind]
+        if neighbour in self.asleep:
+            self.asleep.discard(neighbour)
+            heappush(self.agenda, (max(end, self.free[neighbour]), neighbour))
+
+
+_Work = tuple[str, int]  # kind of action, chunk
+_WORK: tuple[_Work, ...] = (("B", 0), ("B", 1), ("F", 0), ("F", 1))
+_FORWARDS: tuple[_Work, ...] = (("F", 1), ("F", 0), ("B", 0), ("B", 1))
+_PREFERENCES: tuple[tuple[tuple[_Work, ...], tuple[_Work, ...]], ...] = (  # of the first half of the ranks, of the rest
+    (_WORK, (("B", 1), ("F", 1), ("F", 0), ("B", 0))),
+    (_WORK, _FORWARDS),
+    (_WORK, (("B", 1), ("F", 1), ("B", 0), ("F", 0))),
+    (_WORK, (("F", 1), ("B", 1), ("B", 0), ("F", 0))),
+    ((("B", 1), ("F", 1), ("F", 0), ("B", 0)), _FORWARDS),
+    (_FORWARDS, _FORWARDS),
+)
+_FOLDED_SHARES = (0.5, 0.0)  # of a W, that must fit into a wait
+
+
+class _Way(NamedTuple):
+    """One way to choose: the preferences of the ranks, and how much of a W must fit into a wait."""
+
+    preferences: tuple[tuple[_Work, ...], tuple[_Work, ...]]
+    share: float
+
+
+def folded_orders(pp: int, num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
+    """Of each of ``pp`` ranks its F, B and W; ``costs``: of each of the 2·pp stages."""
+    return _orders(pp, num_microbatches, *(tuple(side) for side in costs.ticks))
+
+
+@lru_cache(maxsize=256)
+def _orders(
+    pp: int, num_microbatches: int, forward: tuple[int, ...], backward: tuple[int, ...], weights: tuple[int, ...]
+) -> tuple[Order, ...]:
+    costs = (forward, backward, weights)
+    ways = [_Way(preferences, share) for preferences in _PREFERENCES for share in _FOLDED_SHARES]
+    few = min(num_microbatches, 4 * pp)
+    tried = [_FoldedRanks(pp, few, costs, way).run() for way in ways]
+    best = min(range(len(ways)), key=lambda at: max(tried[at].free))
+    found = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best]).run()
+    return tuple(map(tuple, found.done))
+
+
+class _FoldedRanks(_Timeline):
+    """Owns how far each rank is, and when each rank next looks for work."""
+
+    def __init__(self, pp: int, num_microbatches: int, costs: tuple[Sequence[int], ...], way: _Way) -> None:
+        super().__init__(costs, pp, way.share, V)
+        self.num_microbatches, self.last = num_microbatches, 2 * pp - 1
+        self.preferred = [way.preferences[rank >= max(1, pp // 2)] for rank in range(pp)]
+        self.begun: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
+        self.places = [2 * pp] * pp  # places for saved tensors of one microbatch on one chunk, not yet reserved
+        self.looks: list[int | None] = [0] * pp  # None: when a neighbour has begun something
+
+    def run(self) -> _FoldedRanks:
+        while self.agenda:
+            now, rank = heappop(self.agenda)
+            if self.looks[rank] != now:
+                continue  # the rank has looked earlier, for earlier work
+            self.looks[rank] = None
+            ready = {work: at for work in self.preferred[rank] if (at := self._ready(rank, work)) is not None}
+            work = next((work for work, at in ready.items() if at <= now), None)
+            soonest = min(ready.values(), default=None)
+            if work is not None:
+                self._start(rank, Action(work[0], self.begun[rank][work], work[1]), now)
+                self.begun[rank][work] += 1
+            elif self.fits_a_weight(rank, now, soonest):
+                self._start(rank, self.waiting[rank].popleft(), now)
+            elif soonest is not None:
+                self._look(rank, soonest)
+        all_ran = all(count == self.num_microbatches for begun in self.begun for count in begun.values())
+        assert all_ran, "a microbatch that is let in has a place on every chunk"
+        return self
+
+    def _ready(self, rank: int, work: _Work) -> int | None:
+        """When the rank's next microbatch of ``work`` can start; None while that is unknown, or if it has no place."""
+        (kind, chunk), microbatch = work, self.begun[rank][work]
+        stage = self.stages[rank][chunk]
+        if microbatch == self.num_microbatches:
+            return None
+        if kind == "F":
+            if chunk == 0 and self.places[rank] < 2:
+                return None
+            return self.ends.get(("F", microbatch, stage - 1)) if stage else 0
+        end = self.ends.get(("F", microbatch, stage))
+        return end if end is None or stage == self.last else self.ends.get(("B", microbatch, stage + 1))
+
+    def _start(self, rank: int, action: Action, now: int) -> None:
+        end, neighbour = self.begin(rank, action, now)
+        self._look(rank, end)
         if action.kind == "W":
-            self.held[rank] -= 1
-            return
-        self.ends[action.kind, action.microbatch, stage] = end
-        if action.kind == "F":
-            self.held[rank] += 1
-        else:
-            self.waiting[rank].append(action._replace(kind="W"))
-        waits = stage + (1 if action.kind == "F" else -1)
-        if 0 <= waits < self.num_stages:
-            self._wake(rank_of(waits, self.pp, self.fold), end)
+            self.places[rank] += 1
+        elif action.kind == "F" and action.chunk == 0:
+            self.places[rank] -= 2
+        if neighbour is not None:
+            self._look(neighbour, max(end, self.free[neighbour]))
 
-    def _wake(self, rank: int, now: int) -> None:
-        if rank in self.asleep:
-            self.asleep.discard(rank)
-            heappush(self.agenda, (max(now, self.free[rank]), rank))
-
-    def _weights(self, rank: int) -> int:
-        return self.costs["W"][self._stage(rank, self.waiting[rank][0])]
-
-    def _stage(self, rank: int, action: Action) -> int:
-        return stage_of(rank, action.chunk, self.pp, self.fold)
+    def _look(self, rank: int, at: int) -> None:
+        """Look for work at ``at``, unless the rank looks sooner."""
+        sooner = self.looks[rank]
+        if sooner is None or at < sooner:
+            self.looks[rank] = at
+            heappush(self.agenda, (at, rank))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from math import gcd, isqrt
 
 from torch import fx
 
 from passes.moe.domain import axis_of, domain_of
-from passes.partition.options.forms import Form
-from passes.partition.options.table import Option, Site, options_of
+from passes.partition.typings.base import Form
+from passes.partition.typings.table import Option, Site, options_of
 from passes.rules.rule import OpRule
 from passes.types.types import I, Placement, R
 
@@ -125,3 +126,22 @@ class Candidates:
         kinds = [I, R] if node.meta.get("grad") else [I]
         held = [c for c in sorted(self.cuts[node.name]) if (c.segments, c.padding) not in self._padded_tokens]
         return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [Option((), c, Form.PARTS) for c in held]
+
+
+def divisors(size: int) -> list[int]:
+    """Every divisor of ``size`` in rising order."""
+    small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
+    return sorted({*small, *(size // n for n in small)})
+
+
+def nearest_tp(sizes: Iterable[int], tp: int) -> list[int]:
+    """The nearest valid tp below and above ``tp`` (itself if it is valid); 1 is always valid."""
+    valid = divisors(gcd(*sizes))
+    if tp in valid:
+        return [tp]
+    return [max(n for n in valid if n < tp), *[n for n in valid if n > tp][:1]]
+
+
+def nearest_words(sizes: Iterable[int], tp: int) -> str:
+    """``nearest valid tp: 1, 3``."""
+    return f"nearest valid tp: {', '.join(map(str, nearest_tp(sizes, tp)))}"

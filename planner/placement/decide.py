@@ -1,7 +1,6 @@
 """Decide the type of every value over tp: one block of each kind by exact minimal cost, stamped on its copies.
 
-``posed`` is the problem, ``decide_placements`` its cheapest solution; ``planner.placement.alternatives`` solves it
-again with one parameter held.
+``planner.report.alternatives`` solves the problem again with one parameter held.
 """
 
 from __future__ import annotations
@@ -15,48 +14,15 @@ from torch import fx
 
 from passes.blocks.blocks import Blocks
 from passes.errors import PlanError
-from passes.partition.placements import Placements
+from passes.partition.type_changes import Placements
 from passes.program.ops.aten import value_bytes
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.flops import node_flops
 from passes.types.types import Placement, evenly
 from planner.placement.candidates import Candidates
-from planner.placement.overrides.kinds import Asked, asked_of
-from planner.placement.overrides.styles import Overrides
+from planner.placement.overrides import Asked, Overrides, asked_of
 from planner.placement.solve import Costs, Edge, Solution, Weights, solve
-
-
-def decide_placements(
-    program: Program,
-    blocks: Blocks,
-    tp: int,
-    overrides: dict[str, str] | None = None,
-    *,
-    sequence_parallel: bool = False,
-    vocabulary_multiple: int = 128,
-    etp: int | None = None,
-    held: Mapping[str, Placement] | None = None,
-) -> Placements:
-    """Type every node, those in the experts' domain over ``etp``. ``held``: types of parameters, by name, that are
-    decided.
-
-    Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible."""
-    problem = posed(
-        program,
-        blocks,
-        tp,
-        overrides or {},
-        sequence_parallel=sequence_parallel,
-        vocabulary_multiple=vocabulary_multiple,
-        etp=etp,
-        held=held or {},
-    )
-    options, asked, rep = problem.solve().options, problem.asked, problem.representative
-    problem.wishes.check(options)
-    origins = {n: f"override {asked[n].pattern}" if n in asked else "solver" for n in rep}
-    styles = {name: wish.style for name, wish in asked.items()}
-    return Placements(tp, {n: options[rep[n]] for n in rep}, origins, styles, etp or tp)
 
 
 @dataclass(frozen=True)
@@ -76,20 +42,33 @@ class Problem:
     def solve(self) -> Solution:
         return solve(self.candidates, self.costs, self.edges, self.weights)
 
+    def decided(self) -> Placements:
+        """The cheapest types of all nodes. Raises PlanError if an override is not possible together with them."""
+        options, asked, rep = self.solve().options, self.asked, self.representative
+        self.wishes.check(options)
+        origins = {n: f"override {asked[n].pattern}" if n in asked else "solver" for n in rep}
+        styles = {name: wish.style for name, wish in asked.items()}
+        sizes = self.candidates.sizes
+        return Placements(sizes["tp"], {n: options[rep[n]] for n in rep}, origins, styles, sizes["etp"])
 
-def posed(
+
+def typing_problem(
     program: Program,
     blocks: Blocks,
     tp: int,
-    overrides: Mapping[str, str],
+    overrides: Mapping[str, str] | None = None,
     *,
-    sequence_parallel: bool,
-    vocabulary_multiple: int,
-    etp: int | None,
-    held: Mapping[str, Placement],
+    sequence_parallel: bool = False,
+    vocabulary_multiple: int = 128,
+    etp: int | None = None,
+    held: Mapping[str, Placement] | None = None,
     freed: str = "",
 ) -> Problem:
-    """``freed``: the representative of parameters that no override constrains. Raises PlanError."""
+    """The types that every node can have, those in the experts' domain over ``etp``, and their costs.
+
+    ``held``: types of parameters, by name, that are decided; ``freed``: the representative of parameters that no
+    override constrains. Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible.
+    """
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     times = blocks.times_of_nodes(program)
@@ -102,11 +81,11 @@ def posed(
         candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple, etp=etp)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
-    asked = asked_of(program, overrides) if tp > 1 else {}
+    asked = asked_of(program, overrides or {}) if tp > 1 else {}
     asked = {name: wish for name, wish in asked.items() if rep[name] != freed}
     wishes = Overrides(program, candidates, asked)
     wishes.constrain()
-    _hold(program, candidates, held)
+    _hold(program, candidates, held or {})
     _keep_features_whole(program, blocks, rep, candidates)
     loss = rep[program.loss]
     candidates.options[loss] = [o for o in candidates.options[loss] if o.out.kind == "I"]

@@ -22,8 +22,8 @@ import numpy as np
 from torch import fx
 
 from passes.errors import PlanError
-from passes.partition.options.forms import Form
-from passes.partition.options.table import Option
+from passes.partition.typings.base import Form
+from passes.partition.typings.table import Option
 from passes.program.weights import is_computed_weight
 from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, conversion
 from passes.types.types import I, Placement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,12 +11,11 @@ from torch import fx
 
 from passes.moe.exchange import EXCHANGES, REPEATABLE
 from passes.partition.type_changes import type_at
-from passes.pieces import Homes, Key, Piece
+from passes.pieces import FULL, Key, Piece, PieceHomes
 from passes.program.ops.own_backward import OwnBackward
 from passes.rules.flops import FLOPS_PER_BYTE, node_flops
 from planner.decisions import Decisions
-from planner.recompute.asked import FULL
-from planner.saved.trace import Call, StageTrace
+from planner.trace.trace import StageTrace, TraceCall
 
 
 @dataclass(frozen=True)
@@ -25,32 +24,28 @@ class Scene:
 
     decisions: Decisions
     trace: StageTrace
-    homes: Homes
+    homes: PieceHomes
 
     @cached_property
     def home(self) -> list[Piece | None]:
         """Of each call its piece."""
-        found = []
-        for call in self.trace.calls:
-            of = self.homes.of_call(call.name) if call.changed is None else self.homes.of_change(call.changed)
-            found.append(of)
-        return found
+        homes, calls = self.homes, self.trace.calls
+        return [homes.of_call(c.name) if c.changed is None else homes.of_change(c.changed) for c in calls]
 
     @cached_property
     def elsewhere(self) -> Mapping[int, set[int | None]]:
         """Memory → the pieces (None: no piece) with calls that read or save it."""
-        found: dict[int, set[int | None]] = {}
-        for call, home in zip(self.trace.calls, self.home, strict=True):
-            for memory in (*call.reads, *call.keeps):
-                found.setdefault(memory, set()).add(None if home is None else home.index)
-        return found
+        return self._pieces_by(lambda call: (*call.reads, *call.keeps))
 
     @cached_property
     def kept_by(self) -> Mapping[int, set[int | None]]:
         """Memory → the pieces with calls that save it for their backward."""
+        return self._pieces_by(lambda call: call.keeps)
+
+    def _pieces_by(self, memories_of: Callable[[TraceCall], tuple[int, ...]]) -> dict[int, set[int | None]]:
         found: dict[int, set[int | None]] = {}
         for call, home in zip(self.trace.calls, self.home, strict=True):
-            for memory in call.keeps:
+            for memory in memories_of(call):
                 found.setdefault(memory, set()).add(None if home is None else home.index)
         return found
 
@@ -71,7 +66,7 @@ class Scene:
         own = {self.trace.memory_of[loss]} if loss in self.trace.memory_of else set[int]()
         return own | set(self.trace.sent.values())
 
-    def node(self, call: Call) -> fx.Node:
+    def node(self, call: TraceCall) -> fx.Node:
         return self.decisions.program.node(call.name)
 
     @cached_property
@@ -103,9 +98,9 @@ class Memories:
 
     scene: Scene
     piece: Piece
-    calls: list[Call] = field(default_factory=list)
-    maker: dict[int, Call] = field(default_factory=dict)
-    writers: dict[int, list[Call]] = field(default_factory=dict)
+    calls: list[TraceCall] = field(default_factory=list)
+    maker: dict[int, TraceCall] = field(default_factory=dict)
+    writers: dict[int, list[TraceCall]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
@@ -127,7 +122,7 @@ class Memories:
             elif index in scene.kept_by.get(memory, ()) and memory in scene.keys:  # without a name it stays
                 self.saved.add(memory)
 
-    def written(self, call: Call) -> set[int]:
+    def written(self, call: TraceCall) -> set[int]:
         """Memory of the piece that ``call`` leaves values in."""
         return {memory for memory in (*call.makes, *call.overwrites) if memory in self.maker}
 
@@ -139,13 +134,13 @@ class Memories:
             found |= {memory for memory in call.overwrites if not self._comes_again(memory, call, found)}
         return found
 
-    def _comes_again(self, memory: int, by: Call, lost: set[int]) -> bool:
+    def _comes_again(self, memory: int, by: TraceCall, lost: set[int]) -> bool:
         """Whether a rerun can make ``memory`` and overwrite it by the same call; selective keeps it instead."""
         if self.piece.kind != FULL or memory not in self.maker or memory in self.seen:
             return False
         return not any(self._is_no_op(call) or not lost.isdisjoint(call.reads) for call in (self.maker[memory], by))
 
-    def made(self, call: Call) -> list[int]:
+    def made(self, call: TraceCall) -> list[int]:
         """New memory that ``call`` makes."""
         return [memory for memory in dict.fromkeys(call.makes) if self.maker.get(memory) is call]
 
@@ -163,27 +158,27 @@ class Memories:
 
     # ---- calls
 
-    def runs_once(self, call: Call) -> bool:
+    def runs_once(self, call: TraceCall) -> bool:
         """Whether a call is never recomputed: those that are no op of PyTorch, but for a few of experts, and readers of
         lost values."""
         return self._is_no_op(call) or not self.lost.isdisjoint(call.reads)
 
-    def _is_no_op(self, call: Call) -> bool:
+    def _is_no_op(self, call: TraceCall) -> bool:
         node = self.scene.node(call)
         if node.target in REPEATABLE:
             return False
         own = isinstance(node.target, (torch._ops.OpOverload, OwnBackward))
         return call.changed is None and not own and not str(getattr(node.target, "__module__", "")).endswith("operator")
 
-    def is_of_shape_alone(self, call: Call) -> bool:
+    def is_of_shape_alone(self, call: TraceCall) -> bool:
         """Whether the insides of a call do not depend on the values that it reads: a dropout's mask."""
         return call.changed is None and self.scene.node(call).target is torch.ops.aten.dropout.default
 
-    def exchanges(self, call: Call) -> bool:
+    def exchanges(self, call: TraceCall) -> bool:
         """Whether its forward talks to other ranks."""
         return self.scene.node(call).target in EXCHANGES or any(sent.phase == "forward" for sent in call.seen.sent)
 
-    def flops(self, call: Call) -> int:
+    def flops(self, call: TraceCall) -> int:
         """Of one rank."""
         return sum(map(self.flops_of, call.ops))
 
@@ -194,23 +189,20 @@ class Memories:
         is_cut = any(t.is_sharded for t in (option.out, *option.args))
         return node_flops(decisions.program.node(name)) // (size if is_cut else 1)
 
-    def moved(self, call: Call) -> int:
+    def moved(self, call: TraceCall) -> int:
         """Bytes that a call reads and writes; of views none."""
         made = self.made(call)
         return sum(map(self.bytes, (*dict.fromkeys(call.reads), *made))) if made else 0
 
-    def cost(self, call: Call) -> float:
+    def cost(self, call: TraceCall) -> float:
         """In operations: a product costs its own, any other op the bytes that it moves."""
         return self.flops(call) or self.moved(call) * FLOPS_PER_BYTE
 
-    def reads_weights(self, call: Call) -> bool:
-        return not self.scene.weights.isdisjoint(call.reads)
 
-
-def closure(memories: Memories, needed: Sequence[int], insides: Sequence[Call], kept: set[int]) -> list[Call]:
+def closure(memories: Memories, needed: Sequence[int], insides: Sequence[TraceCall], kept: set[int]) -> list[TraceCall]:
     """The calls that recompute ``needed`` and rerun ``insides``, from given and kept memory, in their order."""
     blank = [call for call in insides if memories.is_of_shape_alone(call)]
-    found: dict[int, Call] = {}
+    found: dict[int, TraceCall] = {}
     open_calls = [c for m in needed for c in memories.writers[m]] + [call for call in insides if call not in blank]
     while open_calls:
         call = open_calls.pop()
@@ -222,7 +214,7 @@ def closure(memories: Memories, needed: Sequence[int], insides: Sequence[Call], 
     return [call for call in memories.calls if id(call) in found]
 
 
-def sources_of(memories: Memories, needed: Sequence[int], again: Sequence[Call]) -> set[int]:
+def sources_of(memories: Memories, needed: Sequence[int], again: Sequence[TraceCall]) -> set[int]:
     """The memory that calls of a rerun read and none of them makes, without weights and batches."""
     made = {m for call in again for m in memories.made(call)}
     wanted = set(needed) | {m for call in again for m in call.reads}

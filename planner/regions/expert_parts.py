@@ -17,7 +17,7 @@ from torch import fx
 
 from passes.moe.domain import domain_of
 from passes.moe.layers import Dispatch, ExpertLayer
-from passes.program.ops.addends import num_addends
+from passes.program.ops.aten import num_addends
 from passes.program.walks import operands, readers, walk
 
 ROUTER, PREPROCESS, WHOLE = "moe_router", "moe_preprocess", "moe"

@@ -36,19 +36,17 @@ from passes.moe import exchange
 from passes.moe.domain import domain_of
 from passes.moe.ties import is_grouped
 from passes.partition.type_changes import runs_here, type_at, wanted_types
-from passes.program.ops.addends import num_addends
-from passes.program.ops.host_stops import reads_on_host
+from passes.pieces import Region, home_of
+from passes.program.ops.aten import num_addends, reads_on_host
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import operands, readers, walk
-from passes.regions import Region, home_of
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.placement.attention.scores import mixes_values
+from planner.placement.attention import mixes_values
 from planner.regions.expert_parts import EXPERT_PARTS, WHOLE, expert_parts_of, layers_of, of_uncertain_size
-from planner.sharding.boundaries import value_at
-from planner.sharding.shards import Shards
+from planner.sharding.shards import Shards, value_at
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 LAYER = "layer"
@@ -79,7 +77,9 @@ def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) 
     if asked.impl == "none":
         return ()
     if FULL_ITERATION in asked.scope:
-        _check_whole_iteration(decisions)
+        running = decisions.stages.stage_of
+        for refused in uncapturable(n for n in decisions.program.graph.graph.nodes if n.name in running):
+            raise _nothing_captured(f"no CUDA graph can capture a {FULL_ITERATION} of the model", refused)
         return ()
     regions, refusals = _regions(asked.scope, decisions)
     _check_scope(asked.scope, regions, decisions)
@@ -120,12 +120,6 @@ def _check_scope(scope: Collection[str], regions: Sequence[Region], decisions: D
         where=doubts[0].where if doubts else "cuda_graphs.scope",
         fix="leave scope empty for whole layers, or set impl: none",
     )
-
-
-def _check_whole_iteration(decisions: Decisions) -> None:
-    running = decisions.stages.stage_of
-    for refused in uncapturable(n for n in decisions.program.graph.graph.nodes if n.name in running):
-        raise _nothing_captured(f"no CUDA graph can capture a {FULL_ITERATION} of the model", refused)
 
 
 def _nothing_captured(what: str, refused: Refusal) -> PlanError:

@@ -18,12 +18,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from passes.regions import Region
+from passes.pieces import Region
 from planner.decisions import Decisions
-from planner.pipeline.message_slots import message_slots, ring_sizes
+from planner.pipeline.message_slots import (
+    graph_slots,
+    message_slots,
+    num_graphs_by_microbatch,
+    ring_sizes,
+    slots_by_kind,
+)
 from planner.pipeline.schedule import Order, SchedulePlan
-from planner.pipeline.slots import graph_slots, num_graphs_by_microbatch, slots_by_kind
-from planner.sharding.boundaries import boundary, crossing, one_way
+from planner.sharding.shards import boundary, crossing, one_way
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 
@@ -62,7 +67,7 @@ def decide_slots(
         return tuple(_whole_iteration(decisions, schedule, rank) for rank in range(decisions.mesh.pp))
     rows = list[GraphSlots]()
     captured = [region for region in regions if not region.refused]
-    for rank, order in enumerate(schedule.actions):
+    for rank, order in enumerate(schedule.orders):
         chunks = [[region for region in captured if region.stage == stage] for stage in decisions.mesh.stages_of(rank)]
         by_microbatch = asked.impl == "transformer_engine"
         rows += _by_microbatch(rank, order, chunks) if by_microbatch else _by_slot(rank, order, chunks)
@@ -71,13 +76,7 @@ def decide_slots(
 
 def slots_of(order: Order) -> dict[tuple[int, int], int]:
     """(chunk, microbatch) → the slot in which all regions of the chunk run it; slots of chunks are distinct."""
-    num_chunks = 1 + max(action.chunk for action in order)
-    return {(chunk, m): slot for (m, chunk, _), slot in graph_slots(order, [1] * num_chunks).items()}
-
-
-def num_slots(slots: dict[tuple[int, int], int]) -> dict[int, int]:
-    """Chunk → how many slots it has."""
-    return dict(Counter(chunk for chunk, _ in {(chunk, slot) for (chunk, _), slot in slots.items()}))
+    return {(chunk, m): slot for (m, chunk, _), slot in graph_slots(order).items()}
 
 
 # ---- regions
@@ -98,7 +97,7 @@ def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> lis
 
 def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
     """Graphs for each microbatch; static inputs shared by signature, listed at the chunk that takes them first."""
-    taken = slots_by_kind(order, [[_signature(region) for region in regions] for regions in chunks])
+    taken = slots_by_kind(order, [list(map(_signature, regions)) for regions in chunks])
     first: dict[int, Region] = {}
     for (_, chunk, index), buffer in taken.items():
         first.setdefault(buffer, chunks[chunk][index])
@@ -148,7 +147,7 @@ def static_message_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int
     """Bytes of the buffers in which a rank's messages lie in turn."""
     num_stages = decisions.stages.num_stages
     boundaries = [boundary(decisions, cut) for cut in range(num_stages - 1)]
-    slots = message_slots(schedule.actions, rank, num_stages, decisions.mesh.fold, one_way(boundaries))
+    slots = message_slots(schedule.orders, rank, num_stages, decisions.mesh.fold, one_way(boundaries))
     return sum(
         count * sum(value.bytes for value in crossing(boundaries[ring.boundary], ring.kind))
         for ring, count in ring_sizes(slots).items()

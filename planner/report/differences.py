@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby, takewhile
 from typing import Any
 
-from planner.report.fold import fold
-from planner.report.section import TIMES, Section
+from planner.report.section import TIMES, Section, fold
 from planner.report.text import sections_text
 from planner.tables.tables import Tables
 
@@ -76,12 +75,11 @@ def differences(before: Tables, after: Tables) -> Differences:
 def _of_table(table: str, before: Any, after: Any) -> list[Change]:
     if table not in KEYS:
         return [Change(table, table, *values) for values in _fields(before, after)]
-    old, new = _by_key(table, before), _by_key(table, after)
-    found = [
-        Change(table, _name(table, key), *values)
-        for key in dict.fromkeys((*new, *old))
-        for values in _of_row(old.get(key), new.get(key))
-    ]
+    old, new, found = _by_key(table, before), _by_key(table, after), list[Change]()
+    for key in dict.fromkeys((*new, *old)):
+        is_in_both = key in old and key in new
+        values = _fields(old[key], new[key]) if is_in_both else [(ROW, old.get(key), new.get(key))]
+        found += [Change(table, _name(table, key), *leaf) for leaf in values]
     if not found and before != after:
         return [Change(table, table, "order", "as listed", "in another order", len(after))]
     return list(_folded(found))
@@ -112,13 +110,6 @@ def _name(table: str, key: tuple[Any, ...]) -> str:
         f"{n}.{v}" if type(v) is int else str(v) for n, v in given.items() if v is not None and type(v) is not bool
     ]
     return " ".join(filter(None, parts)) + (f" {number}" if number else "")
-
-
-def _of_row(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, Any]]:
-    if before is not None and after is not None:
-        yield from _fields(before, after)
-    else:
-        yield ROW, before, after
 
 
 def _rest(table: str, row: Any, without: Set[str] = frozenset()) -> Any:

@@ -39,11 +39,6 @@ def sections_text(parts: Iterable[Section], *, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def print_plan(plan: Tables, console: Console | None = None, *, full: bool = False) -> None:
-    """Print the tables on ``console`` (left out: stdout), with its width and colours."""
-    print_sections(sections(plan, full=full), console)
-
-
 def print_sections(parts: Iterable[Section], console: Console | None = None) -> None:
     """Print sections on ``console`` (left out: stdout); values that its width has no room for are folded, not cut."""
     console = console or Console(highlight=False)

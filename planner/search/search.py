@@ -13,24 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import count, takewhile
+from math import prod
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from passes.errors import PlanError
 from planner.captured import Prepared
 from planner.cluster.cluster import Cluster, Uncertainty
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import at_least, estimate, rank_holdings
-from planner.cost.step_time import is_as_fast
-from planner.mesh import MOST_RANKS
-from planner.search.best_first import BestFirst, Candidate, Estimated, Found
-from planner.search.choice import Cut, Point
+from planner.cost.layout import Layout, is_as_fast
+from planner.cost.planned import usable_bytes
+from planner.mesh import MOST_RANKS, SIZES
+from planner.search.best_first import BestFirst, Candidate, Found, Loser, gigabytes, losers, why_too_large
 from planner.search.cuts import Cuts
-from planner.search.losers import Loser, losers
-from planner.search.refusals import check_devices, check_pins, fits_nowhere, no_layout
-from planner.search.space import BOUNDS, Space
+from planner.search.space import KINDS_OF_RECOMPUTE, Cut, Point, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
+T = TypeVar("T")
 COMPARED = 8  # layouts of which the simplest is chosen
 NEAR = 0.03  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
@@ -52,7 +54,6 @@ class Result:
     num_considered: int
     num_estimated: int
     memory_bytes: float
-    bounds: tuple[str, ...] = BOUNDS
     seconds: dict[str, float] = field(default_factory=dict)
     estimated: tuple[Candidate, ...] = ()
 
@@ -85,6 +86,85 @@ def num_behind(best: Sequence[Candidate], uncertainty: Uncertainty) -> int:
     return min(near, default=((), 0))[1]
 
 
+_MOST_TRIED, _MOST_SHOWN = 64, 4
+
+
+def check_devices(spec: Spec, cluster: Cluster) -> int:
+    """How many devices are laid out. Raises PlanError if the cluster has fewer."""
+    devices = cluster.devices if spec.devices is None else spec.devices
+    if devices > cluster.devices:
+        raise spec.error(
+            "devices",
+            f"devices = {devices}, but the cluster {cluster.name} has {cluster.devices}",
+            f"set devices to {cluster.devices} or less, or name a larger cluster",
+        )
+    if devices > MOST_RANKS:
+        raise spec.error("devices", f"{devices} devices are more than {MOST_RANKS}", "set devices to fewer")
+    return devices
+
+
+def check_pins(spec: Spec, devices: int) -> None:
+    """Raises PlanError if the sizes of the spec do not fit one mesh of so many devices."""
+    mesh = spec.mesh
+    pinned = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) != AUTO}
+    product, written = prod(pinned.values()), {axis: size for axis, size in pinned.items() if size > 1}
+    named = " · ".join(f"{axis} {size}" for axis, size in written.items())
+    first = next(iter(written), "tp")
+    if devices % product:
+        what = f"{named} = {product} does not divide the {devices} devices"
+        raise spec.error(
+            f"mesh.{first}", what, f"choose sizes with a product that divides {devices}, or leave one to auto"
+        )
+    if len(pinned) == 4 and product != devices:
+        free = [axis for axis in SIZES if getattr(mesh, axis) == AUTO]
+        what = f"{named or 'tp, cp, pp and dp of 1'} = {product} leave {devices - product} of {devices} devices idle"
+        raise spec.error(f"mesh.{first}", what, f"set devices: {product}, or dp: auto; {', '.join(free)} adds no ranks")
+    _check_experts(spec, devices)
+    if mesh.dp != AUTO and spec.batch.global_size % int(mesh.dp):
+        what = f"batch.global = {spec.batch.global_size} is not divisible by mesh.dp = {mesh.dp}"
+        raise spec.error("batch.global", what, "change one of them")
+
+
+def _check_experts(spec: Spec, devices: int) -> None:
+    ep = spec.mesh.ep
+    if ep != AUTO and devices % int(ep):
+        raise spec.error("mesh.ep", f"ep {ep} does not divide the {devices} devices", "choose a divisor, or auto")
+
+
+def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanError]) -> PlanError:
+    """Not one layout is left: why, and how many devices would have some."""
+    if refused and not space.pruned:
+        return refused[0] if len(refused) == 1 else _all_refused(spec, devices, refused)
+    reasons = [f"{what} ({times} times)" for what, times in space.pruned.most_common(_MOST_SHOWN)]
+    reasons += list(dict.fromkeys(error.what for error in refused))[:_MOST_SHOWN]
+    near = [n for n in (_nearest(spec, devices, space, -1), _nearest(spec, devices, space, 1)) if n]
+    fix = f"use {' or '.join(map(str, near))} devices, " if near else ""
+    return spec.error(
+        "devices" if spec.devices else "mesh",
+        f"no layout uses all {devices} devices: {'; '.join(reasons) or 'no axis can use them'}",
+        f"{fix}{'or ' if near else ''}change batch.global or the fixed axes of the mesh",
+    )
+
+
+def _all_refused(spec: Spec, devices: int, refused: Sequence[PlanError]) -> PlanError:
+    words = dict.fromkeys(error.what for error in refused)
+    what = f"no layout of {devices} devices: {'; '.join(list(words)[:_MOST_SHOWN])}"
+    return PlanError(what, where=refused[0].where, fix=refused[0].fix)
+
+
+def _nearest(spec: Spec, devices: int, space: Space, step: int) -> int | None:
+    """The next number of devices with a layout that cuts nothing but blocks and batch."""
+    for away in range(1, _MOST_TRIED + 1):
+        number = devices + step * away
+        if number < 1:
+            return None
+        tried = Space(spec, number, space.inner_devices, space.facts)
+        cut = Cut(1 if spec.mesh.tp == AUTO else int(spec.mesh.tp))
+        if next(tried.points(cut, lambda pp, vpp: [1] * pp * vpp), None) is not None:
+            return number
+    return None
+
+
 class _Search:
     """Owns one search: the work of each cut, the layouts with their bounds, and the clock."""
 
@@ -102,7 +182,7 @@ class _Search:
     def run(self, top: int) -> Result:
         points = self._points()
         with self._clock("bounds"):
-            order = BestFirst(points, self._at_least, self._estimate, self._fixed, memory_of(self.cluster))
+            order = BestFirst(points, self._by(at_least), self._by(estimate), self._fixed, usable_bytes(self.cluster))
         with self._clock("estimates"):
             found = order.search(max(top, COMPARED), step=lambda done: self.progress("estimating layouts", done, 0))
             behind = num_behind(found.best, self.cluster.uncertainty)
@@ -160,15 +240,42 @@ class _Search:
             return []
 
     def _fits_nowhere(self, order: BestFirst, found: Found) -> PlanError:
+        """The error: the layout that needs least, its largest part, and the fewest devices on which a layout fits."""
+        lean = sorted((point for *_, point in order.bounds), key=attrgetter("held"))[:_MOST_TRIED]
+        least = min([*found.too_large, *map(order.of, lean)], key=lambda candidate: candidate.fullest.total)
+        with self._clock("more devices"):
+            enough = self._enough(order.memory_bytes)
+        fix = "use devices with more memory, a smaller model, or fewer fixed axes"
+        return self.spec.error(
+            "devices" if self.spec.devices else "mesh",
+            f"the model fits no layout of {self.devices} devices of {gigabytes(order.memory_bytes)}: the smallest, "
+            f"{least.point}, {why_too_large(least, order.memory_bytes)}",
+            f"use {enough[0]} devices of this kind ({enough[1].point})" if enough else fix,
+        )
+
+    def _enough(self, memory: float) -> tuple[int, Candidate] | None:
+        """The fewest devices on which a layout fits: of 2, 4, … times as many, then of full nodes below that."""
         grown = self.cluster.links[-1].model_copy(update={"devices": MOST_RANKS})
         larger = self.cluster.model_copy(update={"links": (*self.cluster.links[:-1], grown)})
 
-        def estimated(point: Point) -> Candidate:
-            work = self.works[point.cut][point.layout.recompute]
-            return Candidate(point, estimate(work, point.layout, larger, self.spec))
+        def fitting(number: int) -> Candidate | None:
+            points = sorted(self._points_over(number), key=attrgetter("held"))[:_MOST_TRIED]
+            works = (self.works[point.cut][point.layout.recompute] for point in points)
+            tried = (
+                Candidate(point, estimate(work, point.layout, larger, self.spec))
+                for point, work in zip(points, works, strict=True)
+            )
+            return next((candidate for candidate in tried if candidate.fullest.total <= memory), None)
 
-        with self._clock("more devices"):
-            return fits_nowhere(order, found, self.spec, self.cluster, self.devices, self._points_over, estimated)
+        inner = self.cluster.links[0].devices
+        doubled = takewhile(lambda n: n <= min(MOST_RANKS, 1024 * self.devices), (self.devices << k for k in count(1)))
+        for number in doubled:
+            found = fitting(number)
+            if found is not None:
+                step = max(min(inner, self.devices), number // _MOST_TRIED)
+                fewer = ((n, fitting(n)) for n in range(number // 2 + step, number, step))
+                return next(((n, other) for n, other in fewer if other is not None), (number, found))
+        return None
 
     def _points_over(self, devices: int) -> Iterator[Point]:
         """Layouts of more devices, over those cuts that were decided."""
@@ -176,16 +283,14 @@ class _Search:
         for cut in self.works:
             yield from space.points(cut, partial(self.cuts.stages, cut))
 
-    def _at_least(self, point: Point) -> float:
-        return at_least(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
-
-    def _estimate(self, point: Point) -> Estimated:
-        return estimate(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
+    def _by(self, price: Callable[[CutWork, Layout, Cluster, Spec], T]) -> Callable[[Point], T]:
+        """``price`` of the work and the layout of a point."""
+        return lambda point: price(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
 
     def _fixed(self, point: Point) -> Sequence[float]:
         """Bytes of weights, gradients and optimizer on each pp rank."""
         holds = rank_holdings(self.works[point.cut][point.layout.recompute], point.layout, self.spec)
-        return [float(held.parameters + held.gradients + held.optimizer) for held in holds]
+        return [float(sum(held.lasting[:3])) for held in holds]
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:
@@ -196,11 +301,6 @@ class _Search:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
 
-def memory_of(cluster: Cluster) -> float:
-    """Bytes that a process may fill."""
-    return cluster.device.memory * cluster.device.usable_memory
-
-
 def _kinds(spec: Spec) -> tuple[str, ...]:
     given: Any = spec.recompute
-    return ("none", "selective", "full") if given == AUTO else (str(given),)
+    return KINDS_OF_RECOMPUTE if given == AUTO else (str(given),)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import gcd
 from typing import Any
@@ -20,11 +21,10 @@ from typing import Any
 from passes.errors import PlanError
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
-from planner.pipeline.schedule import check_sizes, fold_of, searched_kinds, searched_words
-from planner.pipeline.split import layout_of
-from planner.placement.divisibility import divisors
+from planner.pipeline.layout import layout_of
+from planner.pipeline.schedule import KINDS, check_schedule, fold_of, searched_kinds, searched_words
+from planner.placement.candidates import divisors
 from planner.ranks import DEFAULT_ORDER
-from planner.search.choice import KINDS_OF_RECOMPUTE, Cut, Point
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
@@ -55,6 +55,97 @@ class Facts:
     num_blocks: int
     num_experts: tuple[int, ...] = ()
     length: int = 0
+
+
+KINDS_OF_RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cut:
+    """All that the graph of one stage depends on: each is decided once, on the captured model."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def has_expert_axes(self) -> bool:
+        """Whether experts are cut otherwise than all else."""
+        return self.ep > 1 or self.etp != self.tp
+
+    def __str__(self) -> str:
+        words = [f"tp {self.tp}"]
+        words += [f"cp {self.cp}"] * (self.cp > 1)
+        words += [f"ep {self.ep}", f"etp {self.etp}"] if self.has_expert_axes else []
+        words += ["sequence parallel"] * self.sequence_parallel
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layout of one cut. ``key`` breaks ties: fewer ranks that wait for each other, then less of everything."""
+
+    cut: Cut
+    layout: Layout
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        mesh, layout = self.layout.mesh, self.layout
+        waits = (mesh.tp * mesh.cp > 1) * mesh.pp * mesh.vpp + (mesh.pp > 1) * mesh.vpp
+        return (
+            layout.num_microbatches * waits,
+            self.cut,
+            mesh.pp,
+            mesh.vpp,
+            KINDS_OF_RECOMPUTE.index(layout.recompute),
+            layout.micro,
+            layout.zero,
+            layout.schedule,
+            mesh.order != DEFAULT_ORDER,
+            mesh.order,
+        )
+
+    @property
+    def held(self) -> tuple[float, ...]:
+        """Less of it, less memory: weights of a rank, then how much is kept of a microbatch."""
+        mesh, layout = self.layout.mesh, self.layout
+        recompute = -KINDS_OF_RECOMPUTE.index(layout.recompute)
+        kept = layout.micro / (mesh.tp * mesh.cp)
+        sharded = layout.sequence_parallel
+        return -mesh.tp * mesh.pp, -layout.zero, recompute, kept, not sharded, layout.waits, mesh.vpp
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The choices, by the names that reasons use; etp only where experts are cut otherwise than all else."""
+        mesh, layout = self.layout.mesh, self.layout
+        return {
+            "tp": mesh.tp,
+            "cp": mesh.cp,
+            "ep": mesh.ep,
+            **({"etp": mesh.etp} if self.cut.has_expert_axes else {}),
+            "pp": mesh.pp,
+            "vpp": mesh.vpp,
+            "dp": mesh.dp,
+            "micro": layout.micro,
+            "recompute": layout.recompute,
+            "zero": layout.zero,
+            "sequence parallel": layout.sequence_parallel,
+            "schedule": layout.schedule,
+            "order": mesh.order,
+        }
+
+    def __str__(self) -> str:
+        """``tp 8, pp 4 × 2 chunks, dp 2, micro 1, selective recompute``."""
+        mesh, layout = self.layout.mesh, self.layout
+        words = [str(self.cut), f"pp {mesh.pp}" + f" × {mesh.vpp} chunks" * (mesh.vpp > 1), f"dp {mesh.dp}"]
+        words += [f"micro {layout.micro}"]
+        words += [f"zero {layout.zero}"] * (layout.zero > 1)
+        words += [f"{layout.recompute} recompute"] * (layout.recompute != "none")
+        words += [layout.schedule] * (not KINDS[layout.schedule].is_default)
+        words += [f"order {mesh.order}"] * (mesh.order != DEFAULT_ORDER)
+        return ", ".join(words)
 
 
 class Space:
@@ -179,11 +270,11 @@ class Space:
                     yield Point(cut, Layout(laid, micro, rows // micro, *chosen))
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
-        given, group = self.spec.pipeline.schedule, self.spec.pipeline.group_size
+        given = self.spec.pipeline.schedule
         kinds = searched_kinds(mesh.pp, mesh.vpp, may_wait=self.spec.cuda_graphs.impl == "none")  # no W inside of them
-        for schedule in kinds if given == AUTO else (given,):
+        for schedule in kinds if given == AUTO else (str(given),):
             try:
-                check_sizes(schedule, mesh.pp, num_microbatches, mesh.vpp, mesh.pp if group is None else group)
+                check_schedule(schedule, mesh.pp, num_microbatches, mesh.vpp, self.spec.pipeline.group_size)
                 yield schedule
             except PlanError as error:
                 self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1

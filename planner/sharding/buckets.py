@@ -44,14 +44,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """The part of one parameter that one rank owns, in four coordinates.
-
-    ``world``: in the buffer; ``world_in_bucket``: in the bucket; ``local``: in the rank's shard of that bucket;
-    ``param``: in the flattened parameter.
+    """The part of one parameter that one rank owns: ``local`` in the rank's shard of its bucket, ``param`` in the
+    flattened parameter.
     """
 
-    world: Range
-    world_in_bucket: Range
     local: Range
     param: Range
 
@@ -87,12 +83,7 @@ class Bucket:
         for slot in self.slots:
             world = slot.world.intersection(shard)
             if len(world):
-                owned[slot.name] = OwnedRange(
-                    world,
-                    world.shifted(-self.world.start),
-                    world.shifted(-shard.start),
-                    world.shifted(-slot.world.start),
-                )
+                owned[slot.name] = OwnedRange(world.shifted(-shard.start), world.shifted(-slot.world.start))
         return owned
 
 
@@ -112,18 +103,9 @@ class BufferLayout:
         """With all padding."""
         return self.buckets[-1].world.stop if self.buckets else 0
 
-    @property
-    def num_unpadded(self) -> int:
-        """Without the padding at the ends of buckets."""
-        return sum(bucket.num_unpadded for bucket in self.buckets)
-
     def shard_elements(self) -> int:
         """Elements that one rank owns over all buckets."""
         return self.num_elements // self.num_ranks
-
-    def owned_ranges(self, rank: int) -> tuple[dict[str, OwnedRange], ...]:
-        """For each bucket, each parameter with a part that ``rank`` owns."""
-        return tuple(bucket.owned_ranges(rank, self.num_ranks) for bucket in self.buckets)
 
 
 def lay_out(

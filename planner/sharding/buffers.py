@@ -21,11 +21,10 @@ from planner.decisions import Decisions
 from planner.sharding import buckets
 from planner.sharding.buckets import BufferLayout
 from planner.sharding.parameters import parameters_of_rank
-from planner.sharding.visits import units_of
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.spec.update_rules import MATRIX_RULES, moments_of
-from planner.updates.rules import UpdateRules
+from planner.updates import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FROZEN = "frozen"  # in place of an update rule
@@ -191,12 +190,15 @@ def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> 
     units = units_of(decisions) if spec.optimizer.planned_zero >= 2 else None
     precision = spec.precision
     found = buffers_of_rank(pp_rank, held, spec.optimizer, sizes, precision.gradients, decisions.rules, units)
-    return found if precision.gather is None else tuple(_sent_as(precision.gather, buffer) for buffer in found)
+    if precision.gather is None:
+        return found
+    sent = getattr(torch, precision.gather)
+    return tuple(replace(b, gather=sent) if b.gathers and sent.itemsize < b.dtype.itemsize else b for b in found)
 
 
-def _sent_as(name: str, buffer: Buffer) -> Buffer:
-    dtype = getattr(torch, name)
-    return replace(buffer, gather=dtype) if buffer.gathers and dtype.itemsize < buffer.dtype.itemsize else buffer
+def gradient_size(asked: str | None, itemsize: int) -> int:
+    """Bytes of an element of a buffer of gradients. ``asked``: its dtype in the spec; else at least float32."""
+    return getattr(torch, asked).itemsize if asked else max(4, itemsize)
 
 
 def buffers_of_rank(
@@ -213,7 +215,7 @@ def buffers_of_rank(
 
     ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 for parameters of half precision,
     else of the parameter's own dtype. ``rules``: left out, that of the section for all.
-    ``units``: of parameters that share a bucket (planner.sharding.visits), with zero 2 and 3.
+    ``units``: of parameters that share a bucket (planner.sharding.buffers), with zero 2 and 3.
     """
     rules = rules or UpdateRules(optimizer.name)
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
@@ -257,3 +259,29 @@ def _layout(
         bucket_size=optimizer.bucket_size or buckets.default_bucket_size(num_ranks, optimizer.alignment),
         units=units,
     )
+
+
+Home = tuple[int, bool]  # (index of a block, whether it is behind that block and in none)
+
+
+def units_of(decisions: Decisions) -> dict[str, tuple[Home, ...]]:
+    """Dotted name of each parameter → the places of its readers, in their order; the same for all of one unit."""
+    homes, program = homes_of_ops(decisions), decisions.program
+    found: dict[str, set[Home]] = {}
+    for node in program.graph.graph.find_nodes(op="placeholder"):
+        if node.name in program.parameters:
+            calls = (homes[user.name] for user in node.users if user.op == "call_function")
+            found.setdefault(program.parameters[node.name], set()).update(calls)
+    return {name: tuple(sorted(of_name)) for name, of_name in found.items()}
+
+
+def homes_of_ops(decisions: Decisions) -> dict[str, Home]:
+    """Op → its block, or the last block before it."""
+    block_of, last, found = decisions.blocks.block_of(), -1, dict[str, Home]()
+    for node in decisions.program.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        own = block_of.get(node.name)
+        last = last if own is None else max(last, own)
+        found[node.name] = (last, True) if own is None else (own, False)
+    return found

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from math import prod
 
 from passes.parameters import LocalParameter
 from planner.mesh import Mesh
-from planner.sharding.boxes import Box, Piece, pieces_of_run
-from planner.sharding.buckets import Bucket
+from planner.sharding.boxes import Box, Piece, part_of, pieces_of_run
 from planner.sharding.buffers import Buffer, OptimizerPlan
-from planner.sharding.parts import part_of
-from planner.updates.rules import UpdateRules
+from planner.updates import UpdateRules
 
 SENT_BYTES = 2  # an update rule computes in bfloat16
 _GROUPS = {("tp", "dp"): "tp-dp", ("tp", "dp-cp"): "tp-dp-cp", ("etp", "edp"): "etp-edp"}
@@ -79,21 +76,13 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Homes:
+class MatrixHomes:
     """Of one buffer: ``axis`` of the ranks that share its matrices ("" for one alone), and the matrices by bucket."""
 
     buffer: Buffer
     axis: str
     num_ranks: int
     buckets: tuple[tuple[Homed, ...], ...]
-
-    @cached_property
-    def loads(self) -> tuple[int, ...]:
-        """The work of each rank."""
-        found = [0] * self.num_ranks
-        for homed in (homed for bucket in self.buckets for homed in bucket):
-            found[homed.home] += homed.matrix.work
-        return tuple(found)
 
     @property
     def update_bytes(self) -> int:
@@ -144,7 +133,7 @@ def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[
         yield Sent(index, first, stop, piece.outer.shape, inner, matrix.place_of(number, within))
 
 
-def exchanged_elements(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int = 0) -> tuple[int, int]:
+def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int = 0) -> tuple[int, int]:
     """Elements that the fullest rank sends to homes, and that the fullest home sends back."""
     if any(homes.buffer.by_name[homed.matrix.fqn].placement.has_whole_segment for homed in homes.buckets[bucket]):
         return _of_all_ranks(homes, bucket, mesh, pp_rank, ep_rank)
@@ -155,7 +144,7 @@ def exchanged_elements(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_r
     return max(sum(len(r.param) for r in ranges.values()) for ranges in owned), max(held)
 
 
-def _of_all_ranks(homes: Homes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int) -> tuple[int, int]:
+def _of_all_ranks(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int) -> tuple[int, int]:
     """The same, piece by piece: several ranks hold a replicated segment, and each of them sends it."""
     first = mesh.rank_of(pp=pp_rank)
     ranks = next(r for r in mesh.groups_over(homes.axis) if first in r)
@@ -174,13 +163,14 @@ def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -> Homes | None:
+def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -> MatrixHomes | None:
     """None for a buffer that is updated element by element."""
     if buffer.is_frozen or rules.matrices_of(buffer.parameters[0].fqn) is None:
         return None
     axis = shared_over(buffer.parameters[0], mesh, sharded=buffer.layout.num_ranks > 1)
     num_ranks = mesh.size(axis) if axis else 1
-    found = [list(_of_bucket(bucket, buffer, mesh, rules, ep_rank)) for bucket in buffer.layout.buckets]
+    held = [[buffer.by_name[slot.name] for slot in bucket.slots] for bucket in buffer.layout.buckets]
+    found = [[m for local in of_bucket for m in matrices_of(local, rules, mesh, ep_rank)] for of_bucket in held]
     flat = [(at, matrix) for at, matrices in enumerate(found) for matrix in matrices]
     homes, loads = [0] * len(flat), [0] * num_ranks
     for number in sorted(range(len(flat)), key=lambda i: (-flat[i][1].work, i)):
@@ -188,7 +178,7 @@ def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -
         homes[number] = home
         loads[home] += flat[number][1].work
     chosen = iter(homes)
-    return Homes(
+    return MatrixHomes(
         buffer, axis, num_ranks, tuple(tuple(Homed(matrix, next(chosen)) for matrix in bucket) for bucket in found)
     )
 
@@ -198,11 +188,6 @@ def shared_over(local: LocalParameter, mesh: Mesh, *, sharded: bool) -> str:
     cut = local.axis if local.placement.is_sharded and mesh.size(local.axis) > 1 else ""
     shared = local.reduced_over if sharded and mesh.size(local.reduced_over) > 1 else ""
     return _GROUPS[cut, shared] if cut and shared else cut or shared
-
-
-def _of_bucket(bucket: Bucket, buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int) -> Iterator[Matrix]:
-    for slot in bucket.slots:
-        yield from matrices_of(buffer.by_name[slot.name], rules, mesh, ep_rank)
 
 
 def matrices_of(local: LocalParameter, rules: UpdateRules, mesh: Mesh, ep_rank: int = 0) -> Iterator[Matrix]:

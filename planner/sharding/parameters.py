@@ -19,13 +19,13 @@ from typing import Any
 from torch import fx
 
 from passes.errors import require
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.parameters import LocalParameter, axis_of
 from passes.program.matrices import Matrices
 from passes.types.types import I, Placement, Segment
 from planner.decisions import Decisions
 from planner.mesh import REPLICA
-from planner.sharding.parts import Part
+from planner.sharding.boxes import Part
 from planner.spec.sections import STYLES
 
 

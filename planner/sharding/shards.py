@@ -1,20 +1,44 @@
-"""All that a rank holds, sums and exchanges, in one value: the plan carries it, passes and runtime read it."""
+"""All that a rank holds, sums and exchanges, in one value: the plan carries it, passes and runtime read it.
+
+Values sent from one stage to the next are the live ones at the cut, in local shapes, never as partial sums.
+
+The collectives of a step over the gradient buffers, after its last backward has begun.
+
+dp, dp-cp, edp       reduce-scatter of each bucket (zero 2 and 3: of each microbatch), all-gather of its parameters
+                     (zero 3: planner.exchanges.collectives); zero 0: one all-reduce
+tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
+replica              the same, if parameters are in shards within groups of dp
+tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
+                     ranks, and back (planner.sharding.homes)
+dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
+world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
+
+edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp if cp > 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
-from passes.partition.type_changes import TypeChange, check_experts_alike, type_changes
-from passes.program.stages import BoundaryPlan
-from passes.types.collectives import CollectivePlan
+import torch
+
+from passes.partition.type_changes import TypeChange, sent_type, type_changes
+from passes.program.ops.sequence import over_data
+from passes.program.program import BoundaryPlan
+from passes.types.conversions import CollectivePlan
+from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.sharding.boundaries import boundary
+from planner.mesh import Mesh
+from planner.sharding import buckets
 from planner.sharding.buffers import Buffer, buffers_at, buffers_of
-from planner.sharding.collectives import step_collectives, sums_of_the_loss
+from planner.sharding.homes import SENT_BYTES, MatrixHomes, exchanged_elements, homes_of
 from planner.sharding.residency import Unit
 from planner.spec.spec import Spec
+from planner.updates import UpdateRules
 
 
 @dataclass(frozen=True)
@@ -67,14 +91,10 @@ class Shards:
 
 
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
-    """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums.
-
-    Raises PlanError if ranks would exchange different things for their experts.
-    """
+    """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums."""
     program, stages = decisions.program, decisions.stages
     buffers, zero = buffers_of(spec, decisions), spec.optimizer.planned_zero
     changes = tuple(type_changes(decisions.placements, stages, program, index) for index in range(stages.num_stages))
-    check_experts_alike(changes, program, decisions.mesh)
     are_alone = any(part.dim < 0 for part in decisions.expert_parts.values())
     return Shards(
         changes,
@@ -86,4 +106,142 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
         spec.optimizer.reshard is not False,
+    )
+
+
+def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
+    """The values that stage ``cut`` sends to stage ``cut + 1``; nothing before the first and after the last."""
+    stages = decisions.stages
+    if not 0 <= cut < stages.num_stages - 1:
+        return ()
+    placements, program = decisions.placements, decisions.program
+    return tuple(value_at(decisions, n, sent_type(placements.of(program.node(n)))) for n in stages.live[cut])
+
+
+def crossing(values: Sequence[BoundaryPlan], kind: str) -> list[BoundaryPlan]:
+    """Of the values at a boundary those that cross it forward ("F"), or that a gradient crosses it for ("B")."""
+    return [value for value in values if kind == "F" or value.requires_grad]
+
+
+def one_way(boundaries: Sequence[Sequence[BoundaryPlan]]) -> list[int]:
+    """The boundaries that no gradient crosses: their receiver answers nothing."""
+    return [cut for cut, values in enumerate(boundaries) if not crossing(values, "B")]
+
+
+def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryPlan:
+    """A value as one rank holds it in a type."""
+    node = decisions.program.node(name)
+    value = node.meta["val"]
+    shape = placement.local_shape(tuple(value.shape), decisions.mesh.tp)
+    dtype = str(value.dtype).removeprefix("torch.")
+    size = prod(shape) * value.element_size()
+    return BoundaryPlan(name, shape, dtype, size, str(placement), bool(node.meta["grad"]))
+
+
+SUMS = ("tp", "etp", "embedding", "replica")  # in this order, which all ranks share though they hold different buffers
+# Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
+NOTES_OF_A_RANK = 5
+
+
+def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:
+    """The groups with another rank over which a buffer's gradients are summed after dp, first to last.
+
+    Chunks of one rank share a tied weight without an exchange.
+    """
+    is_shared = len({mesh.pp_rank_of(stage) for stage in buffer.tied_stages}) > 1
+    return tuple(axis for axis in SUMS if axis in buffer.partial_over and (is_shared or axis != "embedding"))
+
+
+def step_collectives(
+    mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int, num_experts: int = 0, rules: UpdateRules | None = None
+) -> tuple[CollectivePlan, ...]:
+    """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
+
+    ``num_experts``: of all layers together, if a step counts their rows, and layers that count dropped rows.
+    """
+    rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero >= 1, i, buffer)]
+    for i, buffer in enumerate(all_buffers):
+        homes = homes_of(buffer, mesh, rules or UpdateRules())
+        rows += [] if homes is None or not homes.axis else _of_matrices(mesh, i, homes)
+    if mesh.world_size > 1:
+        where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
+        notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # asked to stop, then those of each rank
+        size = (2 + num_experts + notes) * torch.float64.itemsize
+        rows.append(_of_step("all_reduce", "world", where, size))
+    return tuple(rows)
+
+
+def sums_of_the_loss(decisions: Decisions) -> tuple[CollectivePlan, ...]:
+    """A row for each pp rank with sums over the global batch that its ranks count before the first backward."""
+    mesh, program, elements = decisions.mesh, decisions.program, Counter[int]()
+    for node in program.graph.graph.find_nodes(op="call_function", target=over_data):
+        for stage in range(decisions.stages.num_stages):
+            if decisions.stages.runs_on(node.name, stage):
+                elements[mesh.pp_rank_of(stage)] += node.meta["val"].numel()
+    if decisions.terms.in_turn == 1 or mesh.size(mesh.data_axis) == 1:
+        return ()
+    what, size = "sums of the loss over the global batch", torch.float64.itemsize
+    return tuple(_of_step("all_reduce", mesh.data_axis, what, n * size, pp) for pp, n in elements.items())
+
+
+def _of_step(kind: str, axis: str, where: str, size: int, stage: int | None = None) -> CollectivePlan:
+    return CollectivePlan(kind, axis, "step", where, size, 1, "step", stage)
+
+
+def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:
+    over = buffer.reduced_over
+    num_ranks = mesh.size(over)
+    for bucket in buffer.layout.buckets if not buffer.is_frozen else ():
+        place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({_contents(bucket)})"
+        size = len(bucket.world) * buffer.gradient_dtype.itemsize
+        if buffer.scatters:
+            times = max(1, sum(mesh.pp_rank_of(stage) == buffer.pp_rank for stage in _stages_of(buffer, bucket)))
+            held = mesh.stages_of(buffer.pp_rank)[0]
+            yield CollectivePlan("reduce_scatter", over, "backward", place, size, times, "microbatch", held)
+        elif num_ranks > 1:
+            yield _of_step("reduce_scatter" if sharded else "all_reduce", over, place, size, buffer.pp_rank)
+        for axis in sums_of(buffer, mesh):
+            size = _summed_elements(mesh, buffer, bucket, axis) * buffer.main_dtype.itemsize
+            yield _of_step("all_reduce", axis, place, size, buffer.pp_rank)
+        if num_ranks > 1 and sharded and not buffer.gathers:
+            yield _of_step("all_gather", over, place, len(bucket.world) * buffer.dtype.itemsize, buffer.pp_rank)
+
+
+def _stages_of(buffer: Buffer, bucket: buckets.Bucket) -> set[int]:
+    """The stages that hold a parameter of the bucket, if they are several."""
+    return {stage for slot in bucket.slots for stage in buffer.by_name[slot.name].tied_stages}
+
+
+def _of_matrices(mesh: Mesh, index: int, homes: MatrixHomes) -> Iterator[CollectivePlan]:
+    """``bytes``: of the rank that sends most."""
+    buffer = homes.buffer
+    for bucket in buffer.layout.buckets:
+        for what, elements in zip(
+            ("to their homes", "back"), exchanged_elements(homes, bucket.index, mesh, buffer.pp_rank), strict=True
+        ):
+            count = len(homes.buckets[bucket.index])
+            place = f"optimizer.buffers.{index}.buckets.{bucket.index}   ({count} matrices {what})"
+            yield _of_step("all_to_all", homes.axis, place, elements * SENT_BYTES, buffer.pp_rank)
+
+
+def _contents(bucket: buckets.Bucket) -> str:
+    first, last = bucket.slots[0].name, bucket.slots[-1].name
+    return f"gradients of {first}" if first == last else f"gradients of {len(bucket.slots)} parameters"
+
+
+def _summed_elements(mesh: Mesh, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
+    """Elements of a shard that are added over ``axis``; of parameters with replicated segments over tp or etp only
+    those.
+    """
+    num_shards, size = buffer.layout.num_ranks, mesh.size(buffer.axis)
+    if axis != buffer.axis or not buffer.has_whole_segment:
+        return len(bucket.world) // num_shards
+    owned = (bucket.owned_ranges(rank, num_shards) for rank in range(num_shards))
+    return max(
+        sum(
+            buffer.by_name[name].num_whole_elements(size, r.param.stop)
+            - buffer.by_name[name].num_whole_elements(size, r.param.start)
+            for name, r in ranges.items()
+        )
+        for ranges in owned
     )

@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from passes.errors import SpecError, Where
 from planner.files.text import shorten
@@ -36,12 +37,17 @@ def find_cluster(given: str | None, at: Where) -> str | None:
     path = found or shipped_cluster(given)
     if path is None:
         raise no_cluster(given, dict.fromkeys(str(place.parent) for place in places), at)
-    value, _ = read_yaml(path, "cluster")
-    if not isinstance(value, dict):
-        raise SpecError(
-            "the cluster file is not a mapping", where=Where(file=str(path), line=1), fix="write `key: value` pairs"
-        )
+    cluster_values(path)
     return given if found is None else str(found)
+
+
+def cluster_values(path: Path) -> tuple[dict[str, Any], dict[str, Where]]:
+    """The mapping in the file, and the place of each key. Raises SpecError if it has none."""
+    value, locations = read_yaml(path, "cluster")
+    if not isinstance(value, dict):
+        where = Where(file=str(path), line=1)
+        raise SpecError("the cluster file is not a mapping", where=where, fix="write `key: value` pairs")
+    return value, locations
 
 
 def cluster_path(given: str) -> Path | None:

@@ -1,17 +1,21 @@
-"""Conflicts between keys of a spec that are valid alone."""
+"""Keys of a spec that depend on each other: those that a search is to decide too, and conflicts between valid ones.
+
+mesh: auto                 all axes and their order, batch.micro, recompute, sequence parallelism, the schedule, ZeRO
+mesh: {tp: auto, pp: 4}    tp, and dp, which takes the remaining ranks; batch.micro, if it is not written
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from passes.errors import PlanError, SpecError
-from planner.pipeline.schedule import KINDS, default_kind
-from planner.pipeline.split import stage_problems
+from planner.mesh import SIZES
+from planner.pipeline.layout import stage_problems
+from planner.pipeline.schedule import KINDS, Schedule, default_kind
 from planner.spec.fields import AUTO
-from planner.spec.lengths import batch_problems, length_problems, tokens_of
-from planner.spec.roles import TELLING, role_of
+from planner.spec.inputs import TELLING, batch_problems, length_problems, role_of, tokens_of
 from planner.spec.sections import needs_auto_mesh
 from planner.spec.update_rules import MATRIX_RULES
 
@@ -19,6 +23,13 @@ if TYPE_CHECKING:
     from planner.spec.spec import Spec
 
 _MOST_ELEMENTS = 1 << 36
+WITH_MICRO = (("batch", "micro"),)
+WITH_ALL = (
+    *WITH_MICRO,
+    ("tensor_parallel", "sequence_parallel"),
+    ("pipeline", "schedule"),
+    ("optimizer", "zero"),
+)
 
 
 def conflicts(spec: Spec) -> Iterator[PlanError]:
@@ -144,7 +155,9 @@ def _shard_problems(spec: Spec) -> Iterator[PlanError]:
 
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:
     pp, vpp, schedule, split = spec.mesh.pp, spec.mesh.vpp, spec.pipeline.schedule, spec.pipeline.split
-    if vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
+    if isinstance(schedule, Schedule):
+        yield from _by_hand_problems(spec, schedule)
+    elif vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
         yield SpecError(
             f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
             where="mesh.vpp",
@@ -157,3 +170,44 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
             yield error
     if AUTO not in (pp, vpp):
         yield from stage_problems(split, int(pp), int(vpp))
+
+
+def _by_hand_problems(spec: Spec, schedule: Schedule) -> Iterator[PlanError]:
+    """Its sizes are those of the spec, at each length."""
+    at = "pipeline.schedule"
+    if spec.mesh.has_auto or spec.batch.micro == AUTO:
+        what = f"{at}: a schedule by hand is for one mesh and one number of microbatches, and a search chooses them"
+        yield SpecError(what, where=at, fix=f"write the sizes of the mesh and batch.micro, or {at}: auto")
+        return
+    if spec.pipeline.group_size is not None:
+        at_group = "pipeline.group_size"
+        yield SpecError(f"{at_group}: a schedule by hand has no groups", where=at_group, fix="remove it")
+    own = schedule.pp, schedule.vpp, schedule.num_microbatches
+    for length in spec.lengths or (None,):
+        one = spec if length is None else spec.at(spec.lengths.index(length))
+        asked = spec.mesh.pp, spec.mesh.vpp, one.num_microbatches
+        if asked != own:
+            words = ["pp {}, vpp {}, {} microbatches".format(*sizes) for sizes in (own, asked)]
+            of_length = "" if length is None else f" at length {length}"
+            what = f"{at}: the schedule is for {words[0]}, and the spec has {words[1]}{of_length}"
+            yield SpecError(what, where=at, fix="write a schedule of the spec's sizes, or change mesh and batch")
+            return
+
+
+def with_auto(value: Any) -> Any:
+    """The values of a spec, with auto for the keys that the search decides. Malformed values stay unchanged."""
+    mesh = value.get("mesh") if isinstance(value, Mapping) else None
+    if mesh == AUTO:
+        return {"recompute": AUTO, **_filled_auto(value, WITH_ALL)}
+    if isinstance(mesh, Mapping) and any(mesh.get(axis) == AUTO for axis in SIZES):
+        return _filled_auto(value, WITH_MICRO)
+    return value
+
+
+def _filled_auto(value: Mapping[str, Any], keys: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    filled = dict(value)
+    for section, name in keys:
+        given = filled.get(section, None if section == "batch" else {})  # without a batch there is an error to come
+        if isinstance(given, Mapping):
+            filled[section] = {name: AUTO, **given}
+    return filled

@@ -1,18 +1,22 @@
 """The kinds of values that a key may have. The schema, the check and the words of an error follow from these types.
 
 YAML 1.1 readers leave `1e-8` a string, and `3e5` is a float: a number may be written so wherever it has that value.
+The JSON schema (draft 2020-12) of a spec or a cluster file is for editors and for the words of an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from passes.errors import PlanError, SpecError
-from planner.files.json_text import LARGEST
-from planner.spec.yaml_nodes import EXPONENT
+from passes.errors import PlanError, SpecError, Where
+from planner.files.text import LARGEST
+from planner.spec.lines import EXPONENT, locate
+from planner.spec.messages import spec_error
 
 AUTO = "auto"
 LARGEST_SIZE = 1 << 40  # elements, steps, ids: more is a slip of the keyboard, and would overflow later on
@@ -20,6 +24,11 @@ MOST_NAMES = 1000  # overrides
 MOST_INPUTS = 128
 MOST_DIMS = 16
 MOST_LENGTHS = 64
+Auto = Literal["auto"]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+NullIsNone = BeforeValidator(lambda value: "none" if value is None else value)
+Style = Literal["column", "row", "vocab", "expert", "replicate"]
 
 
 def number(value: Any) -> Any:
@@ -36,7 +45,6 @@ def _word(value: Any) -> Any:
     return value if value is None or type(value) is int else str(value).removeprefix("torch.")
 
 
-Auto = Literal["auto"]
 Size = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIZE), BeforeValidator(whole)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST_SIZE), BeforeValidator(whole)]
 Seed = Annotated[int, Field(strict=True, ge=0, le=LARGEST), BeforeValidator(whole)]
@@ -45,11 +53,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), Befor
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(number)]
 AtLeastOne = Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False), BeforeValidator(number)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1), BeforeValidator(number)]
-Flag = Annotated[bool, Field(strict=True)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 Word = BeforeValidator(_word)
-NullIsNone = BeforeValidator(lambda value: "none" if value is None else value)
-Style = Literal["column", "row", "vocab", "expert", "replicate"]
 Float = Annotated[Literal["float32", "bfloat16", "float16", "float64"], Word]
 Dtype = Annotated[Literal["int64", "int32", "int16", "int8", "uint8", "bool"] | Float, Word]
 
@@ -87,3 +91,53 @@ class Section(BaseModel):
         if problems := list(self.problems()):
             raise SpecError.of(problems)
         return self
+
+
+class File(Section):
+    """All keys of a file, which remember their lines. Files with equal values are equal, from any place."""
+
+    _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def checked(cls, value: Any, locations: Mapping[str, Where], what: str = "the spec") -> Self:
+        """Raises SpecError: all errors, each at a line or dotted path, and with a fix."""
+        try:
+            return cls.model_validate(value, context=locations).located(locations)
+        except ValidationError as error:
+            raise spec_error(error, value, locations, json_schema(cls), what) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and dict(self) == dict(other)
+
+    def located(self, locations: Mapping[str, Where]) -> Self:
+        """Itself, with the line of each key."""
+        self._locations = locations
+        return self
+
+    def location(self, path: str) -> Where:
+        """The place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
+        return locate(self._locations, path)
+
+    def error(self, path: str, what: str, fix: str = "") -> SpecError:
+        """A SpecError that points at the key ``path``."""
+        return SpecError(what, where=self.location(path), fix=fix)
+
+
+class _Plain(GenerateJsonSchema):
+    """Keys in the order of the models, and no titles that only repeat a key."""
+
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        return value
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def json_schema(model: type[BaseModel], title: str = "The spec of a meshwright plan") -> dict[str, Any]:
+    """The schema of a file: every key with its meaning, type, range and default; nothing else is allowed."""
+    schema = model.model_json_schema(schema_generator=_Plain)
+    for section in (schema, *schema.get("$defs", {}).values()):
+        del section["title"]
+        section.pop("description", None)  # the description of a class is for readers of the code
+    return {"$schema": _Plain.schema_dialect, "title": title, **schema}

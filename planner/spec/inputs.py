@@ -1,11 +1,27 @@
-"""``like``: an input takes missing keys from another one; the nearest that has a key wins."""
+"""The inputs of a spec: keys that one takes from another, and several lengths of a sequence.
+
+``like``: an input takes missing keys from another one; the nearest that has a key wins.
+
+Lengths: an input with a list for a dim of its shape. The numbers of all lists belong together: the first of each list,
+the second of each, …
+
+    inputs: {input_ids: {shape: [[256, 512, 1024]]}, labels: {like: input_ids}}
+    batch: {tokens: 32768, micro: 2}                       128 sequences of 256, 64 of 512, 32 of 1024 in a step
+
+The sections ``data`` and ``audit``, on which no plan depends, and the roles of inputs, for batches made of a text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from passes.errors import PlanError, SpecError
-from planner.spec.sections import InputSpec, sizes_of
+from planner.spec.fields import MOST_INPUTS, Flag, Fraction, Name, Positive, Section, Size, Word, key
+from planner.spec.sections import BatchSpec, InputSpec, sizes_of
 
 
 def resolve_like(given: dict[str, InputSpec]) -> dict[str, InputSpec]:
@@ -45,9 +61,9 @@ def _filled(given: dict[str, InputSpec], name: str) -> InputSpec:
 
 def _value_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
     has_value = tensor.value is not None
-    for key, example in (("shape", "shape: [1024]"), ("dtype", "dtype: int64")):
-        if key not in tensor.model_fields_set and not has_value:
-            yield SpecError(f"{at}.{key} is missing", where=f"{at}.{key}", fix=f"add `{example}`")
+    for name, example in (("shape", "shape: [1024]"), ("dtype", "dtype: int64")):
+        if name not in tensor.model_fields_set and not has_value:
+            yield SpecError(f"{at}.{name} is missing", where=f"{at}.{name}", fix=f"add `{example}`")
     if tensor.high is not None and (tensor.dtype == "bool" or "float" in tensor.dtype):
         fix = "remove `high`, or choose an integer dtype"
         yield SpecError(f"{at}.high is for integers, not {tensor.dtype}", where=f"{at}.high", fix=fix)
@@ -63,9 +79,9 @@ def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
         fix = "write a list of numbers, or of such lists: [[1, 16, 16]]"
         yield SpecError(f"{at}.value is no tensor: {error}", where=f"{at}.value", fix=fix)
         return
-    for key in ("shape", "high"):
-        if has_value and getattr(tensor, key):
-            yield SpecError(f"{at} has a value and a {key}", where=f"{at}.{key}", fix=f"remove {key}")
+    for name in ("shape", "high"):
+        if has_value and getattr(tensor, name):
+            yield SpecError(f"{at} has a value and a {name}", where=f"{at}.{name}", fix=f"remove {name}")
     if tensor.joined and tensor.batch_dim:
         yield SpecError(f"{at} is joined, and has a batch_dim", where=f"{at}.batch_dim", fix="remove one of them")
     if tensor.joined and not sizes:
@@ -76,3 +92,184 @@ def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
     if has_value and "float" not in tensor.dtype and "." in str(tensor.value):
         what = f"{at}.value has fractions, and dtype {tensor.dtype}"
         yield SpecError(what, where=f"{at}.value", fix="add `dtype: float32`")
+
+
+def lists_of(inputs: Mapping[str, InputSpec]) -> dict[str, tuple[int, ...]]:
+    """Dotted path of a shape → the lengths of its first dim that has several."""
+    found = {}
+    for name, given in inputs.items():
+        several = [n for n in given.shape if isinstance(n, tuple)]
+        if several:
+            found[f"inputs.{name}.shape"] = several[0]
+    return found
+
+
+def lengths_of(inputs: Mapping[str, InputSpec]) -> tuple[int, ...]:
+    """The lengths of a sequence, ascending; () if the inputs have one."""
+    return next(iter(lists_of(inputs).values()), ())
+
+
+def inputs_at(inputs: Mapping[str, InputSpec], place: int) -> dict[str, InputSpec]:
+    """The inputs with the number at ``place`` of each list."""
+    return {n: i.model_copy(update=_at_place(i, place, has_several=bool(lists_of(inputs)))) for n, i in inputs.items()}
+
+
+def _at_place(given: InputSpec, place: int, *, has_several: bool) -> dict[str, Any]:
+    if given.value is not None:
+        return {"value": given.value[place] if has_several else given.value}
+    return {"shape": tuple(n[place] if isinstance(n, tuple) else n for n in given.shape)}
+
+
+def tokens_of(inputs: Mapping[str, InputSpec]) -> int:
+    """Tokens of one sequence: elements of the first input of integers, or the first dim of the first input."""
+    of_ids = [prod(i.sizes) for i in inputs.values() if "int" in i.dtype and i.shape]
+    return (of_ids or [i.sizes[0] for i in inputs.values() if i.shape] or [1])[0]
+
+
+def num_sequences(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -> int:
+    """Sequences of a step, for inputs of one length: as many as ``batch.tokens`` has room for, or ``batch.global``."""
+    if batch.tokens is None:
+        return batch.global_size
+    step = batch.micro * dp if isinstance(batch.micro, int) and isinstance(dp, int) else 1
+    return batch.tokens // tokens_of(inputs) // step * step
+
+
+def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
+    """Lists that do not belong together, or are not ascending."""
+    lists = lists_of(inputs)
+    for lengths, path in {lengths: path for path, lengths in reversed(lists.items())}.items():
+        if list(lengths) != sorted(set(lengths)):
+            fix = f"write {sorted(set(lengths))}"
+            yield SpecError(f"{path} has the lengths {list(lengths)}, which do not ascend", where=path, fix=fix)
+    for name, given in inputs.items():
+        path = f"inputs.{name}.shape"
+        if len({len(n) for n in given.shape if isinstance(n, tuple)}) > 1:
+            yield SpecError(f"{path} has lists of different sizes", where=path, fix="give each dim as many lengths")
+    sizes = {len(lengths) for lengths in lists.values()}
+    for name, given in inputs.items():
+        if sizes and given.value is not None and sizes_of(given.value)[:1] != (min(sizes),):
+            path, what = f"inputs.{name}.value", "is no list with a value for each of the lengths of a sequence"
+            yield SpecError(f"{path} {what}", where=path, fix=f"write a list of {min(sizes)} values")
+    if len(sizes) > 1:
+        told = ", ".join(f"{path} has {len(lengths)}" for path, lengths in lists.items())
+        path = list(lists)[-1]
+        yield SpecError(f"inputs have different numbers of lengths: {told}", where=path, fix="give all as many")
+
+
+def batch_problems(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -> Iterator[PlanError]:
+    """``batch.tokens`` that no step of some length can have."""
+    if batch.tokens is None:
+        if not batch.global_size:
+            yield SpecError("batch.global is missing", where="batch.global", fix="add `global: 16`")
+        return
+    longest = num_sequences(batch, inputs_at(inputs, -1), dp) if inputs else 0
+    if batch.global_size not in (0, longest):
+        what = f"batch.global = {batch.global_size}, but batch.tokens = {batch.tokens} makes {longest} sequences a step"
+        yield SpecError(what, where="batch.global", fix="remove one of them")
+        return
+    if not inputs:
+        fix = "add `inputs`, or set batch.global instead"
+        yield SpecError("batch.tokens counts tokens of inputs, and the spec has none", where="batch.tokens", fix=fix)
+        return
+    for place in range(max(1, len(lengths_of(inputs)))):
+        of_length = inputs_at(inputs, place)
+        if not num_sequences(batch, of_length, dp):
+            step = f"batch.micro · mesh.dp = {batch.micro} · {dp} sequences" if isinstance(dp, int) else "a sequence"
+            yield SpecError(
+                f"batch.tokens = {batch.tokens} is less than {step} of {tokens_of(of_length)} tokens",
+                where="batch.tokens",
+                fix="raise batch.tokens, or lower batch.micro or mesh.dp",
+            )
+            return
+
+
+Role = Literal[
+    "tokens",
+    "next_tokens",
+    "labels",
+    "attention_mask",
+    "segments",
+    "positions",
+    "documents",
+    "document_mask",
+    "cu_seqlens",
+    "sentence_order",
+]
+ROLES: tuple[str, ...] = get_args(Role)
+_LONGEST_NGRAM = 64
+NAMES = {
+    "input_ids": "tokens",
+    "tokens": "tokens",
+    "idx": "tokens",
+    "x": "tokens",
+    "targets": "next_tokens",
+    "y": "next_tokens",
+    "labels": "labels",
+    "attention_mask": "attention_mask",
+    "token_type_ids": "segments",
+    "segment_ids": "segments",
+    "position_ids": "positions",
+    "document_ids": "documents",
+    "doc_ids": "documents",
+    "document_mask": "document_mask",
+    "cu_seqlens": "cu_seqlens",
+    "next_sentence_label": "sentence_order",
+    "sentence_order_label": "sentence_order",
+}
+TELLING = ("documents", "positions", "document_mask", "cu_seqlens")  # by them a model keeps documents apart
+
+
+class MaskSpec(Section):
+    share: Fraction = key(0.15, "share of tokens that the model predicts")
+    ngram: Annotated[Size, Field(le=_LONGEST_NGRAM)] = key(
+        3, "maximum number of consecutive whole words that are masked together"
+    )
+
+
+class DataSpec(Section):
+    objective: Literal["next_token", "masked"] = key("next_token", "next_token | masked")
+    packing: Flag | Annotated[Literal["documents"], Word] = key(
+        True,
+        "for next_token: true: sequences run on over the ends of documents; documents: whole documents, each attending "
+        "to itself alone; false: one document each, padded",
+    )
+    overlong: Annotated[Literal["cut", "drop", "refuse"], Word] = key(
+        "cut",
+        "for packing: documents or false, what happens to documents longer than a sequence: cut | drop | refuse; of "
+        "samples with labels, cut takes away context first",
+    )
+    mean_document: Size | None = key(
+        None,
+        "for packing: documents, tokens of a token's document on average, for the predicted memory and time; null: all",
+    )
+    validation: Fraction = key(0.0, "share of the text, at its end, held out for validation")
+    mixture: Annotated[dict[Name, Positive], Field(max_length=MOST_INPUTS)] = key(
+        {}, "texts with their shares, used without --data: {a.tokens: 0.7, b.tokens: 0.3}"
+    )
+    inputs: Annotated[dict[Name, Annotated[Role, Word]], Field(max_length=MOST_INPUTS)] = key(
+        {}, f"roles of inputs that their names do not imply: {' | '.join(ROLES)}"
+    )
+    mask: MaskSpec = key(MaskSpec(), "masking, for objective: masked")
+
+    def problems(self) -> Iterator[PlanError]:
+        if self.packing == "documents" and self.objective != "next_token":
+            what = f"packing: documents is for objective: next_token, and the objective is {self.objective}"
+            yield PlanError(what, where="packing", fix="remove packing: a sample of masked words is of one document")
+        if self.mean_document is not None and self.packing != "documents":
+            fix = "set packing: documents, or remove mean_document"
+            yield PlanError("mean_document is for packing: documents", where="mean_document", fix=fix)
+
+
+class AuditSpec(Section):
+    every: Size | None = key(
+        None, "every N-th step, the loss of one microbatch is compared with the model itself; null: never"
+    )
+    on_difference: Literal["stop", "warn"] = key("stop", "stop | warn")
+    tolerance: Positive | None = key(
+        None, "relative; null: depends on the lowest precision in the computation of the model"
+    )
+
+
+def role_of(name: str, given: Mapping[str, str]) -> str | None:
+    """``given``: the spec's ``data.inputs``. None if nothing says it."""
+    return given.get(name) or NAMES.get(name)

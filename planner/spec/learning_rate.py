@@ -1,19 +1,20 @@
-"""The section ``optimizer.schedule``: the kinds of learning-rate schedules, and the keys of each."""
+"""The section ``optimizer.schedule``: kinds of learning-rate schedules, the keys of each, and your own function."""
 
 from __future__ import annotations
 
-import difflib
+import inspect
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema, field_validator
 
-from passes.errors import PlanError, SpecError
-from planner.named_code import FUNCTION_FORMS, from_directory, is_named
+from passes.errors import PlanError, SpecError, Where, first_line
+from planner.named_code import FUNCTION_FORMS, NamedCode, from_directory, is_named, line_of
 from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, key
 from planner.spec.lines import locate
-from planner.spec.messages import describe_value
+from planner.spec.messages import no_choice
 
 # kind of schedule → the keys that may stand beside it
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -26,18 +27,16 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 _DECAY = {"steps": ("its last step", 10000), "decay": ("the number of its steps", 1000)}  # why needed, an example
 _OWN_SCHEDULE: tuple[str, ...] = ()  # a function of the user's has the step alone
+_KINDS = {"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": ".:."}]}
+KIND_KEY = "optimizer.schedule.kind"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, str) and (value in SCHEDULES or is_named(value)):
         return value
-    nearest = difflib.get_close_matches(str(value)[:100], SCHEDULES, n=1)
-    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
-    fix = f"{hint}choose one of: {', '.join(SCHEDULES)}; or name a function of the step: {FUNCTION_FORMS}"
-    raise SpecError(f"cannot be {describe_value(value)}", fix=fix)
+    raise no_choice(value, SCHEDULES, f"; or name a function of the step: {FUNCTION_FORMS}")
 
 
-_KINDS = {"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": ".:."}]}
 ScheduleKind = Annotated[str, BeforeValidator(_kind), WithJsonSchema(_KINDS)]
 
 
@@ -106,3 +105,54 @@ class LearningRateSpec(Section):
         elif self.warmup + (self.decay or 0) > self.steps:
             what = f"{at}.decay = {self.decay} is more than the {self.steps - self.warmup} steps after the warm-up"
             yield SpecError(what, where=f"{at}.decay", fix="choose a shorter decay, or more steps")
+
+
+class RateFunction:
+    """Owns the function. Raises PlanError if it cannot be imported, fails, or returns no factor."""
+
+    def __init__(self, reference: str) -> None:
+        named = NamedCode(reference, KIND_KEY)
+        self._reference, self._function = reference, named.load()
+        if not callable(self._function):
+            what = f"{KIND_KEY}: {reference} is a {type(self._function).__name__}, not a function"
+            raise PlanError(what, where=KIND_KEY, fix=f"write {named.forms}")
+
+    def __call__(self, step: int) -> float:
+        """The factor of step number ``step``, from 0."""
+        try:
+            value = self._function(step)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's code: it may derive from any class
+            what = f"the learning-rate function {self._reference} failed at step {step}: {first_line(error)}"
+            fix = "it gets one argument, the number of the step (an int, from 0), and returns the factor of lr"
+            raise PlanError(what, where=line_of(error) or self._place(), fix=fix) from error
+        factor = _number(value)
+        if factor is None or not 0 <= factor < math.inf:
+            shown = type(value).__name__ if factor is None else f"{factor:g}"
+            raise PlanError(
+                f"the learning-rate function {self._reference} returned {shown} for step {step}",
+                where=self._place(),
+                fix="return a finite number of 0 or more: the factor of lr",
+            )
+        return factor
+
+    def _place(self) -> Where | str:
+        try:
+            lines, start = inspect.getsourcelines(self._function)
+            return Where(file=inspect.getsourcefile(self._function) or "", line=start, code=lines[0].strip())
+        except (OSError, TypeError):
+            return KIND_KEY
+
+
+def check_rate_function(kind: str) -> None:
+    """Raise PlanError if ``kind`` of a schedule names a function that is bad, as far as its first step shows."""
+    if is_named(kind):
+        RateFunction(kind)(0)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

@@ -35,6 +35,7 @@ _LIMITS = {
 }
 _MOST_ERRORS = 100  # of a file in which hardly anything is right
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
+_UNQUOTED = re.compile(r"true|false|-?[0-9]{1,18}(\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,6 @@ def _missing_key(at: _Key, name: str) -> SpecError | None:
     return SpecError(f"{path} is missing", where=path, fix=f"add {examples}")
 
 
-_UNQUOTED = re.compile(r"true|false|-?[0-9]{1,18}(\.[0-9]+)?")
-
-
 def _unquoted(at: _Key, words: list[str]) -> bool:
     """Whether the value would have an allowed type without the quotes around it."""
     if not isinstance(at.value, str) or not _UNQUOTED.fullmatch(at.value):
@@ -164,10 +162,16 @@ def _wrong_value(at: _Key) -> SpecError:
     if kinds:
         what, fix = _out_of_range(at, kinds) or _wrong_type(at, kinds[0], words)
     else:
-        nearest = _nearest(at.value, words)
-        hint = f"did you mean '{nearest}'? " if nearest else ""
-        what, fix = f"{at.path} cannot be {describe_value(at.value)}", f"{hint}choose one of: {', '.join(words)}"
+        error = no_choice(at.value, words)
+        what, fix = f"{at.path} {error.what}", error.fix
     return SpecError(what, where=at.path, fix=f"write {at.value}, without quotes" if _unquoted(at, words) else fix)
+
+
+def no_choice(value: Any, words: Iterable[str], more: str = "") -> SpecError:
+    """``value`` is none of ``words``; ``more``: what else it may be."""
+    nearest = _nearest(value, words)
+    hint = f"did you mean '{nearest}'? " if nearest else ""
+    return SpecError(f"cannot be {describe_value(value)}", fix=f"{hint}choose one of: {', '.join(words)}{more}")
 
 
 def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -176,7 +180,8 @@ def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | No
         kind, value, allowed = option["type"], at.value, _allowed(option, at.value)
         if (wrong := _wrong_length(at, option)) is not None:
             return wrong
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+        is_finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, bool) or not is_finite:
             continue
         if kind == "number" or (kind == "integer" and int(value) == value):
             return f"{at.path} is {_digits(value)}, it must be {allowed}", _in_range(option, value, allowed)
@@ -199,10 +204,6 @@ def _in_range(option: dict[str, Any], value: float, allowed: str) -> str:
         return f"choose a number {allowed}"
     is_more = value > option.get("maximum", value)
     return f"set it to {option['maximum']} or less" if is_more else f"set it to {option['minimum']} or more"
-
-
-def _is_finite(value: float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _digits(value: float) -> str:

@@ -27,19 +27,23 @@ from planner.spec.fields import (
 )
 from planner.spec.learning_rate import LearningRateSpec
 from planner.spec.messages import describe_value
-from planner.spec.torch_optimizers import PREFIX, class_in_any_case, tried_moments
 from planner.spec.update_rules import (
     MEAN_RULES,
+    PREFIX,
     UPDATE_RULES,
+    class_in_any_case,
     keys_read,
     moments_of,
     momentum_of,
+    tried_moments,
 )
 
 if TYPE_CHECKING:
     Rule = str
 else:
     Rule = Literal[tuple(UPDATE_RULES)]  # pydantic reads it
+
+_RULES = {"anyOf": [{"enum": list(UPDATE_RULES)}, {"type": "string", "pattern": f"^{PREFIX}."}]}
 
 
 def _rule(value: Any) -> str:
@@ -64,7 +68,6 @@ def _meant(name: str) -> str:
     return class_in_any_case(name) or next(iter(nearest), "")
 
 
-_RULES = {"anyOf": [{"enum": list(UPDATE_RULES)}, {"type": "string", "pattern": f"^{PREFIX}."}]}
 RuleOrClass = Annotated[str, BeforeValidator(_rule), WithJsonSchema(_RULES)]
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from passes.errors import PlanError, SpecError
+from passes.errors import PlanError, SpecError, Where
+from planner.files.text import is_file, read_text
 from planner.fold import LOOP, Fold
 from planner.mesh import SIZES, Mesh
 from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled
-from planner.pipeline.schedule import KINDS
+from planner.pipeline.schedule import KINDS, MOST_ACTIONS, Schedule
+from planner.pipeline.simulate import format_schedule, schedule_by_hand
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
@@ -37,11 +48,18 @@ from planner.spec.fields import (
     optional_by_like,
     required,
 )
-from planner.spec.messages import describe_value
+from planner.spec.lines import locate
+from planner.spec.messages import describe_value, no_choice
 
 GLOBAL = "global"
 Lengths = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MOST_LENGTHS)]
 STYLES: tuple[str, ...] = get_args(Style)
+_SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_SIZE}
+_ROW = {"type": "array", "items": {"anyOf": [_SIZE, {"enum": [*WORDS]}]}}
+FULL_ITERATION = "full_iteration"
+_PARTS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+_MOST_PARTS = 2 * (len(_PARTS) + 1)
+_SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
 
 
 def needs_auto_mesh(path: str, example: Any) -> PlanError:
@@ -175,6 +193,11 @@ class TensorParallelSpec(Section):
         True, "an op that the planner does not know is sharded along the dims that trials on random values show"
     )
 
+    def typing(self) -> dict[str, Any]:
+        """The arguments of planner.placement.decide.typing_problem that these keys decide."""
+        asked = {"overrides": dict(self.overrides), "sequence_parallel": self.sequence_parallel is True}
+        return {**asked, "vocabulary_multiple": self.vocabulary_multiple}
+
     def options(self) -> dict[str, Any]:
         """The fields of passes.lowering.Options that these keys decide."""
         return {"regather": self.sequence_parallel is True and self.regather}
@@ -218,8 +241,6 @@ def _words(row: Any, index: int) -> list[str]:
     return list(row)
 
 
-_SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_SIZE}
-_ROW = {"type": "array", "items": {"anyOf": [_SIZE, {"enum": [*WORDS]}]}}
 Split = Annotated[
     Auto | Name | tuple[Size, ...] | tuple[tuple[Size, ...], ...] | EvenSplit,
     BeforeValidator(_split),
@@ -240,14 +261,45 @@ Split = Annotated[
 ]
 
 
+_SCHEDULES = (*KINDS, AUTO)
+_FILE = {"file": {"type": "string", "description": "a file with such a text, relative to that of the spec"}}
+_BY_HAND = [
+    {"type": "string", "pattern": r"\n", "description": "a line of sizes, and a line of actions for each rank"},
+    {"type": "object", "properties": _FILE, "required": ["file"], "additionalProperties": False},
+]
+
+
 class PipelineSpec(Section):
-    schedule: Literal[(*KINDS, AUTO)] = key("1f1b", " | ".join((*KINDS, AUTO)))  # pyright: ignore[reportInvalidTypeForm]
+    schedule: Annotated[
+        str | InstanceOf[Schedule],
+        PlainSerializer(lambda value: format_schedule(value) if isinstance(value, Schedule) else value),
+        WithJsonSchema({"anyOf": [{"enum": [*_SCHEDULES]}, *_BY_HAND]}),
+    ] = key(
+        "1f1b",
+        f"{' | '.join(_SCHEDULES)}; or by hand, {{file: NAME}}: a text as `plan --format schedule` prints it",
+    )
     split: Split = key(
         AUTO,
         "blocks of each stage: [6, 6]; of each chunk of each pp rank: [[3, 3], [2, 4]]; a layout of embedding, "
         "blocks and loss: Et*5|t*7L; or evenly except for {first: 5}, {last: 5}, {embedding: true, loss: true}",
     )
     group_size: Size | None = key(None, "microbatches per interleaved group; null: pp")
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _by_hand(cls, value: Any, info: Any) -> Any:
+        """A file is read here, once: its text is the value. Its path is taken from the directory of the spec."""
+        at = locate(info.context or {}, "pipeline.schedule")
+        if isinstance(value, Mapping) and set(value) == {"file"} and isinstance(value["file"], str):
+            path = Path(at.file).parent / value["file"]
+            path = path if at.file and is_file(path) else Path(value["file"])
+            text = read_text(path, "schedule", most_bytes=16 * MOST_ACTIONS, error=SpecError, fix="check its path")
+            return schedule_by_hand(text, Where(file=str(path)))
+        if isinstance(value, str) and "\n" in value:
+            return schedule_by_hand(value, at if at.file else Where(file=at.module))
+        if isinstance(value, Schedule) or (isinstance(value, str) and value in _SCHEDULES):
+            return value
+        raise no_choice(value, _SCHEDULES, "; or write {file: NAME}, of a text as `plan --format schedule` prints it")
 
     def problems(self) -> Iterator[PlanError]:
         split = self.split
@@ -272,16 +324,6 @@ class PrecisionSpec(Section):
     )
 
 
-FULL_ITERATION = "full_iteration"
-_PARTS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
-_MOST_PARTS = 2 * (len(_PARTS) + 1)
-_SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 class CudaGraphsSpec(Section):
     impl: Annotated[Literal["none", "local", "transformer_engine", "emulate"], NullIsNone] = key(
         "none", "none | local | transformer_engine | emulate"
@@ -289,7 +331,7 @@ class CudaGraphsSpec(Section):
     scope: Annotated[
         tuple[Literal[(*_PARTS, FULL_ITERATION)], ...],  # pyright: ignore[reportInvalidTypeForm]
         Field(max_length=_MOST_PARTS),
-        BeforeValidator(_one_or_more),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
         WithJsonSchema({"anyOf": [{"type": "array", "items": _SCOPE, "maxItems": _MOST_PARTS}, _SCOPE]}),
     ] = key((), f"{', '.join(_PARTS)}; []: the whole layer; {FULL_ITERATION}: one graph of all microbatches")
     warmup_steps: Count = key(3, "eager steps before the capture, at least 1")

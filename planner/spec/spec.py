@@ -7,6 +7,7 @@ Every key has a default but ``mesh``, ``batch.global``, ``batch.micro`` and, unl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +17,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
-    PrivateAttr,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -25,35 +24,40 @@ from pydantic import (
 
 from passes.errors import PlanError, SpecError, Where
 from passes.lowering import Options
-from passes.ops.gathered_attention import FLASH
+from passes.ops.flash import FLASH
 from planner.forms import Forms, forms_of, in_rows
 from planner.named_code import FUNCTION_FORMS, from_directory, is_named
-from planner.spec.audit import AuditSpec
-from planner.spec.auto import with_auto
 from planner.spec.cluster import find_cluster
-from planner.spec.conflicts import conflicts
-from planner.spec.data import DataSpec
+from planner.spec.conflicts import conflicts, with_auto
 from planner.spec.fields import (
     AUTO,
     MOST_INPUTS,
     MOST_NAMES,
     Auto,
+    File,
     Flag,
     Name,
     NullIsNone,
-    Section,
     Seed,
     Size,
     key,
     required,
 )
-from planner.spec.inputs import resolve_like
-from planner.spec.lengths import inputs_at, length_problems, lengths_of, num_sequences
+from planner.spec.inputs import (
+    TELLING,
+    AuditSpec,
+    DataSpec,
+    inputs_at,
+    length_problems,
+    lengths_of,
+    num_sequences,
+    resolve_like,
+    role_of,
+    tokens_of,
+)
 from planner.spec.lines import locate, read_yaml
-from planner.spec.messages import describe_value, flow, spec_error
+from planner.spec.messages import describe_value, flow
 from planner.spec.optimizer import OptimizerSpec
-from planner.spec.roles import TELLING, role_of
-from planner.spec.schema import json_schema
 from planner.spec.sections import (
     BatchSpec,
     CudaGraphsSpec,
@@ -69,6 +73,9 @@ from planner.spec.sections import (
 _INPUTS = {"input_ids": {"shape": [1024], "dtype": "int64", "high": 50257}, "labels": {"like": "input_ids"}}
 _OUTPUT = {"type": ["string", "integer"], "description": "its name, or its index"}
 _LOSS = {"type": "object", "properties": {"output": _OUTPUT}, "required": ["output"], "additionalProperties": False}
+_FUNCTION = {"type": "string", "pattern": ".:.", "description": f"your function of (outputs, batch): {FUNCTION_FORMS}"}
+_Kind = Annotated[Literal["none", "full", "selective"], NullIsNone]
+Recompute = Annotated[_Kind | Auto | Annotated[dict[Name, _Kind], Field(max_length=MOST_NAMES)], NullIsNone]
 
 
 def _loss(value: Any) -> str:
@@ -82,7 +89,6 @@ def _loss(value: Any) -> str:
     raise SpecError(f"loss cannot be {describe_value(value)}", where="loss", fix=fix)
 
 
-_FUNCTION = {"type": "string", "pattern": ".:.", "description": f"your function of (outputs, batch): {FUNCTION_FORMS}"}
 Loss = Annotated[
     str,
     BeforeValidator(_loss),
@@ -91,15 +97,11 @@ Loss = Annotated[
 ]
 
 
-_Kind = Annotated[Literal["none", "full", "selective"], NullIsNone]
-Recompute = Annotated[_Kind | Auto | Annotated[dict[Name, _Kind], Field(max_length=MOST_NAMES)], NullIsNone]
-
-
 def _or_auto(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": AUTO}]
 
 
-class Spec(Section):
+class Spec(File):
     """The full spec. Frozen; specs with equal values are equal, from any file."""
 
     mesh: MeshSpec = required(
@@ -156,7 +158,6 @@ class Spec(Section):
     )
     devices: Size | None = key(None, "number of devices for the search; null: all of the cluster")
     initialization: InitializationSpec = key(InitializationSpec(), "initialization of models on the meta device")
-    _locations: dict[str, Where] = PrivateAttr(default_factory=dict)
 
     @staticmethod
     def load(source: Spec | Mapping[str, Any] | str | PathLike[str], missing: Mapping[str, Any] | None = None) -> Spec:
@@ -170,15 +171,7 @@ class Spec(Section):
         value, locations = (source, {}) if isinstance(source, Mapping) else _read_file(source)
         if missing and isinstance(value, Mapping):
             value = {**missing, **value}
-        try:
-            spec = Spec.model_validate(value, context=locations)
-        except ValidationError as error:
-            raise spec_error(error, value, locations, json_schema(Spec)) from None
-        spec._locations = locations
-        return spec
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spec) and dict(self) == dict(other)
+        return Spec.checked(value, locations)
 
     @field_validator("loss")
     @classmethod
@@ -206,18 +199,18 @@ class Spec(Section):
     def problems(self) -> Iterator[PlanError]:
         yield from conflicts(self)
 
-    def location(self, path: str) -> Where:
-        """The place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
-        return locate(self._locations, path)
-
-    def error(self, path: str, what: str, fix: str = "") -> SpecError:
-        """A SpecError that points at the key ``path``."""
-        return SpecError(what, where=self.location(path), fix=fix)
-
     def locate(self, error: PlanError) -> PlanError:
         """``error`` at its line of the spec, if its place is the dotted path of a key; otherwise unchanged."""
         is_key = isinstance(error.where, str) and error.where.split(".")[0] in Spec.model_fields
         return self.error(str(error.where), error.what, error.fix) if is_key else error
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """A PlanError of the block gets its line of the spec."""
+        try:
+            yield
+        except PlanError as error:
+            raise self.locate(error) from error.__cause__
 
     def require_inputs(self) -> dict[str, InputSpec]:
         """``inputs``, for a plan without example inputs. Raises SpecError if there are none."""
@@ -235,7 +228,10 @@ class Spec(Section):
         """The same of one length alone, the one at ``place`` of ``lengths``; itself if it has one."""
         if not self.lengths:
             return self
-        return self.model_copy(update={"inputs": inputs_at(self.inputs, place)})._filled()
+        inputs, data = inputs_at(self.inputs, place), self.data
+        if data.mean_document is not None:  # documents are cut to this length
+            data = data.model_copy(update={"mean_document": min(data.mean_document, tokens_of(inputs))})
+        return self.model_copy(update={"inputs": inputs, "data": data})._filled()
 
     def of_run(self, num_steps: int) -> Spec:
         """The same with the steps of the learning rate for a run of ``num_steps``."""
@@ -253,9 +249,7 @@ class Spec(Section):
         """The same with what a search, or one length, has settled: every key of ``one`` but those that lengths differ
         in."""
         batch = self.batch.model_copy(update={"micro": one.batch.micro})
-        found = one.model_copy(update={"inputs": self.inputs, "batch": batch})._filled()
-        found._locations = self._locations
-        return found
+        return one.model_copy(update={"inputs": self.inputs, "batch": batch})._filled().located(self._locations)
 
     def _filled(self) -> Spec:
         """With as many sequences as ``batch.tokens`` makes."""
@@ -306,12 +300,7 @@ class Spec(Section):
 
     def with_devices(self, devices: int) -> Spec:
         """The same for so many devices."""
-        return self._with("devices", devices)
-
-    def _with(self, key: str, value: Any) -> Spec:
-        found = Spec.load({**self.to_dict(), key: value})
-        found._locations = self._locations
-        return found
+        return Spec.load({**self.to_dict(), "devices": devices}).located(self._locations)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the YAML's keys; ``Spec.load`` of it gives an equal Spec."""

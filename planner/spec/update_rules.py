@@ -4,14 +4,34 @@ adamw     decoupled weight decay            adam, adagrad, sgd   weight decay is
 lion      the sign of a mean of gradients   sgd                  keeps nothing without momentum
 schedule_free_adamw   gradients at a point between the steps and their mean, which is evaluated; adamw otherwise
 muon      the orthogonal factor of a mean of gradients, for each matrix; adamw for all that is no hidden matrix
+
+Optimizers of ``torch.optim`` are taken by name, if they update each element by itself: tried on a few values.
+
+    optimizer: {name: torch.optim:RMSprop, lr: 1.0e-4, options: {alpha: 0.9}}
+
+Its moments are the tensors that it keeps of a parameter's shape. An optimizer is refused if the update of a part is not
+the part of the update, if it keeps other values, or begins with others than zero: a shard could not hold them.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from planner.spec.torch_optimizers import PREFIX, Options, tried_moments
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError, first_line
+
+NEWTON_SCHULZ_STEPS = 5
+MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
+PREFIX = "torch.optim:"
+STEPS = 3
+Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +61,6 @@ UPDATE_RULES = {
 }
 MATRIX_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.for_others)
 MEAN_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.evaluates_mean)
-NEWTON_SCHULZ_STEPS = 5
-MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 
 
 def moments_of(rule: str, optimizer: Any) -> tuple[str, ...]:
@@ -75,3 +93,91 @@ def keys_read(rule: str) -> frozenset[str]:
         return frozenset({"options"})
     found = UPDATE_RULES[rule]
     return frozenset(found.keys) | (keys_read(found.for_others) if found.for_others else frozenset())
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """Raises PlanError if torch.optim has none of this name."""
+    wanted = name.removeprefix(PREFIX)
+    found = getattr(torch.optim, wanted, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found
+    known = [n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer"]
+    nearest = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {PREFIX}{nearest[0]}? " if nearest else ""
+    raise PlanError(f"torch.optim has no {wanted}", where="optimizer.name", fix=f"{hint}name one of its classes")
+
+
+def class_in_any_case(name: str) -> str | None:
+    """For ``rmsprop`` the name under which the spec takes it; None if torch.optim has no such class."""
+    classes = (n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer")
+    return next((PREFIX + known for known in classes if known.lower() == name.lower()), None)
+
+
+def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, Any]:
+    """The keyword arguments of the class, beside lr. ``capturable`` keeps its count of updates on the device."""
+    known = inspect.signature(class_of(name)).parameters
+    decay = {"weight_decay": weight_decay} if "weight_decay" in known else {}
+    return decay | dict(options)
+
+
+@lru_cache(64)
+def tried_moments(name: str, options: Options) -> tuple[str, ...]:
+    """The kinds of values that it keeps of an element. Raises PlanError if it is not element-wise."""
+    whole = _Trial(name, options, slice(None))
+    whole.run()
+    others = [n for n, v in whole.state.items() if n not in ("step", *whole.moments) and v is not None]
+    if others:
+        raise _refused(name, f"keeps {others[0]}, a value that is not of an element")
+    for part in (slice(0, 3), slice(3, 8)):
+        piece = _Trial(name, options, part)
+        piece.begin(whole.moments)
+        piece.run()
+        if not torch.equal(piece.value, whole.value[part]):
+            raise _refused(name, "updates an element by the values of others, or begins with moments other than zero")
+    return whole.moments
+
+
+class _Trial:
+    """Some steps on a part of 8 values."""
+
+    def __init__(self, name: str, options: Options, part: slice) -> None:
+        draw = torch.Generator().manual_seed(0)
+        values, self._gradients = torch.randn(8, generator=draw), torch.randn(STEPS, 8, generator=draw)
+        self.name, self.value, self._part = name, values[part].clone(), part
+        made: Any = class_of(name)
+        try:
+            self._optimizer = made([self.value], lr=0.1, **arguments_of(name, 0.01, options))
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"{name} does not take these options: {first_line(error)}",
+                where="optimizer.options",
+                fix=f"write arguments of torch.optim.{name.removeprefix(PREFIX)}",
+            ) from None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self._optimizer.state[self.value]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return tuple(n for n, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.value.shape)
+
+    def begin(self, moments: tuple[str, ...]) -> None:
+        zeros = {kind: torch.zeros_like(self.value) for kind in moments}
+        self._optimizer.state[self.value] = {"step": torch.zeros(()), **zeros}
+
+    def run(self) -> None:
+        try:
+            for gradient in self._gradients:
+                self.value.grad = gradient[self._part].clone()
+                self._optimizer.step()
+        except Exception as error:
+            raise _refused(self.name, f"cannot update a flat tensor: {first_line(error)}") from None
+
+
+def _refused(name: str, what: str) -> PlanError:
+    return PlanError(
+        f"{name} {what}: it cannot run on the shards of ZeRO-1",
+        where="optimizer.name",
+        fix="choose adamw, muon, or a class that updates each element by itself, such as torch.optim:RMSprop",
+    )

@@ -7,58 +7,70 @@ round, dims that tp does not divide, weights in shards that stay whole, document
     transformer_engine         buffer += round(gᵀ x)      its graph gives the gradient in the dtype of the weight
 
 Its own way past that (fuse_wgrad_accumulation, into ``main_grad``) is one of its layers, and regions hold none of them.
+
+How the gradient of each weight is made: by the product that reads it, which can wait for a W, or by autograd.
+
+    can wait        a product of a value with the weight, with its bias, outside of graph regions
+    in graph        the same within a region: a graph replays it with its backward
+    at once         the same outside of one, on a value in a graph's static memory: the next microbatch takes it after
+                    the backward: a W would read the wrong values
+    by autograd     whatever else reads a weight: norms, lookups, products with a weight that was cast or cut before
+
+It is read off the lowered stages. A weight that is read in several ways has an entry for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from passes.blocks.places import Places, glob_of
-from passes.pieces import Piece
-from passes.program.ops.aten import shape_of
-from passes.regions import Region
+from torch import fx
+
+from passes.base import StageGraph, ops_of
+from passes.blocks.blocks import Places, glob_of
+from passes.ops.weight_gradients import AtOnce
+from passes.own_linears import PRODUCTS
+from passes.pieces import homes
+from passes.program.ops.aten import packet_of, shape_of
 from planner.capture.model.hub_format import HubFormat
 from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import Compiled
-from planner.compiled.rows import rows_of as compiled_rows
+from planner.compiled.pieces import rows_of as compiled_rows
+from planner.cost.layout import CostPlan
 from planner.cost.memory import MemoryRow
 from planner.cost.planned import too_large, usable_bytes
-from planner.cost.step_time import CostPlan
 from planner.decisions import Decisions
-from planner.exchanges.collectives import collective_rows
-from planner.exchanges.weights import weight_rows
+from planner.exchanges.collectives import collective_rows, weight_rows
 from planner.pipeline.schedule import SchedulePlan
-from planner.placement.attention.sites import AttentionSite
-from planner.recompute.rows import rows_of as recompute_rows
+from planner.placement.attention import AttentionSite
+from planner.recompute.decide import rows_of as recompute_rows
 from planner.regions.regions import rows_of
 from planner.regions.static_memory import GraphSlots
-from planner.regions.weight_gradients import BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, WeightGradient, weight_gradients
-from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import diagnostic_rows, stored_notes, summary_row
 from planner.tables.experts import experts_rows
-from planner.tables.parameters import decay_notes, optimizer_plan, parameter_rows, regather_notes
+from planner.tables.op_notes import documents_notes
+from planner.tables.parameters import decay_notes, dtype_name, optimizer_plan, parameter_rows, regather_notes
 from planner.tables.reasons import Reasons
-from planner.tables.rows import Diagnostic, StagePlan
 from planner.tables.sizes import format_bytes
-from planner.tables.tables import Tables
+from planner.tables.tables import Diagnostic, StagePlan, Tables
+from planner.trace.lowered import Lowered
 
 
 def tables_of(
     spec: Spec,
     lowered: Lowered,
     schedule: SchedulePlan,
+    compiled: Compiled,
+    *,
     sites: tuple[AttentionSite, ...],
+    slots: tuple[GraphSlots, ...],
     memory: tuple[MemoryRow, ...],
-    regions: tuple[Region, ...] = (),
-    slots: tuple[GraphSlots, ...] = (),
-    recomputed: tuple[Piece, ...] = (),
-    cost: CostPlan | None = None,
-    cluster: Cluster | None = None,
-    compiled: Compiled | None = None,
-    hub: HubFormat | None = None,
+    cost: CostPlan | None,
+    cluster: Cluster | None,
+    hub: HubFormat,
 ) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     decisions, shards = lowered.decisions, lowered.shards
@@ -68,15 +80,15 @@ def tables_of(
         spec=spec.to_dict(),
         mesh=decisions.mesh,
         parameters=parameters,
-        collectives=(*collective_rows(lowered, places, recomputed), *shards.at_step, *weight_rows(lowered, schedule)),
-        stages=stage_rows(decisions, shards),
+        collectives=(*collective_rows(lowered, places), *shards.at_step, *weight_rows(lowered, schedule)),
+        stages=tuple(_stage_row(decisions, shards, index) for index in range(decisions.stages.num_stages)),
         schedule=schedule,
         optimizer=optimizer_plan(spec.optimizer, shards.buffers, decisions.mesh, decisions.rules),
-        experts=experts_rows(decisions, places),
-        graph_regions=rows_of(regions),
+        experts=tuple(experts_rows(decisions, places)),
+        graph_regions=rows_of(lowered.regions),
         graph_slots=slots,
-        recompute=recompute_rows(recomputed, decisions, places),
-        compiled=() if compiled is None else compiled_rows(compiled, decisions, places),
+        recompute=recompute_rows(lowered.recomputed, decisions, places),
+        compiled=compiled_rows(compiled, decisions, places),
         memory=memory,
         cost=cost,
         diagnostics=(
@@ -93,7 +105,7 @@ def tables_of(
             *padded_notes(decisions, shards, places),
             *decay_notes(spec.optimizer, parameters, shards.buffers),
             *sharded_notes(spec, lowered, memory, cluster),
-            *(() if hub is None else stored_notes(hub, parameters)),
+            *stored_notes(hub, parameters),
         ),
         summary=summary_row(decisions, parameters),
     )
@@ -145,46 +157,14 @@ def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
         )
 
 
-def stage_rows(decisions: Decisions, shards: Shards) -> tuple[StagePlan, ...]:
-    """One row a stage: its blocks, its parameters on one rank, the values that cross its boundaries."""
-    return tuple(_stage_row(decisions, shards, index) for index in range(decisions.stages.num_stages))
-
-
 def _stage_row(decisions: Decisions, shards: Shards, index: int) -> StagePlan:
+    """Its blocks, its parameters on one rank, the values that cross its boundaries."""
     program, stages, mesh = decisions.program, decisions.stages, decisions.mesh
     blocks = tuple(decisions.blocks.instances[b].path for b in stages.blocks_of_stage[index])
     held = [program.node(n) for n in program.parameters if index in stages.parameter_stages.get(n, ())]
     count = sum(node.meta["val"].numel() for node in held)
     place = mesh.pp_rank_of(index), mesh.chunk_of(index)
     return StagePlan(index, *place, blocks, count, shards.received(index), shards.sent(index))
-
-
-# ---- notes on attention that keeps the documents of a packed sequence apart
-
-
-def documents_notes(
-    spec: Spec, decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places
-) -> Iterator[Diagnostic]:
-    """Which attentions compute the pairs of tokens within documents alone, and which all pairs of a sequence."""
-    documents, program = decisions.lowering.documents, decisions.program
-    if spec.data.packing != "documents":
-        return
-    within = [n for n in program.graph.graph.nodes if n.name in documents.attentions]
-    if within:
-        length = shape_of(within[0])[2] * decisions.mesh.cp
-        share = f"{documents.mean / length:.0%} of the pairs of a sequence of {length}"
-        how = f"for documents of {documents.mean} tokens" if documents.mean < length else "unless documents are shorter"
-        fix = "" if documents.mean < length else "set data.mean_document for the predicted memory and time"
-        what = f"{len(within)} attentions run within documents: {share}, {how}"
-        yield Diagnostic("info", what, places.text(within[0]), fix)
-    others = [site.node for site in sites if not any(n.name in documents.attentions for n in site.nodes)]
-    if others:
-        why = "" if spec.cuda_graphs.impl == "none" else ", as CUDA graphs hold the blocks of no document"
-        what = (
-            f"{len(others)} kinds of attention compute all pairs of a sequence and mask those of other documents{why}"
-        )
-        fix = "" if why else "use torch.nn.functional.scaled_dot_product_attention with a mask and without dropout"
-        yield Diagnostic("info", what, places.text(others[0]), fix)
 
 
 # ---- warns if graphs of Transformer Engine round gradients that a run without graphs does not round
@@ -205,8 +185,8 @@ def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic
         (_, dtype, of_sum), count = min(narrow, key=str), len({name for name, _, _ in narrow})
         yield Diagnostic(
             "warning",
-            f"the gradients of {count} weights in graphs are rounded to {_name(dtype)} in each microbatch and "
-            f"summed in {_name(of_sum)}: transformer_engine returns them so; on a GPU, eager steps and impl: "
+            f"the gradients of {count} weights in graphs are rounded to {dtype_name(dtype)} in each microbatch and "
+            f"summed in {dtype_name(of_sum)}: transformer_engine returns them so; on a GPU, eager steps and impl: "
             "local do not round",
             "cuda_graphs.impl",
             "set impl: local, or accept this rounding difference from eager steps",
@@ -218,10 +198,6 @@ def compile_notes(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
     if spec.compile == AUTO and decisions.on_gpu and not spec.compiles(on_gpu=True):
         what = "compile: auto is off beside cuda_graphs: graphs of compiled pieces have not run on a GPU"
         yield Diagnostic("info", what, "compile", "set compile: true to use both")
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- dims of activations that tp does not divide, as a sequence of 17 tokens: ranks hold equal parts of a padded one
@@ -285,16 +261,49 @@ def weight_gradient_notes(lowered: Lowered, schedule: SchedulePlan) -> Iterator[
     others: dict[str, list[str]] = {}
     for row in rows:
         if row.how != CAN_WAIT:
-            others.setdefault(_reason(row), []).append(glob_of(row.name))
+            others.setdefault(row.reason, []).append(glob_of(row.name))
     for reason, names in others.items():
         yield Diagnostic("info", f"computed with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
 
 
-def _reason(row: WeightGradient) -> str:
-    if row.how == BY_AUTOGRAD:
-        return f"as {row.reason}"
-    return (
-        "in CUDA graphs"
-        if row.how == IN_GRAPH
-        else "because they read memory of a CUDA graph that the next microbatch reuses"
-    )
+CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGradient:
+    """``name``: the parameter's. ``how``: one of the four; ``reason``: why it does not wait, "" if it does."""
+
+    name: str
+    how: str
+    reason: str = ""
+
+
+def weight_gradients(lowered: Lowered) -> tuple[WeightGradient, ...]:
+    """Of each parameter that trains, in the order of the program."""
+    decisions, home = lowered.decisions, homes(lowered.regions)
+    found: dict[str, dict[WeightGradient, None]] = {}
+    for stage in map(lowered.stage, range(lowered.num_stages)):
+        for node in stage.graph.find_nodes(op="get_attr"):
+            name = decisions.program.parameters.get(node.meta.get("origin", ""))
+            if name is not None and node.meta["grad"]:
+                found.setdefault(name, {}).update(dict.fromkeys(_ways(decisions, stage, node, name, home)))
+    return tuple(row for name in decisions.program.parameters.values() for row in found.get(name, ()))
+
+
+def _ways(
+    decisions: Decisions, stage: StageGraph, parameter: fx.Node, name: str, home: frozenset[str]
+) -> Iterator[WeightGradient]:
+    for reader in parameter.users:
+        names = ops_of(reader) or reader.meta["change"].readers
+        target = packet_of(decisions.program.node(names[0]).target) if names[0] not in ("send", "loss") else names[0]
+        if reader.target not in PRODUCTS:
+            yield WeightGradient(name, BY_AUTOGRAD, f"as {target} reads it")
+        elif not reader.all_input_nodes[0].meta.get("grad"):
+            yield WeightGradient(name, BY_AUTOGRAD, f"as {target} multiplies a value without a gradient")
+        elif not home.isdisjoint(names):
+            yield WeightGradient(name, IN_GRAPH, "in CUDA graphs")
+        elif isinstance(getattr(stage.root, str(reader.args[-1].target)), AtOnce):  # pyright: ignore
+            why = "because they read memory of a CUDA graph that the next microbatch reuses"
+            yield WeightGradient(name, AT_ONCE, why)
+        else:
+            yield WeightGradient(name, CAN_WAIT)

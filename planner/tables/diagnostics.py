@@ -8,28 +8,28 @@ Notes on single ops and on experts are in rooms of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
-from passes.blocks.places import Places, glob_of
-from passes.partition.options.forms import Form
+from passes.blocks.blocks import Places, glob_of
+from passes.partition.typings.base import Form
 from passes.program.ops.aten import arguments
 from passes.program.ops.groups import CONVOLUTIONS
 from passes.program.program import Program
 from passes.program.weights import matrices_read
 from passes.rules.flops import node_flops
-from planner.capture.hub.assembly import read_whole
+from planner.capture.model.assembly import read_whole
 from planner.capture.model.hub_format import HubFormat, stored_in
 from planner.decisions import Decisions
-from planner.placement.attention.sites import AttentionSite
-from planner.placement.divisibility import nearest_tp
+from planner.placement.attention import AttentionSite
+from planner.placement.candidates import nearest_tp
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.expert_notes import expert_notes
+from planner.tables.experts import expert_notes
 from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, without_rule
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
-from planner.tables.rows import Diagnostic, Summary
+from planner.tables.tables import Diagnostic, Summary
 
 aten = torch.ops.aten
 
@@ -96,14 +96,18 @@ def _notes(decisions: Decisions) -> Iterator[Diagnostic]:
 MOST_NAMED = 4
 
 
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
 def _untrained(program: Program) -> Iterator[Diagnostic]:
     """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
     names = program.untrained
     if names:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
             "warning",
-            f"{len(names)} parameters get no gradient and are not updated: {', '.join(names[:MOST_NAMED])}{more}",
+            f"{len(names)} parameters get no gradient and are not updated: {_some(names)}",
             names[0].rpartition(".")[0],
             "set requires_grad_(False) on them if this is intended",
         )
@@ -120,11 +124,10 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
         yield Diagnostic("info", what, next(iter(resting)).rpartition(".")[0])
     names = sorted(decisions.program.skipped - resting.keys() - _always_chosen(decisions))
     if names:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         yield Diagnostic(
             "warning",
-            f"in a step that selects no rows for {', '.join(names[:MOST_NAMED])}{more}, one process does not update "
-            "them; here weight decay and momentum still apply",
+            f"in a step that selects no rows for {_some(names)}, one process does not update them; here weight decay "
+            "and momentum still apply",
             names[0].rpartition(".")[0],
             "read them in every step, without a branch on the selection",
         )
@@ -136,47 +139,44 @@ def _always_chosen(decisions: Decisions) -> set[str]:
     return {decisions.program.parameters[name] for weight in weights if weight.dim >= 0 for name in weight.nodes}
 
 
+# field of LossTerms → level, words on its place, fix; without one it is to give the op a rule
+_OF_TERMS = {
+    "counted_first": (
+        "info",
+        "the loss is not a sum over tokens at {}: all forwards of a step run twice, first to count its sums over the "
+        "global batch",
+        "for one forward, give each dp rank one microbatch (batch.micro = global / dp), or set batch.statistics: "
+        "microbatch, which is not exact",
+    ),
+    "inexact": (
+        "warning",
+        "the loss is not a sum over tokens at {}: it is averaged over microbatches",
+        "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
+        "loss as a sum divided by a count",
+    ),
+    "doubts": (
+        "warning",
+        "{} in the loss has a constant that may depend on the batch size: the plan uses its value for one microbatch",
+        "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
+    ),
+    "unknown": (
+        "warning",
+        "{} has no rule: if it mixes the sequences of a batch, each microbatch sees only its own",
+        "",
+    ),
+    "mixed": (
+        "warning",
+        "{} mixes the sequences of a batch: each microbatch sees only its own",
+        "keep one microbatch (batch.micro = batch.global, dp: 1) if the sequences must stay together",
+    ),
+}
+
+
 def batch_notes(decisions: Decisions) -> Iterator[Diagnostic]:
     """How microbatches differ from the global batch: the warnings are of numbers that one process may not give."""
-    for what, where in decisions.terms.counted_first:
-        yield Diagnostic(
-            "info",
-            f"the loss is not a sum over tokens at {what}: all forwards of a step run twice, first to count its sums "
-            "over the global batch",
-            str(where),
-            "for one forward, give each dp rank one microbatch (batch.micro = global / dp), or set batch.statistics: "
-            "microbatch, which is not exact",
-        )
-    for what, where in decisions.terms.inexact:
-        yield Diagnostic(
-            "warning",
-            f"the loss is not a sum over tokens at {what}: it is averaged over microbatches",
-            str(where),
-            "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
-            "loss as a sum divided by a count",
-        )
-    for what, where in decisions.terms.doubts:
-        yield Diagnostic(
-            "warning",
-            f"{what} in the loss has a constant that may depend on the batch size: the plan uses its value for one "
-            "microbatch",
-            str(where),
-            "keep one microbatch, or divide by a count of the labels, such as mask.sum()",
-        )
-    for what, where in decisions.terms.unknown:
-        yield Diagnostic(
-            "warning",
-            f"{what} has no rule: if it mixes the sequences of a batch, each microbatch sees only its own",
-            str(where),
-            rule_of_own(what),
-        )
-    for what, where in decisions.terms.mixed:
-        yield Diagnostic(
-            "warning",
-            f"{what} mixes the sequences of a batch: each microbatch sees only its own",
-            str(where),
-            "keep one microbatch (batch.micro = batch.global, dp: 1) if the sequences must stay together",
-        )
+    for terms, (level, words, fix) in _OF_TERMS.items():
+        for what, where in getattr(decisions.terms, terms):
+            yield Diagnostic(level, words.format(what), str(where), fix or rule_of_own(what))
 
 
 def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places) -> Iterator[Diagnostic]:
@@ -187,7 +187,7 @@ def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: P
                 "warning",
                 f"this attention is replicated on every rank: {site.why_whole(decisions.mesh.tp)}",
                 places.text(site.node),
-                "" if site.divides(decisions.mesh.tp) else _choose(tp),
+                "" if site.divides(decisions.mesh.tp) else f"choose tp from {{{', '.join(map(str, tp))}}}",
             )
 
 
@@ -247,10 +247,6 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
     if classes % decisions.mesh.tp:
         why += f"; {classes} classes are not divisible by tp = {decisions.mesh.tp}, and too few to pad"
     return Diagnostic("info", f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))
-
-
-def _choose(tp: list[int]) -> str:
-    return f"choose tp from {{{', '.join(map(str, tp))}}}"
 
 
 def summary_row(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Summary:

@@ -3,74 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from torch import fx
-
-from passes.blocks.places import Places
+from passes.blocks.blocks import Places
 from passes.moe import exchange
+from passes.moe.layers import Doubt, ExpertLayer
 from planner.decisions import Decisions
-from planner.exchanges.rows_of_experts import bytes_over_ep, exchanges_of, sent_bytes
+from planner.exchanges.collectives import bytes_over_ep, exchanges_of, sent_bytes
+from planner.sharding.parameters import ParameterPlan
+from planner.tables.tables import Diagnostic, ExpertsPlan
 
 ROWS, SLOTS = "rows", "slots"
 ONCE_TO_A_RANK, ONCE_TO_A_NODE = "tokens, once to a rank", "tokens, once to a node"
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsPlan:
-    """A layer: ``num_experts``, ``top_k`` of them for a token (0: all that choose it), and ``how`` tokens are
-    dispatched.
-
-    ``ranks``: of each ep rank of its stage the ranks with its experts; ep rank r has num_experts / ep of them, from
-    r · num_experts / ep on. Empty if experts are sharded like other layers. ``bytes``: of all that one rank sends to
-    experts in one microbatch, and gets back. ``sends``: what travels.
-    """
-
-    block: str
-    num_experts: int
-    top_k: int
-    how: str
-    stage: int
-    ranks: tuple[tuple[int, ...], ...] = ()
-    bytes: int = 0
-    sends: str = ""
-
-
-def experts_rows(decisions: Decisions, places: Places) -> tuple[ExpertsPlan, ...]:
+def experts_rows(decisions: Decisions, places: Places) -> Iterator[ExpertsPlan]:
     """One row a layer, in the model's order."""
-    return tuple(_rows(decisions, places))
-
-
-def _rows(decisions: Decisions, places: Places) -> Iterator[ExpertsPlan]:
-    stages, mesh = decisions.stages, decisions.mesh
-    sent, sends = _sent_bytes(decisions), _sends(decisions)
+    stages, mesh, sent = decisions.stages, decisions.mesh, _sent(decisions)
     for layer in decisions.experts.layers:
         node = decisions.program.node(layer.chosen[0])
         stage = next(s for s in range(stages.num_stages) if stages.runs_on(node.name, s))
         held: tuple[tuple[int, ...], ...] = ()
         if mesh.has_expert_axes:
             held = tuple(_ranks_of(decisions, ep_rank, mesh.pp_rank_of(stage)) for ep_rank in range(mesh.ep))
-        size = sent.get(layer.chosen, 0)
-        what = sends.get(layer.chosen, SLOTS if layer.sent else ROWS) if size else ""
-        yield ExpertsPlan(places.block(node), layer.num_experts, layer.top_k, layer.how, stage, held, size, what)
-
-
-def _sends(decisions: Decisions) -> dict[tuple[str, ...], str]:
-    """Of layers that send tokens: what travels."""
-    found: dict[tuple[str, ...], str] = {}
-    for node in exchanges_of(decisions):
-        if node.target is exchange.dispatch_tokens:
-            here = node.all_input_nodes[-1]
-            is_summed = any(user.target is exchange.combine for user in here.users)
-            once = ONCE_TO_A_RANK if here.args[4] == 1 else ONCE_TO_A_NODE
-            found[_chosen(node)] = once if is_summed else f"{once}; rows back"
-    return found
-
-
-def _chosen(node: fx.Node) -> tuple[str, ...]:
-    """The choices that a call of the exchange follows."""
-    counts = node.all_input_nodes[-1].all_input_nodes[0]
-    return tuple(n.name for n in counts.all_input_nodes)
+        size, what = sent.get(layer.chosen, (0, ""))
+        of_layer = layer.num_experts, layer.top_k, layer.how
+        yield ExpertsPlan(places.block(node), *of_layer, stage, held, size, what if size else "")
 
 
 def _ranks_of(decisions: Decisions, ep_rank: int, pp_rank: int) -> tuple[int, ...]:
@@ -81,16 +38,57 @@ def _ranks_of(decisions: Decisions, ep_rank: int, pp_rank: int) -> tuple[int, ..
     return tuple(sorted(mesh.expert.rank_of(place) for place in places))
 
 
-def _sent_bytes(decisions: Decisions) -> dict[tuple[str, ...], int]:
-    """Choices of a layer → bytes of the rows that follow from them, of one rank."""
-    found: dict[tuple[str, ...], int] = {}
-    if not decisions.mesh.has_expert_axes or decisions.mesh.ep == decisions.mesh.etp == 1:  # no row leaves its rank
+def _sent(decisions: Decisions) -> dict[tuple[str, ...], tuple[int, str]]:
+    """Choices of a layer → bytes that one rank sends by them, and what travels. Empty if no row leaves its rank."""
+    found, mesh = dict[tuple[str, ...], tuple[int, str]](), decisions.mesh
+    if not mesh.has_expert_axes or mesh.ep == mesh.etp == 1:
         return found
     for node in exchanges_of(decisions):
         if node.target in (exchange.dispatch, exchange.dispatch_tokens):
-            chosen = _chosen(node)
-            found[chosen] = found.get(chosen, 0) + bytes_over_ep(node, decisions.mesh)
+            here = node.all_input_nodes[-1]
+            chosen = tuple(n.name for n in here.all_input_nodes[0].all_input_nodes)
+            size, what = found.get(chosen, (0, ROWS))
+            if node.target is exchange.dispatch_tokens:
+                is_summed = any(user.target is exchange.combine for user in here.users)
+                what = ONCE_TO_A_RANK if here.args[4] == 1 else ONCE_TO_A_NODE
+                what += "" if is_summed else "; rows back"
+            found[chosen] = size + bytes_over_ep(node, mesh), what
     for layer in decisions.experts.layers:
         if layer.sent:
-            found[layer.chosen] = sum(sent_bytes(decisions.program.node(n), decisions.mesh) for n in layer.sent)
+            found[layer.chosen] = sum(sent_bytes(decisions.program.node(n), mesh) for n in layer.sent), SLOTS
     return found
+
+
+def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
+    """Layers of experts, and parts that look like one."""
+    mesh, cut_dim = decisions.mesh, {row.name: row.dim for row in parameters}
+    names = decisions.program.parameters
+    for layer in decisions.experts.layers:
+        cuts = [(w, dim) for w in layer.weights if (dim := cut_dim.get(names.get(w.nodes[0], ""))) is not None]
+        how = "all of them"
+        if cuts:
+            how = "some of them" if all(dim == w.dim for w, dim in cuts) else "a shard of each"
+        if mesh.has_expert_axes:
+            of_each = f", 1/{mesh.etp} of each" if cuts else ""
+            how = f"{layer.num_experts // mesh.ep} of them{of_each}"
+        for_a_token = f"{layer.top_k} per token" if layer.top_k else "any number per token"
+        what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
+        where = places.text(decisions.program.node(layer.products[0]))
+        yield Diagnostic("info", f"{what}: every rank holds {how}", where)
+        if layer.dense is not None:
+            yield _computed_densely(layer, layer.dense, where)
+    for doubt in decisions.experts.doubts:
+        yield Diagnostic(
+            "info", f"this looks like a router of experts, but is not planned as one: {doubt.why}", str(doubt.where)
+        )
+
+
+def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnostic:
+    """A loop over experts that computes every token, although tokens choose few experts."""
+    what = (
+        f"each of the {layer.num_experts} experts computes every token, {layer.num_experts / layer.top_k:g}× the work"
+    )
+    why, fix = dense.why, "weight and sum the results of the tokens of each expert"
+    if why == "cuda_graphs":  # the key that asks for it
+        why, fix = "CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"
+    return Diagnostic("info", f"{what}: {why}", str(dense.where or where), fix)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.blocks.places import Places
+from passes.blocks.blocks import Places
 from passes.canonical.norms import spelled_norms
-from passes.errors import Where
-from passes.partition.options.table import rule_of
-from passes.program.ops.aten import is_random, named, packet_of
+from passes.partition.typings.table import rule_of
+from passes.program.ops.aten import is_random, named, packet_of, shape_of
 from passes.program.ops.own_backward import OwnBackward
-from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.flops import node_cost
 from planner.decisions import Decisions
-from planner.saved.attention_kernels import MATH, kernel_of
-from planner.tables.rows import Diagnostic
+from planner.placement.attention import AttentionSite
+from planner.spec.spec import Spec
+from planner.tables.tables import Diagnostic
+from planner.trace.attention_kernels import MATH, kernel_of
 
 aten = torch.ops.aten
 
@@ -104,43 +103,24 @@ def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
-    for row in ops_without_rule(decisions.program):
-        times = f", {row.count} times" if row.count > 1 else ""
-        yield Diagnostic(
-            "warning",
-            f"{row.op} has no rule{times} and is replicated on every rank, {row.work_fraction:.1%} of the "
-            "estimated work",
-            str(row.where),
-            rule_of_own(row.op),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Uncovered:
-    """An op without a rule: every rank computes all of it. ``work_fraction``: its share of the estimated work."""
-
-    op: str
-    where: Where
-    count: int
-    work_fraction: float
-
-
-def ops_without_rule(program: Program) -> tuple[Uncovered, ...]:
-    """Ops that carry a gradient and have no rule, by op and line of the user's code; empty if all is covered."""
-    nodes = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+    """Ops that carry a gradient and have no rule, by op and line of the user's code: every rank computes all of them,
+    a share of the estimated work."""
+    nodes = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function"]
     found: dict[tuple[str, str, int], list[fx.Node]] = {}
-    wheres: dict[tuple[str, str, int], Where] = {}
     for node in nodes:
         if node.meta.get("grad") and rule_of(node) is None and not isinstance(node.target, OwnBackward):
             where = where_of(node)
-            key = (str(node.target), where.file, where.line)
-            found.setdefault(key, []).append(node)
-            wheres.setdefault(key, where)
-    total = sum(map(node_cost, nodes)) if found else 1
-    return tuple(
-        Uncovered(key[0], wheres[key], len(group), sum(map(node_cost, group)) / max(total, 1))
-        for key, group in found.items()
-    )
+            found.setdefault((str(node.target), where.file, where.line), []).append(node)
+    total = max(sum(map(node_cost, nodes)) if found else 1, 1)
+    for (op, *_), group in found.items():
+        times = f", {len(group)} times" if len(group) > 1 else ""
+        yield Diagnostic(
+            "warning",
+            f"{op} has no rule{times} and is replicated on every rank, {sum(map(node_cost, group)) / total:.1%} of the "
+            "estimated work",
+            str(where_of(group[0])),
+            rule_of_own(op),
+        )
 
 
 def rule_of_own(op: str) -> str:
@@ -151,3 +131,28 @@ def own_name(op: str) -> str:
     """``mylib.scan.default`` as torch.library has registered it."""
     namespace, _, rest = op.partition(".")
     return f"{namespace}::{rest.removesuffix('.default')}"
+
+
+def documents_notes(
+    spec: Spec, decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places
+) -> Iterator[Diagnostic]:
+    """Which attentions compute the pairs of tokens within documents alone, and which all pairs of a sequence."""
+    documents, program = decisions.lowering.documents, decisions.program
+    if spec.data.packing != "documents":
+        return
+    within = [n for n in program.graph.graph.nodes if n.name in documents.attentions]
+    if within:
+        length = shape_of(within[0])[2] * decisions.mesh.cp
+        share = f"{documents.mean / length:.0%} of the pairs of a sequence of {length}"
+        how = f"for documents of {documents.mean} tokens" if documents.mean < length else "unless documents are shorter"
+        fix = "" if documents.mean < length else "set data.mean_document for the predicted memory and time"
+        what = f"{len(within)} attentions run within documents: {share}, {how}"
+        yield Diagnostic("info", what, places.text(within[0]), fix)
+    others = [site.node for site in sites if not any(n.name in documents.attentions for n in site.nodes)]
+    if others:
+        why = "" if spec.cuda_graphs.impl == "none" else ", as CUDA graphs hold the blocks of no document"
+        what = (
+            f"{len(others)} kinds of attention compute all pairs of a sequence and mask those of other documents{why}"
+        )
+        fix = "" if why else "use torch.nn.functional.scaled_dot_product_attention with a mask and without dropout"
+        yield Diagnostic("info", what, places.text(others[0]), fix)

@@ -18,25 +18,23 @@ from math import prod
 import torch
 from torch import fx
 
-from passes.blocks.places import Places
+from passes.blocks.blocks import Places
 from passes.ops.collectives import gather
-from passes.ops.column_linear import gathered_linears
+from passes.ops.linear import gathered_linears
 from passes.parameters import axis_of
 from passes.partition.type_changes import TypeChange
 from planner.decisions import Decisions
 from planner.mesh import Mesh
-from planner.saved.lowered import Lowered
-from planner.sharding.buckets import Bucket
 from planner.sharding.buffers import BucketPlan, Buffer, BufferPlan, OptimizerPlan
-from planner.sharding.homes import Homed, Homes, homes_of
+from planner.sharding.homes import MatrixHomes, homes_of
 from planner.sharding.parameters import ParameterPlan, part_of_node
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
-from planner.tables.rows import Diagnostic
 from planner.tables.sizes import format_bytes
-from planner.updates.groups import base_of, settings_of
-from planner.updates.rules import UpdateRules
+from planner.tables.tables import Diagnostic
+from planner.trace.lowered import Lowered
+from planner.updates import UpdateRules, base_of, settings_of
 
 
 def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
@@ -111,27 +109,25 @@ def decay_notes(
         )
 
 
-def _buffer_row(buffer: Buffer, homes: Homes | None) -> BufferPlan:
+def _buffer_row(buffer: Buffer, homes: MatrixHomes | None) -> BufferPlan:
     of_buckets = [()] * len(buffer.layout.buckets) if homes is None else homes.buckets
     return BufferPlan(
         buffer.pp_rank,
-        _name(buffer.dtype),
-        _name(buffer.gradient_dtype),
+        dtype_name(buffer.dtype),
+        dtype_name(buffer.gradient_dtype),
         buffer.layout.num_elements,
         buffer.layout.shard_elements(),
-        tuple(map(_bucket_row, buffer.layout.buckets, of_buckets)),
+        tuple(
+            BucketPlan(b.world.start, b.world.stop, tuple(slot.name for slot in b.slots), tuple(h.home for h in homed))
+            for b, homed in zip(buffer.layout.buckets, of_buckets, strict=True)
+        ),
         buffer.reduced_over,
         buffer.rule,
         "" if homes is None else homes.axis,
     )
 
 
-def _bucket_row(bucket: Bucket, homed: tuple[Homed, ...]) -> BucketPlan:
-    names = tuple(slot.name for slot in bucket.slots)
-    return BucketPlan(bucket.world.start, bucket.world.stop, names, tuple(h.home for h in homed))
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import fx
 
-from passes.partition.options.forms import Form
-from passes.partition.options.table import Option, rule_of
-from passes.program.ops.products import PRODUCTS, SEE_THROUGH, equation
+from passes.partition.typings.base import Form
+from passes.partition.typings.products import ROW_BYTES
+from passes.partition.typings.table import rule_of
+from passes.program.ops.aten import packet_of
+from passes.program.ops.groups import PRODUCTS, SEE_THROUGH, equation
 from passes.program.weights import is_weight
 from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.decisions import Decisions
-from planner.placement.attention.sites import AttentionSite, count, is_attention, is_overridden
-from planner.placement.divisibility import nearest_words
+from planner.placement.attention import AttentionSite, count, is_attention, is_overridden
+from planner.placement.candidates import nearest_words
 
 aten = torch.ops.aten
 _MAX_WALK = 300
@@ -90,8 +93,8 @@ class Reasons:
 
     def _why_cut(self, node: fx.Node, placement: Placement) -> tuple[str, str]:
         reading, words = list(readers(node)), self._readers_words(node)
-        forms = {self._option(r).form for r in reading}
-        goals = [g for r in reading for g in self._goals(r, cut=True)]
+        forms = {self.decisions.placements.options[r.name].form for r in reading}
+        goals = [n for r in reading for n in self._walk(r, cut=True) if has_flops(n) or is_loss(n)]
         loss = next((g for g in goals if is_loss(g)), None)
         if not forms.isdisjoint(OF_VOCABULARY) or (loss is not None and placement.dim in (0, 1)):
             return "vocab", f"{words}: {_vocabulary(placement, forms, loss)}"
@@ -141,6 +144,8 @@ class Reasons:
                 )
         if reader.target in PRODUCTS or reader.target is aten.embedding.default:
             yield from self._uneven_dims(node)
+        if packet_of(reader.target) is aten._grouped_mm:
+            yield from chain(self._uneven_dims(node), self._unaligned_dims(node))
         blocked = next(
             (
                 n
@@ -168,6 +173,14 @@ class Reasons:
             dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
             yield f"{dims} not divisible by tp = {self.tp}; {nearest_words([shape[d] for d in uneven], self.tp)}"
 
+    def _unaligned_dims(self, node: fx.Node) -> Iterator[str]:
+        """A grouped product of experts reads rows of whole 16 bytes."""
+        val = node.meta["val"]
+        odd = [d for d, n in enumerate(val.shape) if d and int(n) * val.element_size() % (ROW_BYTES * self.tp)]
+        if odd:
+            dims = " and ".join(f"dim {d} = {val.shape[d]}" for d in odd)
+            yield f"{dims} over tp = {self.tp}: a rank's rows would be no multiple of {ROW_BYTES} bytes"
+
     def is_uneven(self, node: fx.Node) -> bool:
         """Whether sizes, not costs, keep a parameter replicated: a dim of it, or the heads of its attention."""
         if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
@@ -179,9 +192,6 @@ class Reasons:
 
     # ---- the graph around a reader
 
-    def _option(self, node: fx.Node) -> Option:
-        return self.decisions.placements.options[node.name]
-
     def _sites_near(self, reader: fx.Node) -> list[AttentionSite]:
         """The attention that a projection feeds, or that feeds it."""
         ahead = [n for n in self._walk(reader, cut=False) if is_attention(n)]
@@ -189,13 +199,9 @@ class Reasons:
         names = (self.decisions.blocks.representative.get(n.name, n.name) for n in (*ahead, *behind))
         return list(dict.fromkeys(self._site_of[n] for n in names if n in self._site_of))
 
-    def _goals(self, reader: fx.Node, *, cut: bool) -> list[fx.Node]:
-        """The products and losses that first read the result of ``reader``; ``cut``: along values that stay cut."""
-        return [n for n in self._walk(reader, cut=cut) if has_flops(n) or is_loss(n)]
-
     def _walk(self, reader: fx.Node, *, cut: bool) -> Iterator[fx.Node]:
         """Nodes that depend on ``reader``, up to the next products, within its block."""
-        stack, seen = [reader], {reader}
+        stack, seen, block = [reader], {reader}, self._block.get
         while stack and len(seen) < _MAX_WALK:
             node = stack.pop(0)
             if node is not reader:
@@ -205,7 +211,7 @@ class Reasons:
             if cut and not self.decisions.placements.of(node).is_sharded:
                 continue
             for user in node.users:
-                if user not in seen and user.op == "call_function" and self._same_block(user, reader):
+                if user not in seen and user.op == "call_function" and block(user.name) == block(reader.name):
                     seen.add(user)
                     stack.append(user)
 
@@ -222,9 +228,6 @@ class Reasons:
             yield node
             if has_flops(node):
                 return
-
-    def _same_block(self, a: fx.Node, b: fx.Node) -> bool:
-        return self._block.get(a.name) == self._block.get(b.name)
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

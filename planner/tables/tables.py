@@ -1,30 +1,201 @@
-"""All rows of a plan, checked against each other: they are printed, saved and compared."""
+"""All rows of a plan, checked against each other: they are printed, saved and compared; and those that only it has.
+
+The other rows are defined beside their decisions: parameters, collectives, boundaries and buffers in planner/sharding,
+the schedule in planner/pipeline, memory in planner/cost, the mesh in planner/mesh.py. Plain ints, strings and tuples,
+so that they save and compare; a row checks itself when it is made, by the planner or from a file. The JSON keys are the
+field names.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from passes.errors import require
-from passes.types.collectives import CollectivePlan
-from planner.compiled.rows import CompiledRow
+from passes.errors import PlanError, require
+from passes.program.program import BoundaryPlan
+from passes.types.conversions import CollectivePlan
+from planner.compiled.pieces import CompiledRow
+from planner.cost.layout import CostPlan
 from planner.cost.memory import MemoryRow
-from planner.cost.step_time import CostPlan
 from planner.mesh import Mesh
+from planner.pipeline.actions import Action
 from planner.pipeline.schedule import SchedulePlan
-from planner.recompute.rows import RecomputeRow
+from planner.recompute.decide import RecomputeRow
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
 from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.codec import encode
-from planner.tables.experts import ExpertsPlan
-from planner.tables.rows import Diagnostic, LengthPlan, StagePlan, Summary
 
 VERSION = 1
 _REMARKS = {"where", "origin", "reason"}  # words for people: file names and wording may differ between machines
+
+
+def encode(value: Any) -> Any:
+    """Plain JSON values of a row, a tuple of rows, or a plain value."""
+    if dataclasses.is_dataclass(value):
+        return {name: encode(getattr(value, name)) for name in _hints(type(value))}
+    if isinstance(value, dict):
+        return {str(name): encode(item) for name, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def decode(kind: Any, value: Any, path: str) -> Any:
+    """The value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of a value that does not
+    fit.
+    """
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _decode_row(kind, value, path)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        inner = next(a for a in arguments if a is not NoneType)
+        return None if value is None else decode(inner, value, path)
+    if origin is tuple:
+        return _decode_tuple(arguments, value, path)
+    if kind is Action:
+        return Action(*_decode_tuple((str, int, int), value, path))
+    if origin is dict or kind is dict:
+        return _expect(value, dict, path)
+    if origin is Literal:
+        if value not in arguments:
+            what = f"{path} must be one of {', '.join(map(str, arguments))}, not {value!r}"
+            raise _of_another_version(what)
+        return value
+    if kind is float:
+        return float(_expect(value, (int, float), path))
+    return _expect(value, kind, path)
+
+
+def _decode_row(kind: type, value: Any, path: str) -> Any:
+    _expect(value, dict, path)
+    hints = _hints(kind)
+    required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    for name in (*sorted(required - value.keys()), *sorted(value.keys() - hints.keys())):
+        problem = "is missing" if name in required else "is unknown"
+        raise _of_another_version(f"{path}.{name} {problem}")
+    return kind(**{name: decode(hints[name], item, f"{path}.{name}") for name, item in value.items()})
+
+
+def _decode_tuple(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
+    _expect(value, list, path)
+    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+    if len(kinds) != len(value):
+        raise _of_another_version(f"{path} must have {len(kinds)} items, not {len(value)}")
+    return tuple(
+        decode(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _expect(value: Any, kind: Any, path: str) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = kind.__name__ if isinstance(kind, type) else "number"
+        raise _of_another_version(f"{path} must be of type {names}, not {type(value).__name__}")
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The fields that are saved, with their types: those that compare."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.compare}
+
+
+def to_text(values: dict[str, Any]) -> str:
+    """JSON with one line for each row of each table, so that a person reads it and a diff shows rows."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"    {_line(row)}" for row in value)
+            parts.append(f"  {json.dumps(name)}: [\n{rows}\n  ]")
+        else:
+            parts.append(f"  {json.dumps(name)}: {_line(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _of_another_version(what: str) -> PlanError:
+    return PlanError(f"not a plan of this version: {what}", fix="save the plan again with this version")
+
+
+LEVELS = ("info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One (virtual) stage. ``num_parameters``: elements of its full parameters, before sharding over tp."""
+
+    index: int
+    pp_rank: int
+    chunk: int
+    blocks: tuple[str, ...]
+    num_parameters: int
+    receives: tuple[BoundaryPlan, ...] = ()
+    sends: tuple[BoundaryPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """Something the user should know: ``what``, ``where`` (module and line), and how to ``fix`` it if possible."""
+
+    level: str
+    what: str
+    where: str = ""
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.level in LEVELS, f"a diagnostic has the unknown level {self.level}")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Shares (0 to 1) of matrix-product FLOPs and of parameter elements that are cut over tp, and the element count."""
+
+    flops_sharded_fraction: float = 0.0
+    parameters_sharded_fraction: float = 0.0
+    num_parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPlan:
+    """One of several lengths: sequences and microbatches of its step, bytes on the fullest rank, and bytes that one
+    rank of each stage exchanges in it. ``seconds``: as predicted, None without a cluster. ``decisions``: the hash of
+    its own plan.
+    """
+
+    length: int
+    sequences: int
+    microbatches: int
+    memory: int
+    exchanged: int
+    seconds: float | None
+    decisions: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """A layer: ``num_experts``, ``top_k`` of them for a token (0: all that choose it), and ``how`` tokens are
+    dispatched.
+
+    ``ranks``: of each ep rank of its stage the ranks with its experts; ep rank r has num_experts / ep of them, from
+    r · num_experts / ep on. Empty if experts are sharded like other layers. ``bytes``: of all that one rank sends to
+    experts in one microbatch, and gets back. ``sends``: what travels.
+    """
+
+    block: str
+    num_experts: int
+    top_k: int
+    how: str
+    stage: int
+    ranks: tuple[tuple[int, ...], ...] = ()
+    bytes: int = 0
+    sends: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,10 @@ from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from planner.tables.sizes import format_bytes
-from runtime.audit.own_module import OwnModule
-from runtime.audit.tolerance import Tolerance
+from runtime.audit.own_module import OwnModule, Tolerance
 from runtime.data.batches import BatchLayout
 from runtime.distributed.agreement import agreed
 from runtime.distributed.groups import Groups
-from runtime.distributed.memory import available_bytes
 
 Batch = Mapping[str, Tensor]
 _DROPOUTS = {aten.dropout, aten.scaled_dot_product_attention, causal_attention}
@@ -105,7 +104,9 @@ class Audit:
         own = torch.zeros(2, dtype=torch.float64)
         with agreed(self._groups, rank_0_is_long=True):
             if self._module is not None:
-                found = self._own(self._module, _computed(sample, layout), loss, weights, buffers)
+                # on the CPU, in the dtypes that the engine computes in
+                rows = {n: value.cpu().to(layout.computed.get(n, value.dtype)) for n, value in sample.rows.items()}
+                found = self._own(self._module, replace(sample, rows=rows), loss, weights, buffers)
                 own = torch.tensor(found, dtype=torch.float64)
         if self._groups.host is not None:
             dist.broadcast(own, 0, group=self._groups.host)
@@ -200,7 +201,15 @@ def refuse_draws(decisions: Decisions) -> None:
             )
 
 
-def _computed(sample: Sample, layout: BatchLayout) -> Sample:
-    """On the CPU, in the dtypes that the engine computes in."""
-    rows = {name: value.cpu().to(layout.computed.get(name, value.dtype)) for name, value in sample.rows.items()}
-    return Sample(sample.index, rows, sample.num_copies)
+def available_bytes() -> int | None:
+    """The host memory that a process can still allocate, within its container's limit too; None if not known."""
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system
+        return None
+    of_host = int(line.split()[1]) << 10
+    try:
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no container, or no limit
+        return of_host
+    return min(of_host, max(0, limit - used))

@@ -4,10 +4,9 @@
 
 The module runs in the mode (training or not) in which it was planned, with gradients on, so that its code takes the
 path that it takes in training. Dropout is the identity, as in ``Engine.evaluate``; nothing is saved for a backward.
-
-Dropout as the identity, in a module that stays in training mode.
-
 ``model.eval()`` would turn off more than dropout: other branches, norms and losses ask for the mode too.
+
+The lowest precision that a module computes in says how far apart rounding may drive two runs of it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +23,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError
-from planner.capture.model.caches import caches_off
-from planner.capture.model.compiled import in_eager_mode
+from planner.capture.gradients.applications import LowestPrecision
+from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
-from planner.capture.own_loss.with_loss import apply_loss
+from planner.capture.own_loss import apply_loss
 from planner.forms import forms_of
 from planner.spec.spec import Spec
-from runtime.audit.tolerance import lowest_precision
 from runtime.weights.own_methods import generators_as_before
 
 Batch = Mapping[str, Tensor]
+_DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
+_MULTI_HEAD = [*inspect.signature(F.multi_head_attention_forward).parameters]
+_PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: _MULTI_HEAD.index("dropout_p")}
+# In half precision a smaller loss may differ by as much as this one: cross-entropy subtracts logits that are larger
+# than their difference. Logits of 4 to 8 in bfloat16 are rounded by up to 0.016 on each side.
+SMALL_LOSS = 2.0
+NOISE = 8.0  # rounding errors of the model's largest gradient that any gradient may be off by
 
 
 class OwnModule:
@@ -68,7 +74,7 @@ class OwnModule:
         with ExitStack() as stack:
             for context in (in_eager_mode(), caches_off(self._model), self._in_its_modes(), generators_as_before()):
                 stack.enter_context(context)
-            seen = stack.enter_context(lowest_precision())
+            seen = stack.enter_context(LowestPrecision())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _not_there))
             stack.enter_context(NoDropout())
@@ -186,11 +192,6 @@ def loss_of(output: Any, wanted: str) -> Tensor:
 # ---- dropout as the identity, in a module that stays in training mode
 
 
-_DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
-_MULTI_HEAD = [*inspect.signature(F.multi_head_attention_forward).parameters]
-_PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: _MULTI_HEAD.index("dropout_p")}
-
-
 class NoDropout(TorchFunctionMode):
     """Inside, each dropout gives back its input, and attention drops nothing."""
 
@@ -205,3 +206,45 @@ class NoDropout(TorchFunctionMode):
             elif "dropout_p" in given:
                 given["dropout_p"] = 0.0
         return func(*args, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Allowed differences: ``loss`` and ``gradient`` relative, ``parameter`` absolute after ``num_updates`` updates.
+    A loss below ``small_loss`` may differ as much as that.
+
+    A parameter's own rounding comes on top: see ``rounding``.
+    """
+
+    dtype: torch.dtype
+    loss: float
+    gradient: float
+    parameter: float
+    num_updates: int = 1
+    small_loss: float = 0.0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, lr: float, given: float | None = None, *, num_updates: int = 1) -> Tolerance:
+        """By the lowest precision that a model computes in; ``given`` replaces those of loss and gradients."""
+        table = {torch.float64: (1e-10, 1e-8, 1e-4), torch.float32: (2e-6, 5e-5, 0.2)}
+        # AdamW moves an element by about lr whatever its gradient's size: a noisy sign is worth 2·lr an update.
+        loss, gradient, updates = table.get(dtype, (2e-2, 1e-1, 2.0 * num_updates))
+        small = SMALL_LOSS if given is None and dtype not in table else 0.0
+        return cls(dtype, given or loss, given or gradient, updates * lr, num_updates, small)
+
+    def of_loss(self, loss: float) -> float:
+        """The relative difference allowed to this loss."""
+        return self.loss * max(1.0, self.small_loss / max(abs(loss), 1e-300))
+
+    def rounding(self, truth: Tensor) -> Tensor:
+        """The rounding of a stored parameter, by element: each update adds up to one step between neighbours, eps·|x|.
+
+        In bfloat16 a step is larger than the update itself. One process rounds at each update; the engine updates
+        float32 main weights and rounds once. |x| is taken as large as the tolerance lets the engine's parameter be.
+        """
+        largest = truth.detach().double().abs() + self.parameter
+        return largest * (torch.finfo(truth.dtype).eps * self.num_updates)
+
+    def gradient_floor(self, largest: float) -> float:
+        """Below this size a gradient is rounding noise of the model's ``largest`` (as of a key's bias in attention)."""
+        return NOISE * torch.finfo(self.dtype).eps * largest / self.gradient

@@ -1,11 +1,22 @@
-"""Measurements: each call with its work and its seconds, on all ranks at the same time."""
+"""Measurements: each call with its work and its seconds, while all ranks make it.
+
+Ranks on one machine share its cores and its memory: all wait for each other, then make the same number of calls, and
+the slowest rank counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
+
+from runtime.distributed.groups import Groups
+
 _LEAST = 0.001  # of a measured time: a smaller difference is noise
+_MOST_CALLS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +109,37 @@ def _fastest(passes: Iterable[Sequence[Timed]]) -> tuple[Timed, ...]:
         replace(timed, seconds=min([timed.seconds, *(other[key].seconds for other in others if key in other)]))
         for key, timed in first.items()
     )
+
+
+class Clock:
+    """``window``: seconds of one measurement; a single call may take longer."""
+
+    def __init__(self, groups: Groups, window: float) -> None:
+        self.groups, self.window = groups, window
+        self.device = groups.device
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call; the same number on every rank."""
+        first = self._timed(call, 1)  # includes one-time set-up; a slow call is not repeated without need
+        once = self._timed(call, 1) if first < self.window else first
+        count = min(_MOST_CALLS, int(self.window / once))
+        return self._timed(call, count) if count > 1 else min(first, once)
+
+    def _timed(self, call: Callable[[], object], count: int) -> float:
+        """The slowest rank's."""
+        several = self.groups.mesh.world_size > 1
+        self._wait_for_device()
+        if several:
+            dist.barrier(group=self.groups.host)
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        self._wait_for_device()
+        seconds = torch.tensor([(time.perf_counter() - began) / count], dtype=torch.float64)
+        if several:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.groups.host)
+        return float(seconds)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,4 +1,7 @@
-"""The command ``calibrate``: start the ranks, measure on all of them at once, and fit the values of a cluster file."""
+"""The command ``calibrate``: start the ranks, measure on all of them at once, and write a cluster file.
+
+The file has the measurements in its comments, and is written atomically.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,31 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch.nn.attention import SDPBackend
 
-from passes.errors import PlanError
-from runtime.calibrate.cluster_file import cluster_text
-from runtime.calibrate.computing import attention, moved, products, small
-from runtime.calibrate.exchanging import exchanges, measured_mesh, overlap, product
+from passes.errors import PlanError, RunError
+from planner.cluster.cluster import Cluster
+from planner.spec.fields import json_schema
+from planner.spec.messages import spec_error
 from runtime.calibrate.fit import cluster_of
-from runtime.calibrate.found import Found, Machine, Timed
-from runtime.calibrate.reserving import reserved_share
-from runtime.calibrate.timing import Clock
+from runtime.calibrate.found import Clock, Found, Machine, Timed
+from runtime.calibrate.measuring import (
+    attention,
+    exchanges,
+    measured_mesh,
+    moved,
+    overlap,
+    product,
+    products,
+    reserved_share,
+    small,
+)
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
@@ -30,20 +43,32 @@ MOST_SECONDS, MOST_RANKS = 3600.0, 1024
 _PASSES = 3  # over all measurements, some seconds apart: a burst of other programs slows one pass only
 _MEASUREMENTS = 80  # about; each takes its share of the seconds
 _START_SECONDS = 90.0  # for the rendezvous of the ranks, and for one slow call that takes more than its share
+_KEYS = {
+    "memory": "bytes: all memory / ranks",
+    "bandwidth": "bytes per second, the best copy or op",
+    "product_fraction": "fraction of the peak, from the slope over sizes",
+    "half_tile": "matrix size at which a product reaches half its speed",
+    "attention_fraction": "forward and backward, all operations counted",
+    "bandwidth_fraction": "copies and ops between products, both directions",
+    "launch": "seconds",
+    "processors": "multiprocessors",
+    "host": "seconds in which the host launches an op",
+    "context": "bytes that the driver held before the first tensor",
+    "slack": "bytes reserved beyond tensors in steps of a few layers, as a fraction of the tensors",
+    "at_once": "ranks that compute at this speed at the same time: the number of cores",
+}
 
 
 def calibrate(nproc: int | None = None, seconds: float = SECONDS, name: str = "this-machine") -> str:
     """The text of a cluster file for this machine. Raises PlanError for bad input, RunError if a rank fails."""
-    size = nproc if nproc is not None else _own_number_of_ranks()
+    size = nproc
+    if size is None:
+        size = torch.cuda.device_count() if torch.cuda.is_available() else max(2, len(os.sched_getaffinity(0)))
     _check(size, seconds)
     print(f"measuring on {size} ranks at once, about {seconds:g} s", file=sys.stderr, flush=True)
     limit = _START_SECONDS + 4 * seconds
     found = launch(measure_rank, size, seconds, limit, timeout_seconds=limit)[0]
     return cluster_text(cluster_of(found, name), found, time.strftime("%Y-%m-%d"))
-
-
-def _own_number_of_ranks() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else max(2, len(os.sched_getaffinity(0)))
 
 
 def _check(size: int, seconds: float) -> None:
@@ -68,8 +93,17 @@ def measure_rank(seconds: float, timeout_seconds: float) -> Found:
 
 def _measure(machine: Machine, clock: Clock, number: int) -> Found:
     """One pass over everything."""
-    several, skipped, tell = machine.num_ranks > 1, list[str](), _teller(clock, number)
+    several, skipped = machine.num_ranks > 1, list[str]()
     longer = Clock(clock.groups, 2 * clock.window)  # of a difference both sides
+
+    def tell(what: str, measure: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = measure()
+        if clock.groups.rank == 0:
+            said = f"  {number + 1} of {_PASSES}, {what}: {time.perf_counter() - began:.1f} s"
+            print(said, file=sys.stderr, flush=True)
+        return result
+
     with torch.enable_grad():
         return Found(
             machine,
@@ -95,19 +129,6 @@ def _opened(size: int, timeout_seconds: float) -> Iterator[Groups]:
         groups.abort()
         raise
     groups.close()
-
-
-def _teller(clock: Clock, number: int) -> Callable[[str, Callable[[], Any]], Any]:
-    def tell(what: str, measure: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        result = measure()
-        if clock.groups.rank == 0:
-            print(
-                f"  {number + 1} of {_PASSES}, {what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
-            )
-        return result
-
-    return tell
 
 
 def _machine(groups: Groups, load: float) -> Machine:
@@ -142,3 +163,84 @@ def _cpu_name() -> str:
     except OSError:
         named = []
     return f"a core of {named[0] if named else platform.machine() or 'a CPU'}"
+
+
+def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
+    """YAML with comments. Raises RunError if the measurements do not make a valid machine."""
+    try:
+        Cluster.model_validate(values)
+    except ValidationError as error:
+        told = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
+        raise RunError(f"the measurements do not make a valid cluster file: {told}") from error
+    lines = [*_head(found, date), f"name: {values['name']}", "device:"]
+    for key, value in values["device"].items():
+        said = f"  {key}: {_value(value)}"
+        lines.append(f"{said:<42}  # {_KEYS[key]}" if key in _KEYS else said)
+    lines.append(f"{'links:':<42}  # bandwidth: bytes per second, one direction, per rank; latency: seconds")
+    for link in values["links"]:
+        lines += [f"  {' ' if at else '-'} {key}: {_value(value)}" for at, (key, value) in enumerate(link.items())]
+    lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
+    lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these numbers")
+    return "\n".join(lines) + "\n"
+
+
+def _head(found: Found, date: str) -> list[str]:
+    machine = found.machine
+    shared = f" on {machine.cores} cores" if machine.cores else ""
+    lines = [
+        f"Measured by `meshwright calibrate` on {date}: {machine.num_ranks} ranks at once{shared}; {machine.backend}, "
+        f"torch {machine.torch},",
+        f"load average {machine.load:.1f} before. The fastest of several passes, the slowest rank of each pass.",
+    ]
+    if machine.sharing > 1:
+        lines += [
+            f"{machine.sharing:g} ranks shared a core: peaks and bandwidths below are multiplied by this factor,",
+            "latency and launch the measured values divided by it: values of a rank with a core of its own.",
+        ]
+    lines += ["", "Measured, on one rank while the others run:"]
+    lines += [f"  product {_seen(t, 'FLOP/s')}" for t in found.products]
+    lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in found.attention]
+    lines += [f"  {_seen(t, 'B/s')}" for t in found.moved]
+    lines += [f"  {_exchange(t)}" for t in found.exchanged]
+    lines += [f"  skipped: {what}" for what in found.skipped]
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def _seen(timed: Timed, unit: str) -> str:
+    sides = "" if timed.sides is None else " [{}, {}] · [{}, {}]".format(*timed.sides[:2], *timed.sides[1:])
+    return f"{timed.name}{sides}: {_short(timed.rate)}{unit} at {_short(timed.work)}{unit.partition('/')[0]}"
+
+
+def _exchange(timed: Timed) -> str:
+    group = "" if timed.name == "p2p" else f" over {timed.ranks} ranks"
+    return f"{timed.name} of {_short(timed.work)}B{group}: {timed.seconds * 1e3:.3g} ms"
+
+
+def _overlap(found: Found) -> str:
+    if found.overlap is None:
+        return ""
+    product, exchange, both = (f"{seconds * 1e3:.3g}" for seconds in found.overlap)
+    return f"  # products of {product} ms beside an all-reduce of {exchange} ms took {both} ms"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    if not isinstance(value, float):
+        return str(value)
+    if 1e-3 <= value < 1e4:
+        return f"{value:g}" if value % 1 else f"{value:.1f}"
+    power = int(f"{value:e}".partition("e")[2]) // 3 * 3
+    digits = f"{value / 10.0**power:.4g}"
+    return f"{digits if '.' in digits else f'{digits}.0'}e{power}"
+
+
+def _short(value: float) -> str:
+    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= power:
+            return f"{value / power:.3g} {letter}"
+    return f"{value:.3g} "

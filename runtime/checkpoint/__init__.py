@@ -1,1 +1,5 @@
-"""Files: the training state, and Hugging Face directories; written completely or not at all."""
+"""Files: the training state, and Hugging Face directories; written completely or not at all.
+
+Begin at `saver` for writing and at `saves` for finding. `manifest` describes a save, `lines` which save continues
+which; `pretrained_load`, `pretrained_save` and `conversion` are directories of the Hub.
+"""

@@ -13,32 +13,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from os import PathLike
 from pathlib import Path
 
 from passes.errors import PlanError
 from planner.files.atomic import MOST_LETTERS, PARTIAL, name_beside
 
+FIX = "use a writable directory with space for the weights"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-@contextmanager
-def writing(what: str, directory: str | PathLike[str]) -> Iterator[None]:
-    """Raises PlanError where ``directory`` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise PlanError(
-            f"cannot write {what}: {error.strerror or error}",
-            where=str(error.filename or directory),
-            fix="use a writable directory with space for the weights",
-        ) from None
 
 
 @contextmanager
@@ -62,13 +50,16 @@ def replaced_directory(
         yield new
         written = sorted(path.name for path in new.iterdir())
         sync(new)
-        if not stays and target.exists():
-            _keep_others(target, new, is_stale)
-            sync(new)
-        if not stays and _take_place(new, target):
-            sync(target.parent)
+        if not target.exists():
+            new.rename(target)
         else:
-            _move_into(new, target, written, is_stale, is_index)
+            if not stays:
+                _keep_others(target, new, is_stale)
+                sync(new)
+            if stays or not _exchange(new, target):
+                _move_into(new, target, written, is_stale, is_index)
+                return
+        sync(target.parent)
 
 
 @contextmanager
@@ -90,7 +81,7 @@ def _own_place(target: Path, parent: Path) -> Iterator[Path]:
 
 def _clear_left_overs(target: Path, parent: Path) -> None:
     """Remove the remains of killed attempts. Raises PlanError if an attempt is alive: it holds its lock."""
-    for left_over in parent.glob(f".{_escaped(target.name[:MOST_LETTERS])}.*{PARTIAL}"):
+    for left_over in parent.glob(f".{glob.escape(target.name[:MOST_LETTERS])}.*{PARTIAL}"):
         handle = _locked(left_over)
         if handle is None:
             raise _is_busy(target)
@@ -170,14 +161,6 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _take_place(new: Path, target: Path) -> bool:
-    """Give the new directory its name, in one step; False if the file system cannot."""
-    if not target.exists():
-        new.rename(target)
-        return True
-    return _exchange(new, target)
-
-
 def _move_into(
     new: Path, target: Path, written: list[str], is_stale: Callable[[str], bool], is_index: Callable[[str], bool]
 ) -> None:
@@ -212,8 +195,3 @@ def _exchange(first: Path, second: Path) -> bool:
     if not done and ctypes.get_errno() not in cannot:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
     return done
-
-
-def _escaped(name: str) -> str:
-    """``name`` as a glob that means itself alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

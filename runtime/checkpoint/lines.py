@@ -20,7 +20,7 @@ from typing import Annotated, Self
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from runtime.distributed.faults.processes import host_key, start_of
+from runtime.distributed.faults.watch import host_key, start_of
 
 Step = Annotated[int, Field(ge=0, le=2**48)]
 LineId = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
@@ -54,7 +54,7 @@ class Line(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavePosition:
     """The position of a save: its line, and its step on it."""
 
     line: Line

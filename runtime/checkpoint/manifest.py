@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
+from meshwright import __version__
 from passes.errors import PlanError
-from planner.capture.hub.assembly import Assembly, of_json, sources
-from planner.capture.model.compiled import plain_name
+from planner.capture.model.assembly import Assembly, of_json, sources
+from planner.capture.model.eager import plain_name
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
-from runtime.checkpoint.lines import NO_LINE, Line, Place
-from runtime.checkpoint.regular_files import read_small
+from runtime.checkpoint.lines import NO_LINE, Line, SavePosition
+from runtime.checkpoint.safetensors_files import read_small
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
 WITH_NAMES = 4
@@ -84,10 +86,6 @@ class TensorEntry(_Strict):
         """Whether it holds values of the rows or columns of a parameter."""
         return self.values.keys() <= STATISTICS
 
-    @property
-    def bytes_per_element(self) -> int:
-        return sum(_ITEM_BYTES[dtype] for dtype in self.values.values())
-
 
 class OptimizerEntry(_Strict):
     """``updates``: those that were not skipped; of the first on there are moments. ``rested``: of parameters that had
@@ -107,7 +105,7 @@ class LossScaleEntry(_Strict):
 
 class AdaptersEntry(_Strict):
     """Of a model that peft has wrapped: the config of each adapter, and the hash of its modules' settings
-    (planner.capture.model.describe_adapters)."""
+    (planner.capture.model.hub_format)."""
 
     configs: dict[str, dict[str, JsonValue]]
     modules: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -160,8 +158,18 @@ class Manifest(_Strict):
         return sum(file.bytes for file in self.files)
 
     @property
-    def place(self) -> Place:
-        return Place(self.line, self.step)
+    def place(self) -> SavePosition:
+        return SavePosition(self.line, self.step)
+
+
+def draft(**facts: Any) -> Manifest:
+    """Of a save under way, by its fields without files and tensors: ``runtime.checkpoint.pieces.completed`` adds
+    these."""
+    return Manifest(meshwright=__version__, written=now(), files=(), tensors={}, **facts)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def key_of(kind: str, name: str, start: Iterable[int]) -> str:
@@ -210,7 +218,7 @@ def _with_plain_names(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"tensors": tensors, "optimizer": optimizer})
 
 
-def place_of(directory: Path) -> Place | None:
+def place_of(directory: Path) -> SavePosition | None:
     """The line and step of a save, without reading its tensors; None if its manifest is damaged."""
     try:
         inner, _ = _framed(directory / MANIFEST)
@@ -218,7 +226,7 @@ def place_of(directory: Path) -> Place | None:
         read = _Head.model_validate_json(inner)
     except (PlanError, ValidationError):
         return None
-    return Place(read.line, read.step)
+    return SavePosition(read.line, read.step)
 
 
 class _Head(BaseModel):
@@ -283,11 +291,11 @@ def _problem(manifest: Manifest) -> str:
         return "a file is listed twice"
     held, corners = [0] * len(names), 0
     for name, entry in manifest.tensors.items():
-        boxes = entry.boxes
+        boxes, item_bytes = entry.boxes, sum(_ITEM_BYTES[dtype] for dtype in entry.values.values())
         for (file, *_), box in zip(entry.pieces, boxes, strict=True):
             if not _is_inside(box, entry.shape) or file >= len(held):
                 return f"a piece of {name[:200]!r} lies outside the tensor, or in no file"
-            held[file] += box.num_elements * entry.bytes_per_element
+            held[file] += box.num_elements * item_bytes
         corners += num_corners(entry.shape, boxes)
         if corners > _MAX_CORNERS:
             return f"more than {_MAX_CORNERS:,} corners of pieces"

@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.model.compiled import plain_name
+from planner.capture.model.eager import plain_name
 from planner.sharding.boxes import Box
-from runtime.checkpoint.entries import Entry
-from runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, key_of
+from runtime.checkpoint.hub_tensors import Entry
+from runtime.checkpoint.manifest import FileEntry, Manifest, OptimizerEntry, TensorEntry, key_of, now
 from runtime.checkpoint.pretrained_save import header_of
-from runtime.checkpoint.regular_files import check_whole, opened
-from runtime.checkpoint.safetensors_files import DTYPES
+from runtime.checkpoint.safetensors_files import DTYPES, check_whole, opened
 
 _CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Python's lock seldom
 
@@ -54,24 +53,12 @@ class Record:
     updates: int = 0
     rested: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        file = self.file and self.file.model_dump()
-        held = [(name, kind, dtype, box.start, box.stop) for name, kind, dtype, box in self.held]
-        return {"file": file, "held": held, "updates": self.updates, "rested": dict(self.rested)}
 
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> Record:
-        file = given["file"] and FileEntry.model_validate(given["file"])
-        held = [(name, kind, dtype, Box(tuple(start), tuple(stop))) for name, kind, dtype, start, stop in given["held"]]
-        return cls(file, tuple(held), given["updates"], given["rested"])
-
-
-def write_pieces(
-    directory: Path, rank: int, pieces: Sequence[WrittenPiece], updates: int, rested: Mapping[str, int]
-) -> Record:
+def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], optimizer: OptimizerEntry) -> Record:
     """This rank's file, on the disk when it returns. Raises OSError."""
+    counts = optimizer.updates, optimizer.rested
     if not pieces:
-        return Record(None, (), updates, rested)
+        return Record(None, (), *counts)
     # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
     ordered = sorted(pieces, key=lambda piece: -piece.values.dtype.itemsize)
     path, digest, size = directory / f"rank-{rank:05d}.safetensors", xxhash.xxh3_128(), 0
@@ -85,17 +72,16 @@ def write_pieces(
         file.flush()
         os.fsync(file.fileno())
     held = tuple((p.name, p.kind, str(p.values.dtype).removeprefix("torch."), p.box) for p in pieces)
-    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, updates, rested)
+    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, *counts)
 
 
-def tables_of(
-    names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]
-) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
-    """The manifest's files and tensors, from the records of the ranks. ``names`` with aliases, in order."""
-    files = [record.file for record in records if record.file is not None]
+def completed(draft: Manifest, names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]) -> Manifest:
+    """The manifest of a save, from the draft of rank 0 and the records of all ranks. ``names`` with aliases, in
+    order."""
+    written = [record for record in records if record.file is not None]
     values: dict[str, dict[str, str]] = {}
     places: dict[str, dict[Box, int]] = {}
-    for index, record in enumerate(record for record in records if record.file is not None):
+    for index, record in enumerate(written):
         for name, kind, dtype, box in record.held:
             values.setdefault(name, {})[kind] = dtype
             places.setdefault(name, {})[box] = index
@@ -106,7 +92,12 @@ def tables_of(
         shape = tuple(map(max, *(box.stop for box in held))) if len(held) > 1 else next(iter(held)).stop
         pieces = tuple((index, box.start, box.stop) for box, index in held.items())
         tensors[name] = TensorEntry(shape=shape, values=values[name], aliases=aliases, pieces=pieces)  # pyright: ignore[reportArgumentType]
-    return tuple(files), tensors
+    # A rank without trainable parameters knows of no updates.
+    updates = max(record.updates for record in records)
+    rested = {name: count for record in records for name, count in record.rested.items()}
+    optimizer = draft.optimizer.model_copy(update={"updates": updates, "rested": rested})
+    changes = {"files": tuple(record.file for record in written), "tensors": tensors, "written": now()}
+    return draft.model_copy(update=changes | {"optimizer": optimizer})
 
 
 class PieceReader:

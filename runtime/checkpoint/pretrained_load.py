@@ -18,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.base import StageModule
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
-from passes.stage_module import StageModule
-from planner.capture.hub.assembly import Assembly, Source, sources
+from planner.capture.model.assembly import Assembly, Source, sources
 from planner.capture.model.hub_format import HubFormat
-from planner.files.json_text import read_json
-from planner.files.text import is_file, shorten
+from planner.files.text import is_file, read_json, shorten
 from planner.frozen_plan import Plan
+from planner.progress import shown_if_slow
+from planner.sharding.boxes import part_of
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import part_of
-from planner.slow_steps import shown_if_slow
-from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
-from runtime.checkpoint.hub_names import names_of_files
+from runtime.checkpoint.hub_tensors import names_of_files, read_into, read_ranges, whole_box
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.distributed.agreement import agreed, halfway
@@ -66,7 +64,7 @@ def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:
     Reads headers only.
     """
     with WeightFiles(Path(directory)) as files:
-        find(files, plan)
+        find_in(files, plan.hub, plan.parameters)
 
 
 Rest = Callable[[frozenset[str], Callable[[str], Tensor]], None]
@@ -92,7 +90,7 @@ def load_pretrained(
         files = WeightFiles(Path(directory))
     with files:
         with agreed(groups):
-            found = find(files, plan)
+            found = find_in(files, plan.hub, plan.parameters)
             _check_tied(files, found, stages, groups)
             config = files.directory / "config.json"
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
@@ -110,13 +108,9 @@ def load_pretrained(
 # ---- which file holds which tensor
 
 
-def find(files: SafetensorsFiles, plan: Plan) -> Found:
-    """Match the stored tensors with the plan's parameters. Raises one PlanError that lists all that does not fit."""
-    return find_in(files, plan.hub, plan.parameters)
-
-
 def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPlan | Described]) -> Found:
-    """Match the stored tensors with ``rows``, the parameters of a model. Raises PlanError likewise."""
+    """Match the stored tensors with ``rows``, the parameters of a model. Raises one PlanError that lists all that does
+    not fit."""
     names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in rows}
     buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
     known = {name for names in (*names_of.values(), buffers_of) for name in names}
@@ -267,10 +261,8 @@ def read_all(
 
 def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str) -> Tensor:
     """The full tensor of a base, by its name there."""
-    made = {base: made[0] for fqn, made in found.parameters.items() for base in _base_names(hub, (fqn,))}[base_name]
-    value = torch.empty(made.shape, dtype=dtype_of(files, made))
-    read_whole(files, made, value)
-    return value
+    made = {base: made[0] for fqn, made in found.parameters.items() for base in _base_names(hub, (fqn,))}
+    return whole_of(files, made[base_name])
 
 
 def _by_base_name(found: Found, hub: HubFormat) -> Iterator[tuple[str, tuple[Assembly, ...]]]:
@@ -281,6 +273,12 @@ def _by_base_name(found: Found, hub: HubFormat) -> Iterator[tuple[str, tuple[Ass
 
 def read_whole(files: SafetensorsFiles, made: Assembly, target: Tensor) -> None:
     read_into(target, made, whole_box(made.shape), files.read)
+
+
+def whole_of(files: SafetensorsFiles, made: Assembly) -> Tensor:
+    value = torch.empty(made.shape, dtype=dtype_of(files, made))
+    read_whole(files, made, value)
+    return value
 
 
 def read_part(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +24,36 @@ from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import open_new, write_new
 from planner.files.text import shorten
 from planner.frozen_plan import Plan
+from planner.progress import see_bytes, shown_if_slow
 from planner.sharding.boxes import Box
-from planner.slow_steps import see_bytes, shown_if_slow
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
-from runtime.checkpoint.entries import MAX_SHARD_BYTES, Entry, files_of
-from runtime.checkpoint.hub_names import check_names, hub_entries, made_tensors, stored_names
+from runtime.checkpoint.hub_tensors import (
+    Entry,
+    check_names,
+    hub_entries,
+    stored_names,
+)
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
-from runtime.distributed.agreement import agreed
-from runtime.distributed.exchange_json import broadcast_json
+from runtime.distributed.agreement import agreed, broadcast_json
 from runtime.distributed.groups import Groups
-from runtime.weights.gather import fetch
-from runtime.weights.shards import Kept
+from runtime.weights.shards import Kept, fetch
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+README = "README.md"
+_TIED = """# Weights
+
+Tied parameters are stored once, under their first names. Load them into your model with `strict=False`:
+
+    from pathlib import Path
+    from safetensors.torch import load_file
+
+    for path in Path().glob("*.safetensors"):
+        model.load_state_dict(load_file(path), strict=False)
+
+Left out, and tied to:
+
+"""
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-def save_pretrained(
-    plan: Plan,
-    own: Mapping[str, Tensor],
-    groups: Groups,
-    kept: Kept,
-    directory: str | PathLike[str],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    names: str = "hf",
-) -> None:
-    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    if plan.hub.adapted is not None:
-        raise PlanError(
-            "peft has wrapped the planned model, and transformers does not know its names",
-            where="save_pretrained",
-            fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
-        )
-    entries = entries_of(plan, groups, kept)
-    files = files_of(named(entries, names, plan, kept), max_shard_bytes)
-    tensors = made_tensors(files, reader_of(entries, own, groups, kept), leads=groups.rank == 0)
-    write_agreed(groups, Path(directory), files, tensors, texts_of(plan, kept))
 
 
 def write_agreed(
@@ -75,25 +69,21 @@ def write_agreed(
             try:
                 write_directory(directory, files, tensors, texts)
             except (OSError, PlanError):
-                _exhaust(tensors)  # the other ranks continue to send
+                deque(tensors, maxlen=0)  # the other ranks continue to send
                 raise
         else:
-            _exhaust(tensors)
+            deque(tensors, maxlen=0)
 
 
 def entries_of(plan: Plan, groups: Groups, kept: Kept) -> list[Entry]:
     """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
     unused = broadcast_json(groups, [*kept.parameters])
     rows = [
-        Entry(row.name, tuple(row.shape), getattr(torch, row.dtype), None if row.name in unused else row)
-        for row in plan.parameters
+        Entry(r.name, tuple(r.shape), getattr(torch, r.dtype), None if r.name in unused else r, aliases=r.aliases)
+        for r in plan.parameters
     ]
     buffers = [(n, tuple(b.shape), str(b.dtype).removeprefix("torch.")) for n, b in kept.buffers.items()]
-    return [*rows, *(_buffer(*given) for given in broadcast_json(groups, buffers))]
-
-
-def _buffer(name: str, shape: Sequence[int], dtype: str) -> Entry:
-    return Entry(name, tuple(shape), getattr(torch, dtype))
+    return rows + [Entry(n, tuple(shape), getattr(torch, d)) for n, shape, d in broadcast_json(groups, buffers)]
 
 
 def reader_of(
@@ -118,11 +108,6 @@ def named(entries: list[Entry], names: str, plan: Plan, kept: Kept) -> list[Entr
     return entries if names == "model" else hub_entries(entries, stored_names(plan.hub, kept.names))
 
 
-def _exhaust(tensors: Iterable[Tensor | None]) -> None:
-    for _ in tensors:
-        pass
-
-
 # ---- writing, on rank 0
 
 
@@ -132,7 +117,7 @@ def write_directory(
     """Everything into a new directory, which then takes the place of ``directory``. Raises OSError."""
     with (
         shown_if_slow(f"writing {shorten(directory)}"),
-        replaced_directory(directory, is_weights, _is_index) as new,
+        replaced_directory(directory, is_weights, (SINGLE, INDEX).__contains__) as new,
     ):
         for name, entries in files.items():
             write_safetensors(new / name, entries, tensors)
@@ -140,15 +125,13 @@ def write_directory(
             texts = {**texts, INDEX: index_of(files)}
         for name, content in in_its_dtype(texts).items():
             write_new(new / name, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        tied = [f"- {alias}: {e.name}\n" for entries in files.values() for e in entries for alias in e.aliases]
+        if tied and "config.json" not in texts and not (directory / README).exists():  # a user's own text stays
+            write_new(new / README, (_TIED + "".join(tied)).encode())
 
 
 def is_weights(name: str) -> bool:
     return _WEIGHT_FILE.fullmatch(name) is not None
-
-
-def _is_index(name: str) -> bool:
-    """The file that a reader opens first: the index of all files, or the only file."""
-    return name in (SINGLE, INDEX)
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:

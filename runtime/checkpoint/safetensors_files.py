@@ -4,27 +4,32 @@
     model.safetensors.index.json + model-…-of-….safetensors     an index and its shards
 
 Only headers are read on opening; values come slice by slice, so that a rank touches no bytes but its own.
+
+A directory may come from anyone: only regular files are opened, and none grows memory without a limit.
+
+A FIFO would block for ever, a device never ends, and a link may lead out of the directory.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.hub.assembly import Source
-from planner.files.json_text import read_json
-from planner.files.text import is_directory, open_regular, reason, shorten
+from planner.capture.model.assembly import Source
+from planner.files.text import is_directory, open_regular, read_json, reason, shorten
+from planner.progress import see_bytes
 from planner.sharding.boxes import Box
-from planner.slow_steps import see_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,6 +50,7 @@ DTYPES = {
 }
 MOST_HEADER = 32 << 20  # bytes: of some 250,000 tensors
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth", "*.bin")
+_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,8 @@ class SafetensorsFiles:
             held = {name for name, stored in self.tensors.items() if stored.file == path}
             if absent := [name for name in names if name not in held]:
                 raise PlanError(
-                    f"the index places {listed(absent)} in {file}, which does not hold {_it(absent)}",
+                    f"the index places {listed(absent)} in {file}, which does not hold "
+                    + ("it" if len(absent) == 1 else "them"),
                     where=str(index),
                     fix="complete the download, or save the model again",
                 )
@@ -184,10 +191,6 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     all_names = [shorten(name, 200) for name in names]
     more = len(all_names) - most
     return ", ".join(all_names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _it(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
@@ -239,3 +242,59 @@ def _no_weights(directory: Path, others: list[str]) -> PlanError:
         where=str(directory),
         fix="give a directory with config.json and safetensors",
     )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file for reading. Raises PlanError, naming it, for anything else, and if the disk fails."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise PlanError(f"{path.name} is not a regular file", where=str(path), fix="load another save")
+    with os.fdopen(handle, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise cannot_read(path, error) from None
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """All of a file of at most ``most`` bytes. Raises PlanError."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise PlanError(f"{path.name} has more than {most:,} bytes", where=str(path), fix="load another save")
+    return content
+
+
+def check_size(path: Path, num_bytes: int) -> None:
+    """Raise PlanError, naming the file, unless it has the size that was written."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != num_bytes:
+        raise PlanError(
+            f"{path.name} has {size:,} bytes, but {num_bytes:,} were written", where=str(path), fix="load another save"
+        )
+
+
+def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
+    """Read all of a file. Raises PlanError, naming it, unless its size and checksum are those that were written."""
+    check_size(path, num_bytes)
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with opened(path) as file:
+        while count := file.readinto(chunk):  # pyright: ignore[reportAttributeAccessIssue]
+            digest.update(chunk[:count])
+    if digest.hexdigest() != checksum:
+        raise PlanError(
+            f"{path.name} is damaged or belongs to another save: its checksum does not match",
+            where=str(path),
+            fix="load another save",
+        )
+
+
+def cannot_read(path: Path, error: OSError | ValueError) -> PlanError:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return PlanError(f"cannot read {path.name[:200]}: {reason}", where=str(path)[:1000], fix="load another save")

@@ -11,10 +11,9 @@ torch.distributed.checkpoint is not used: it reads damaged and mixed files witho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -23,10 +22,9 @@ from typing import Any, get_args
 import torch.distributed as dist
 from pydantic import JsonValue
 
-from meshwright import __version__
 from passes.errors import PlanError
 from runtime.checkpoint.atomic_directory import replaced_directory
-from runtime.checkpoint.hub_names import json_of_names, stored_names
+from runtime.checkpoint.hub_tensors import json_of_names, stored_names
 from runtime.checkpoint.lines import NO_LINE, Line
 from runtime.checkpoint.manifest import (
     MANIFEST,
@@ -35,41 +33,28 @@ from runtime.checkpoint.manifest import (
     LossScaleEntry,
     Manifest,
     OptimizerEntry,
+    draft,
     json_of,
     write_manifest,
 )
-from runtime.checkpoint.pieces import Record, WrittenPiece, tables_of, write_pieces
+from runtime.checkpoint.pieces import Record, WrittenPiece, completed, write_pieces
 from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.staging import Staging
 from runtime.checkpoint.training_state import TrainingState
-from runtime.distributed.agreement import agreed
-from runtime.distributed.exchange_json import broadcast_json, gather_json
+from runtime.distributed.agreement import PATIENCE, agreed, broadcast_json, gather_json, of_kind
 from runtime.distributed.groups import Groups
-from runtime.distributed.patience import PATIENCE
 
 
 @dataclass(frozen=True)
 class Content:
-    """Data that one rank writes, and the facts about a save that rank 0 adds."""
+    """Data that one rank writes. ``names``: of all that is saved, with aliases. ``manifest``: the rank's draft of it.
+    ``arrived``: returns when the pieces have their values."""
 
-    step: int
-    line: Line
     pieces: list[WrittenPiece]
     names: dict[str, tuple[str, ...]]
-    mesh: dict[str, int]
-    order: str
-    zero: int
-    seed: int
-    optimizer: str
-    updates: int
-    rested: dict[str, int]
-    loss_scale: LossScaleEntry | None
-    texts: dict[str, Any]
-    extra: dict[str, JsonValue]
-    stored_names: dict[str, JsonValue] = field(default_factory=dict)
-    adapters: dict[str, Any] | None = None
-    arrived: Callable[[], None] = lambda: None  # returns when the pieces have their values
+    manifest: Manifest
+    arrived: Callable[[], None] = lambda: None
 
 
 def content_of(
@@ -81,25 +66,23 @@ def content_of(
         copies = staging.take(piece.values for piece in pieces)
         pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
     plan, mesh, (updates, rested) = state.plan, state.plan.mesh, state.updates()
-    return Content(
+    leads, adapters, scale = state.groups.rank == 0, plan.hub.adapters, state.loss_scale
+    entry = LossScaleEntry(scale=scale.value, num_good=int(scale.num_good)) if scale.is_dynamic else None
+    manifest = draft(
         step=step,
         line=line,
-        pieces=pieces,
-        names=state.names(),
         mesh={axis: mesh.size(axis) for axis in get_args(Axis)},
         order=mesh.order,
         zero=plan.optimizer.zero,
         seed=int(plan.spec.get("seed", 0)),
-        optimizer=plan.optimizer.name,
-        updates=updates,
-        rested=rested,
-        loss_scale=state.loss_scale_entry(),
-        texts=texts_of(plan, state.kept) if state.groups.rank == 0 else {},
+        optimizer=OptimizerEntry(name=plan.optimizer.name, updates=updates, rested=rested),
+        loss_scale=entry,  # a number is the spec's
+        texts=texts_of(plan, state.kept) if leads else {},
+        stored_names=json_of_names(stored_names(plan.hub, state.kept.names)) if leads else {},
+        adapters=None if adapters is None else AdaptersEntry(**adapters),
         extra=extra,
-        stored_names=json_of_names(stored_names(plan.hub, state.kept.names)) if state.groups.rank == 0 else {},
-        adapters=plan.hub.adapters,
-        arrived=staging.wait if staging is not None else lambda: None,
     )
+    return Content(pieces, state.names(), manifest, staging.wait if staging is not None else lambda: None)
 
 
 class Saver:
@@ -133,10 +116,10 @@ class Saver:
     def save(self, state: TrainingState, directory: str | PathLike[str], step: int, extra: Any, *, wait: bool) -> None:
         """The same call on every rank. Raises PlanError on all, also for an error of the previous save."""
         self.wait()
-        groups = self.groups
-        with agreed(groups), _told(directory):
+        # Without patience: nothing is written yet, and a rank that a callback holds is named in the usual time.
+        with agreed(self._engine_groups), _told(directory):
             content = content_of(state, step, self.line, json_of(extra), None if wait else self.staging)
-        write = partial(self._write, Path(directory).absolute(), content)
+        write = partial(self._write, self.groups, Path(directory).absolute(), content)
         if wait:
             write()
         else:
@@ -150,9 +133,9 @@ class Saver:
             line = line.branch(Line.new().id, manifest.step)
         self.line = line.after(checksum)
 
-    def _write(self, directory: Path, content: Content) -> None:
-        if checksum := write_save(self.groups, directory, content):
-            self.line = content.line.after(checksum)
+    def _write(self, groups: Groups, directory: Path, content: Content) -> None:
+        if checksum := write_save(groups, directory, content):
+            self.line = content.manifest.line.after(checksum)
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one in the background, once, on every rank."""
@@ -188,46 +171,21 @@ def _write(groups: Groups, directory: Path, content: Content) -> str:
         with agreed(groups), _told(directory):
             if groups.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
-                name = free_name(directory, content.step, content.line)
+                name = free_name(directory, content.manifest.step, content.manifest.line)
                 place = replaced_directory(directory / name, lambda _: True, lambda file: file == MANIFEST)
                 new = unfinished.enter_context(place)
         new = directory / broadcast_json(groups, new.name)
         with agreed(groups), _told(directory):
             content.arrived()
-            record = write_pieces(new, groups.rank, content.pieces, content.updates, content.rested)
+            record = write_pieces(new, groups.rank, content.pieces, content.manifest.optimizer)
         content.pieces.clear()
-        records = gather_json(groups, record.to_json(), Record.of_json)
+        records = gather_json(groups, record, of_kind(Record))
         with agreed(groups), _told(directory):
             if groups.rank == 0:
-                checksum = write_manifest(new / MANIFEST, _manifest(content, records))
+                checksum = write_manifest(new / MANIFEST, completed(content.manifest, content.names.items(), records))
                 unfinished.close()  # the new directory takes its place
                 write_latest(directory, name)
     return checksum
-
-
-def _manifest(content: Content, records: Sequence[Record]) -> Manifest:
-    files, tensors = tables_of(content.names.items(), records)
-    # A rank without trainable parameters knows of no updates.
-    updates = max(record.updates for record in records)
-    rested = {name: count for record in records for name, count in record.rested.items()}
-    return Manifest(
-        meshwright=__version__,
-        step=content.step,
-        line=content.line,
-        written=datetime.now(UTC).isoformat(timespec="seconds"),
-        mesh=content.mesh,  # pyright: ignore[reportArgumentType] - pydantic checks it
-        order=content.order,
-        zero=content.zero,
-        seed=content.seed,
-        optimizer=OptimizerEntry(name=content.optimizer, updates=updates, rested=rested),
-        loss_scale=content.loss_scale,
-        files=files,
-        tensors=tensors,
-        texts=content.texts,  # pyright: ignore[reportArgumentType]
-        stored_names=content.stored_names,
-        adapters=None if content.adapters is None else AdaptersEntry(**content.adapters),
-        extra=content.extra,
-    )
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from os import PathLike
 from pathlib import Path
 
 from passes.errors import PlanError
-from planner.files.atomic import PARTIAL, name_beside, try_new_file, write_whole
-from planner.files.lock_file import open_lock_file
+from planner.files.atomic import PARTIAL, name_beside, open_lock_file, try_new_file, write_whole
+from planner.files.text import writing
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, Manifest, checksum, place_of, read_manifest
 from runtime.checkpoint.pieces import PieceReader, check_files
-from runtime.checkpoint.regular_files import check_size, read_small
+from runtime.checkpoint.safetensors_files import check_size, read_small
 
 LATEST, LOCK = "latest", ".lock"
 _NO_LATEST = f"there is no {LATEST}"
@@ -245,14 +245,9 @@ def remove_partial(directory: Path) -> None:
 
 def check_writable(directory: str | PathLike[str]) -> None:
     """Create the directory if it is absent, and try to write a file in it. Raises PlanError."""
-    try:
+    with writing("saves here", str(directory), "use a writable directory"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         try_new_file(Path(directory) / "try")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PlanError(
-            f"cannot write saves here: {reason}", where=str(directory), fix="use a writable directory"
-        ) from None
 
 
 @contextmanager

@@ -10,10 +10,9 @@ A copy into pageable memory holds the host until it is through, so that no step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +22,8 @@ BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes
 
 
-class Queue(Protocol):
-    """Runs copies beside the steps."""
-
-    def memory(self, num_bytes: int) -> Tensor: ...
-
-    def copying(self) -> AbstractContextManager[object]: ...
-
-    def hold(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 class InOrder:
-    """For a CPU: copies run at once."""
+    """The queue of copies for a CPU: they run at once."""
 
     def memory(self, num_bytes: int) -> Tensor:
         """Of the host, to copy into."""
@@ -64,29 +51,18 @@ class SideStream(InOrder):
     def memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copying(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def copying(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return _Recorded(self._stream, self._copied)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._copied.record(self._stream)
 
     def hold(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
         self._copied.synchronize()
-
-
-class _Recorded(AbstractContextManager[None]):
-    """Calls inside go to ``stream``, and ``event`` behind them."""
-
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        self._stream, self._event, self._inside = stream, event, torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._inside.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._event.record(self._stream)
-        self._inside.__exit__(*error)
 
 
 @dataclass
@@ -98,7 +74,7 @@ class _Block:
 class Staging:
     """Owns: blocks of host memory, and the queue of copies into them. One save at a time uses it."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: InOrder) -> None:
         self._queue, self._blocks = queue, list[_Block]()
         self._is_copying = False
 

@@ -21,21 +21,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from passes.base import RankProgram
 from passes.errors import PlanError
-from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
-from planner.sharding.boxes import Box, Piece, pieces_of_run
+from planner.sharding.boxes import Box, Piece, part_of, pieces_of_run
 from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
-from planner.sharding.parts import part_of
-from runtime.checkpoint.manifest import LossScaleEntry, Manifest
+from runtime.checkpoint.hub_tensors import whole_box
+from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece, check_files
 from runtime.checkpoint.safetensors_files import listed
 from runtime.checkpoint.saves import read_step, resolve
-from runtime.distributed.agreement import agreed, halfway
-from runtime.distributed.exchange_json import all_gather_json, broadcast_json
+from runtime.distributed.agreement import agreed, all_gather_json, broadcast_json, halfway
 from runtime.distributed.groups import Groups
-from runtime.optimizer.loss_scale import LossScale
+from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
@@ -77,7 +76,7 @@ class TrainingState:
                         yield WrittenPiece(run.local.fqn, kind, piece.box, view_of(values, piece))
         for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
             for name, tensor in tensors.items():
-                yield WrittenPiece(name, kind, _all_of(tensor.shape), tensor)
+                yield WrittenPiece(name, kind, whole_box(tensor.shape), tensor)
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """All that is saved, in the model's order, with the other names of tied tensors. Buffers come last."""
@@ -89,11 +88,6 @@ class TrainingState:
         them in some steps."""
         most, own = updates_of(self.optimizer)
         return most, {name: updates for name, updates in own.items() if updates != most}
-
-    def loss_scale_entry(self) -> LossScaleEntry | None:
-        if self.loss_scale.tensor is None or not self.loss_scale.is_dynamic:  # a number is the spec's
-            return None
-        return LossScaleEntry(scale=self.loss_scale.value, num_good=int(self.loss_scale.num_good))
 
     # ---- in
 
@@ -136,7 +130,10 @@ class TrainingState:
             reader.read_into(target, name, kind, box)
         if self.optimizer.average is not None and not manifest.has_average:
             self.optimizer.average.start()
-        self._restore_loss_scale(manifest.loss_scale)
+        saved, scale = manifest.loss_scale, self.loss_scale
+        if saved is not None and scale.tensor is not None and scale.is_dynamic:
+            scale.tensor.fill_(saved.scale)
+            scale.num_good.fill_(saved.num_good)
 
     def told_of_average(self, manifest: Manifest) -> str:
         """The warning if a running mean of the weights is saved or wanted, but not both."""
@@ -167,16 +164,11 @@ class TrainingState:
                 for kind, values in run.values.items():
                     yield view_of(values, piece), run.local.fqn, kind, piece.box
         for name, tensor in self.kept.parameters.items():
-            yield tensor, name, "parameter", _all_of(tensor.shape)
+            yield tensor, name, "parameter", whole_box(tensor.shape)
         for name in self.plan.hub.persistent_buffers:
             kept = [self.kept.buffers[name]] if name in self.kept.buffers else []
             for tensor in (*kept, *buffers_of(self.plan, self.program, name)):
-                yield tensor, name, "buffer", _all_of(tensor.shape)
-
-    def _restore_loss_scale(self, saved: LossScaleEntry | None) -> None:
-        if saved is not None and self.loss_scale.tensor is not None and self.loss_scale.is_dynamic:
-            self.loss_scale.tensor.fill_(saved.scale)
-            self.loss_scale.num_good.fill_(saved.num_good)
+                yield tensor, name, "buffer", whole_box(tensor.shape)
 
     # ---- the elements of each tensor that this rank owns
 
@@ -253,11 +245,6 @@ def view_of(values: Tensor, piece: Piece) -> Tensor:
     return whole[piece.inner.slices_in(piece.outer)]
 
 
-def _all_of(shape: Iterable[int]) -> Box:
-    shape = tuple(shape)
-    return Box(tuple(0 for _ in shape), shape)
-
-
 def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> tuple[Manifest, str]:
     """The manifest and its checksum. The same call on every rank. ``groups``: the saver's, which wait for a slow disk.
 
@@ -272,7 +259,10 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
     with agreed(groups):
         manifest, checksum = read_step(save)
         state.check(manifest)
-    _require_same(groups, checksum, save)
+    seen = all_gather_json(groups, checksum)
+    if odd := [rank for rank, told in enumerate(seen) if told != seen[0]]:
+        what = f"rank {odd[0]} sees another save under this name than rank 0"
+        raise PlanError(what, where=str(save), fix="save to and load from a directory that all nodes share")
     with agreed(groups):
         check_files(save, manifest.files[groups.rank :: groups.mesh.world_size])
     with agreed(groups):
@@ -280,14 +270,3 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
     with reader, halfway(groups, "the training state is"):
         state.restore(manifest, reader)
     return manifest, checksum
-
-
-def _require_same(groups: Groups, checksum: str, save: Path) -> None:
-    seen = all_gather_json(groups, checksum)
-    odd = [rank for rank, told in enumerate(seen) if told != seen[0]]
-    if odd:
-        raise PlanError(
-            f"rank {odd[0]} sees another save under this name than rank 0",
-            where=str(save),
-            fix="save to and load from a directory that all nodes share",
-        )

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.hub.assembly import sources
-from planner.files.json_text import read_json
-from planner.files.text import is_file, shorten
+from planner.files.text import is_file, read_json, shorten
+from planner.progress import say
 from planner.sharding.boxes import Box
-from planner.slow_steps import say
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")  # of activations
@@ -71,9 +69,6 @@ class WeightFiles(SafetensorsFiles):
         except BaseException:
             self.__exit__()
             raise
-
-    def is_quantised(self, made: Any) -> bool:
-        return any(source.name in self.quantised for source in sources(made))
 
     def tell_unread(self) -> None:
         """Of the first rank, a line with the files and tensors that are not read, if there are any."""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.cli import write_text
+from planner.files.text import check_file
 
 EPILOG = "Example: meshwright calibrate -o this-machine.yaml --nproc 4"
 
@@ -29,11 +30,9 @@ def calibrate_command(
 
     Products, attention, memory and collectives, on local processes that it starts itself, all at the same time.
     """
-    from runtime.calibrate.cluster_file import check_writable, write_whole
     from runtime.calibrate.run import calibrate
 
-    if output is None:
-        write_text(calibrate(nproc, seconds))
-        return
-    check_writable(output)
-    write_whole(calibrate(nproc, seconds, output.name.partition(".")[0] or "this-machine"), output)
+    if output is not None:
+        check_file(output, "--output")
+    name = "" if output is None else output.name.partition(".")[0]
+    write_text(calibrate(nproc, seconds, name or "this-machine"), output)

@@ -10,8 +10,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import Format, Output, Peft, write_text
-from planner.files.json_text import parse_json
-from planner.files.text import MIB, read_text, shorten
+from planner.files.text import MIB, parse_json, read_text, shorten
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
@@ -103,7 +102,7 @@ def diff_command(
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
 ) -> None:
     """Compare two plans: each value of their tables that differs, by row and field."""
-    from planner.capture.model.with_adapters import named
+    from planner.capture.model.reference import named
 
     if peft is not None and model is None:
         raise PlanError(

@@ -21,8 +21,8 @@ def env_command(
 
     parts = environment()
     if format is Format.json:
-        write_text(json.dumps({part.title: dict(part.lines) for part in parts}, indent=2), output)
+        write_text(json.dumps(parts, indent=2), output)
         return
-    width = max(len(name) for part in parts for name, _ in part.lines) + 2
-    blocks = ("\n".join([part.title, *(f"  {name:<{width}}{how}" for name, how in part.lines)]) for part in parts)
+    width = max(len(name) for lines in parts.values() for name in lines) + 2
+    blocks = ("\n".join([t, *(f"  {n:<{width}}{how}" for n, how in lines.items())]) for t, lines in parts.items())
     write_text("\n\n".join(blocks), output)

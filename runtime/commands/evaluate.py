@@ -61,16 +61,12 @@ def evaluate_command(
 
     Starts the local processes itself; under torchrun it is one of them.
     """
-    from planner.capture.model.with_adapters import named
-    from runtime.evaluation.run import Evaluation, evaluate
+    from planner.capture.model.reference import named
+    from runtime.evaluation.run import Evaluation, Weights, evaluate
 
     _check_options(perplexity, cloze, {"--stride": stride, "--original-tokens": original_tokens})
-    if ema and load is None:
-        words = "--ema selects the weights of a save, but --load is not given"
-        raise PlanError(words, where="--ema", fix="add --load DIR")
-    adapted = named(model, peft)
-    asked = Evaluation(adapted, str(spec), data, tokenizer, cloze, stride, original_tokens, load, averaged=ema)
-    found = evaluate(asked, nproc)
+    weights = Weights(named(model, peft), load, ema)
+    found = evaluate(Evaluation(weights, str(spec), data, tokenizer, cloze, stride, original_tokens), nproc)
     if found is None:
         return
     if format is Format.json:

@@ -39,8 +39,7 @@ def export_command(
 
 def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> None:
     """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
-    from runtime.checkpoint.export import export
-    from runtime.checkpoint.model_files import files_of_run, write_files
+    from runtime.checkpoint.conversion import export, files_of_run, write_files
     from runtime.checkpoint.saves import resolve, verify
 
     save = resolve(run)
@@ -62,7 +61,7 @@ def import_command(
 
     Runs in one process, with one bucket in memory at a time.
     """
-    from runtime.checkpoint.import_weights import import_weights
+    from runtime.checkpoint.conversion import import_weights
 
     save, num_tensors = import_weights(directory, run, model)
     write_text(f"{directory} → {save}: {num_tensors} tensors")

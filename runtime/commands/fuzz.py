@@ -49,9 +49,8 @@ def fuzz_command(
     shrunk to a minimal one and written to a file. Exit 1 on a failure.
     """
     from runtime.fuzz.campaign import Campaign
-    from runtime.fuzz.case import Case
-    from runtime.fuzz.own_model import OwnModel
-    from runtime.fuzz.prepare import prepare
+    from runtime.fuzz.case import Case, OwnModel
+    from runtime.fuzz.forks import prepare
 
     check_ranks_and_folder(nproc, folder)
     if case is not None:
@@ -81,7 +80,7 @@ def run_cases(campaign: Campaign, cases: int | None, minutes: float | None, comm
 def run_again(given: Case, most_ranks: int, folder: Path) -> None:
     """Run a case from a file, print its outcome, and end the program."""
     from runtime.fuzz.campaign import Campaign
-    from runtime.fuzz.prepare import prepare
+    from runtime.fuzz.forks import prepare
 
     prepare()
     outcome = Campaign(0, most_ranks, folder, say, lambda _: given.model).outcome_of(given)

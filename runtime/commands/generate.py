@@ -60,10 +60,9 @@ def generate_command(
 
     Starts the local processes itself; under torchrun it is one of them.
     """
-    from planner.capture.model.with_adapters import named
-    from runtime.evaluation.weights import Weights
-    from runtime.generation.run import Generation, generate
-    from runtime.next_tokens.choice import Choice
+    from planner.capture.model.reference import named
+    from runtime.engine.next_tokens import Choice
+    from runtime.evaluation.run import Generation, Weights, generate
 
     prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer, load)
     choice = Choice(temperature, top_k, top_p, seed)
@@ -92,10 +91,10 @@ def _prompts(
         raise PlanError(what, where="--prompt", fix="add --prompt TEXT, to continue it, or --chat TEXT, to answer it")
     if prompt:
         return tuple(prompt), tokenizer
-    from planner.files.json_text import read_json
+    from planner.files.text import read_json
     from runtime.data.instruction.chat_tokenizer import ChatTokenizer
     from runtime.data.instruction.conversation import conversation_of
-    from runtime.next_tokens.texts import tokenizer_in
+    from runtime.engine.prompts import tokenizer_in
 
     tokenizer = tokenizer or _tokenizer_of_run(load) or model.removeprefix("hf:")
     asked = [{"role": "user", "content": chat}]
@@ -112,7 +111,7 @@ def _prompts(
 
 def _tokenizer_of_run(load: str | None) -> str | None:
     """The directory that the run of a save keeps its tokenizer in, if it has one. Raises PlanError for no save."""
-    from runtime.checkpoint.model_files import FOLDER
+    from runtime.checkpoint.conversion import FOLDER
     from runtime.checkpoint.saves import resolve
 
     directory = None if load is None else resolve(Path(load)).parent / FOLDER

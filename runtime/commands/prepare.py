@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +10,7 @@ import typer
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
 from planner.files.text import shorten
+from planner.progress import bar
 from runtime.commands.options import takes
 from runtime.data.instruction.options import Instruction
 from runtime.data.text.documents import Split
@@ -64,18 +63,17 @@ def prepare_command(
     """Tokenize texts once, into a file that training memory-maps; or conversations, with the answers as labels."""
     from runtime.data.buckets import rows_of
     from runtime.data.instruction.prepare import prepare_samples
-    from runtime.data.objectives.overlong import counts_of
-    from runtime.data.prepare import prepare, texts_of
+    from runtime.data.objectives.samples import counts_of
     from runtime.data.reading import read_tokens
-    from runtime.data.text.byte_tokens import ByteEncoder
-    from runtime.data.text.rows import size_of
-    from runtime.data.text.tokenizer_file import TokenizerFile
+    from runtime.data.text.documents import size_of
+    from runtime.data.text.encoders import ByteEncoder, TokenizerFile
+    from runtime.data.token_writer import prepare, texts_of
 
     lengths, is_of_samples, told = _lengths(bucket), instruction.makes_samples(tokenizer), []
     is_of_rows = is_of_samples or instruction.text is not None
     _check_options(tokenizer, split_documents, field, end_token, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
     files = texts_of(texts, output)
-    with _shown(sum(map(size_of, files))) as advance:
+    with bar("reading", sum(map(size_of, files)), of_bytes=True) as advance:
         if is_of_samples and tokenizer is not None:
             header, told = prepare_samples(files, output, tokenizer, instruction, advance)
         else:
@@ -89,19 +87,6 @@ def prepare_command(
         write_text(counts_of(read_tokens(str(output)), instruction.length))
     if lengths and not instruction.json:
         show_table(TABLE, COLUMNS, rows_of(read_tokens(str(output)), lengths))
-
-
-@contextmanager
-def _shown(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes that are read, in a terminal alone."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("read", total=num_bytes)
-        yield lambda num: progress.advance(task, num)
 
 
 def _lengths(text: str | None) -> list[int]:

@@ -1,21 +1,26 @@
-"""The command ``meshwright train``."""
+"""The command ``meshwright train``.
+
+Its options are fields, those of the ranks in ``runtime.training.options``; ``job_of`` combines them for the ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import Model, SpecFile, show_plan, write_text
+from passes.errors import PlanError
+from planner.cli import Model, Peft, SpecFile, show_plan, write_text
 from planner.command_group import PROCESS
-from runtime.commands.options import takes
-from runtime.commands.train_options import Checking, Reading, Running, Saving, Showing, job_of
+from runtime.commands.options import NumRanks, takes
+from runtime.training.options import TrainOptions, saves_directory
 
 if TYPE_CHECKING:
-    from runtime.training.job import Trained
+    from runtime.training.job import Job, Trained
 
 CHECK_FAILED = 1
 INTERRUPTED = 130
@@ -25,35 +30,84 @@ EPILOG = (
 )
 
 
-@takes(Reading, Running, Checking, Showing, Saving)
-def train_command(
-    context: typer.Context,
-    model: Model,
-    spec: SpecFile,
-    reading: Reading,
-    running: Running,
-    checking: Checking,
-    showing: Showing,
-    saving: Saving,
-) -> None:
-    """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
-    from runtime.train import largest_difference, train
+MOST_EPOCHS = 1e6
+DEFAULT_STEPS = 100
 
-    if running.secret_file is not None:
-        _take_secret(running.secret_file)
-    job = job_of(model, spec, running, reading, checking, showing, saving)
-    shown = show_plan if running.show_plan else None
-    trained = train(job, running.nproc, shown, running.max_restarts, is_command=context.obj == PROCESS)
+
+@dataclass(frozen=True)
+class Given:
+    """TrainOptions of the command that ranks read in another form, or not at all."""
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH|stdlib|FILE.py:FUNCTION",
+            help="Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that "
+            "gives a stream. Repeat as PATH=SHARE for a mixture. Default: data.mixture of the spec.",
+        ),
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of updates; default: 100.")] = None
+    epochs: Annotated[
+        float | None, typer.Option(metavar="E", help="In place of --steps: how often each sample of the data comes.")
+    ] = None
+    nproc: NumRanks = None
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Restart after a failure of a rank, at most N times.")
+    ] = 0
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File with a secret that all hosts share; it signs the entries of ranks in the store."
+        ),
+    ] = None
+    peft: Peft = None
+    show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
+    validation_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="Text or token file to validate on; give it several times. The first decides --keep-best, --patience.",
+        ),
+    ] = None
+    sample_prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; give it several times.")
+    ] = None
+
+
+def job_of(model: str, spec: Path, given: Given, options: TrainOptions) -> Job:
+    """The job of the ranks."""
+    from planner.capture.model.reference import named
+    from runtime.training.data import mixture_of_spec, named_files, read_mixture, steps_of
+    from runtime.training.job import Job
+
+    data, mixture = read_mixture(given.data) if given.data else mixture_of_spec(str(spec))
+    steps = DEFAULT_STEPS if given.steps is None else given.steps
+    of_ranks = asdict(options) | {"save": saves_directory(options), "sample_prompt": tuple(given.sample_prompt or ())}
+    sets = named_files(given.validation_data or [])
+    job = Job(named(model, given.peft), str(spec), data, steps, mixture, validation_data=sets, **of_ranks)
+    if given.epochs is None:
+        return job
+    if given.steps is not None or not 0 < given.epochs <= MOST_EPOCHS:
+        what = f"--epochs {given.epochs:g}: give a number above 0, and no --steps beside it"
+        raise PlanError(what, where="--epochs", fix="write --epochs 3, or --steps 1000")
+    return replace(job, num_steps=steps_of(job, given.epochs))
+
+
+@takes(Given, TrainOptions)
+def train_command(context: typer.Context, model: Model, spec: SpecFile, given: Given, options: TrainOptions) -> None:
+    """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
+    from runtime.training.run import largest_difference, train
+
+    if given.secret_file is not None:
+        from runtime.distributed.faults.board import SECRET, secret_in
+
+        os.environ[SECRET] = secret_in(given.secret_file)  # for every rank that is started here
+    job = job_of(model, spec, given, options)
+    shown = show_plan if given.show_plan else None
+    trained = train(job, given.nproc, shown, given.max_restarts, is_command=context.obj == PROCESS)
     if job.compare and (rows := trained.rows):
         write_text(f"largest difference from one process over {len(rows)} steps: {largest_difference(rows):.2e}")
     _end(trained)
-
-
-def _take_secret(file: Path) -> None:
-    """Put the secret in the environment, for every rank that is started here."""
-    from runtime.distributed.signatures import SECRET, secret_in
-
-    os.environ[SECRET] = secret_in(file)
 
 
 def _end(trained: Trained) -> None:

@@ -1,7 +1,7 @@
 """One compiled function for all pieces that compute the same from arguments of the same shapes.
 
 Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
-Rows of experts may be any number but 0 and 1, which run op by op (runtime.compiled.any_rows).
+Rows of experts may be any number but 0 and 1, which run op by op.
 Inductor compiles a function's forward and backward at its first call, with one thread, and caches the result
 on disk for other ranks and later runs: under a lock, one process at a time compiles a function. A function that fails
 to compile runs op by op, with a message. Pieces also run op by op without gradients (in an evaluation), and under a
@@ -20,27 +20,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from passes.compile_pieces import calls_in
-from passes.ops.compiled import CompiledCall
-from passes.stage_module import RankProgram
-from planner.files.lock_file import open_lock_file
+from passes.base import RankProgram
+from passes.ops.region import CompiledCall
+from passes.parts import calls_in
+from planner.files.atomic import open_lock_file
 from planner.frozen_plan import Plan
-from planner.slow_steps import shown_if_slow
-from runtime.compiled.capturing import is_capturing
+from planner.progress import shown_if_slow
 from runtime.distributed.groups import Groups
-
-if TYPE_CHECKING:
-    from runtime.compiled.any_rows import AnyRows
 
 Signature = tuple[Any, ...]
 ANY = -1  # in a signature: as many rows as a call has
@@ -49,6 +47,8 @@ LEAST = 2  # rows, since PyTorch takes lengths of 0 and 1 for constants
 # Inductor would build and load a program for each set of vector instructions that the processor says it has.
 _OPTIONS = {"compile_threads": 1, "fx_graph_cache": True, "cpp.vec_isa_ok": True}
 _ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
+_KNOWN_LENGTHS = 4096
+_IS_RECORDED: ContextVar[bool] = ContextVar("a recorded graph is being captured", default=False)
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,43 @@ class Function:
 
     def takes(self, rows: int | None) -> bool:
         return rows is None or self.rows is None or self.rows.fits(rows)
+
+
+class AnyRows:
+    """Arguments with a first dim of any length: rows of experts, of which each step has another number.
+
+    They have no values, share one symbol, and have the strides of ``examples``. Owns the symbol's shape environment.
+    Inductor may assume something of it, such as that indices fit in 32 bits: its guards, which are read once it has
+    compiled both directions, and checked before each call.
+    """
+
+    def __init__(self, examples: Sequence[Tensor], counts_rows: Sequence[bool]) -> None:
+        # few runs need them, and they are slow to import
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        self._environment = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._environment)
+        pairs = list(zip(examples, counts_rows, strict=True))
+        rows = next(x.shape[0] for x, counts in pairs if counts)
+        free: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+        self._length: Any = mode.from_tensor(torch.empty(rows), symbolic_context=free).shape[0]
+        with mode:
+            self.arguments = [_like(x, (self._length, *x.shape[1:]) if counts else x.shape) for x, counts in pairs]
+        self._guards: str | None = None
+        self.fits = lru_cache(_KNOWN_LENGTHS)(self._fits)
+
+    def settle(self) -> None:
+        """Read the guards; no more are added."""
+        self._guards = self._environment.produce_guards_expression([self._length])
+
+    def _fits(self, rows: int) -> bool:
+        """Whether the compiled function computes that many rows."""
+        return self._guards is None or bool(self._environment.evaluate_guards_expression(self._guards, [rows]))
+
+
+def _like(x: Tensor, shape: Any) -> Any:
+    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
 
 
 @dataclass
@@ -124,7 +161,7 @@ class CompiledPieces:
         return function if function is not None and function.takes(rows) else None
 
     def _found(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
-        if not is_capturing():
+        if not (_IS_RECORDED.get() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())):
             return None if _is_watched() else self.function_of(call, inputs)
         key = _key(call, inputs)
         if key not in self._functions:
@@ -210,8 +247,6 @@ def compile_graph(
     """
     from torch._inductor import compile as compile_by_inductor  # it takes a second to import
 
-    from runtime.compiled.any_rows import AnyRows
-
     own = fx.GraphModule(nn.Module(), fx.Graph())
     own.graph.output(own.graph.graph_copy(module.graph, {}))  # Inductor changes the graph that it compiles
     own.recompile()
@@ -220,7 +255,7 @@ def compile_graph(
     symbolic = AnyRows(examples, counts_rows) if any(counts_rows) else None
     given: list[Any] = list(examples) if symbolic is None else symbolic.arguments
     # the hooks of a recomputed block count saved tensors, and must not count these: only the innermost hooks run
-    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         options = {**_OPTIONS, "emulate_precision_casts": emulates_casts}
         function: Any = compile_by_inductor(own, given, options)
         outputs = [x for x in function(*examples) if x.requires_grad]
@@ -230,10 +265,6 @@ def compile_graph(
     if symbolic is not None:
         symbolic.settle()
     return Function(function, symbolic)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _example(
@@ -265,3 +296,13 @@ def _alone(key: tuple[str, Signature]) -> Iterator[None]:
     with open_lock_file(directory / hashlib.sha256(repr(key).encode()).hexdigest()) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Around the capture of a graph that is recorded op by op."""
+    token = _IS_RECORDED.set(True)
+    try:
+        yield
+    finally:
+        _IS_RECORDED.reset(token)

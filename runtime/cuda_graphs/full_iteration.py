@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.base import RankProgram
 from passes.ops.random_state import Draw
-from passes.program.stages import BoundaryPlan
-from passes.stage_module import RankProgram
-from runtime.cuda_graphs.calls import Counted, count_again, uncounted
-from runtime.cuda_graphs.graphs import Graph, Graphs, Maker
+from passes.program.program import BoundaryPlan
+from runtime.cuda_graphs.graphs import Counted, Graph, Graphs, Maker, count_again, uncounted
 from runtime.cuda_graphs.region_graphs import copy_in
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import ParameterSlot
 from runtime.pipeline.executor import Executor, Step
-from runtime.pipeline.message_buffers import StaticBuffers
+from runtime.pipeline.p2p import StaticBuffers
 
 
 class FullIteration(Graphs):

@@ -24,12 +24,104 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.ops.random_state import RandomState, drawing_from
-from passes.program.ops.host_stops import reads_on_host
-from runtime.compiled.capturing import recording
-from runtime.cuda_graphs.pool import Place, Pool, storage_of
+from passes.program.ops.aten import reads_on_host
+from planner.capture.model.exchange import storage_of
+from runtime.compiled.functions import recording
 
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)  # reads of a CPU's memory that dispatch no op
 _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+
+
+class Pool:
+    """Memory that the graphs captured in it share. Owns: its blocks, and which of them hold something."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.blocks: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+        self._in_use: dict[int, PoolTensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes() for block in self.blocks)
+
+    def take(self, num_bytes: int) -> int:
+        """The smallest free block that is large enough, or a new one."""
+        free = [(block.nbytes(), i) for i, block in enumerate(self.blocks) if self.is_free(i)]
+        found = min((entry for entry in free if entry[0] >= num_bytes), default=None)
+        if found is not None:
+            return found[1]
+        self.blocks.append(torch.UntypedStorage(max(num_bytes, 1), device=self.device))
+        self._numbers[self.blocks[-1]._cdata] = len(self.blocks) - 1
+        return len(self.blocks) - 1
+
+    def is_free(self, block: int) -> bool:
+        """Whether the pool alone knows the block."""
+        return torch._C._storage_Use_Count(self.blocks[block]._cdata) == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+    def place_of(self, tensor: Tensor) -> PoolTensor | None:
+        """The place of a tensor in the pool; None if it is outside."""
+        block = self._numbers.get(storage_of(tensor))
+        if block is None:
+            return None
+        shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+        return PoolTensor(block, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+    def keep(self, value: Tensor) -> Tensor:
+        """``value`` in a block of the pool."""
+        stride = torch.empty_like(value, device="meta").stride()  # dense, even if elements of value share memory
+        extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True)) if value.numel() else 0
+        block = self.take(extent * value.element_size())
+        place = self._in_use[block] = PoolTensor(block, value.dtype, tuple(value.shape), stride)
+        kept = place.tensor(self)
+        kept.copy_(value)
+        return kept
+
+    def let_go(self) -> list[PoolTensor]:
+        """Frees the blocks that lost their last reference since the last call; returns their places."""
+        return [self._in_use.pop(block) for block in list(self._in_use) if self.is_free(block)]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTensor:
+    """A tensor of a pool, without holding it.
+
+    ``is_conj``, ``is_neg``: it is a lazy conjugate or negative, a view of memory that holds the other values.
+    """
+
+    block: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    is_conj: bool = False
+    is_neg: bool = False
+
+    def tensor(self, pool: Pool) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=pool.device)
+        tensor = empty.set_(pool.blocks[self.block], self.offset, self.shape, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+
+class Emulation:
+    """Makes recorded graphs, with NaN in static memory that must not be read any more."""
+
+    def __init__(self, random: RandomState, device: torch.device) -> None:
+        self._random, self._device = random, device
+
+    def pool(self) -> Pool:
+        return Pool(self._device)
+
+    def graph(self, pool: Pool, generators: Collection[Any]) -> RecordedGraph:
+        return RecordedGraph(pool, self._random, generators)
+
+    def warm_up(self, body: Callable[[], None]) -> None:
+        body()
+
+    def spoil(self, tensors: Collection[Tensor]) -> None:
+        for tensor in tensors:
+            poison(tensor)
 
 
 class CaptureError(RuntimeError):
@@ -137,7 +229,7 @@ class RecordedGraph:
         if target is not torch.ops.aten.copy_.default:
             return False
         to, source = (self._placed(value) for value in args[:2])
-        if not isinstance(to, Place) or isinstance(source, Place):
+        if not isinstance(to, PoolTensor) or isinstance(source, PoolTensor):
             return False
         running = (op for op in reversed(self._ops) if isinstance(op, _Op) and op.copies_when_awaited)
         owner = next((op for op in running if any(_is_in(v, to) for v in tree_leaves((op.args, op.kwargs)))), None)
@@ -160,9 +252,11 @@ class RecordedGraph:
         pending: list[tuple[_Op, Any]] = []
         with torch.no_grad():
             for op in self._ops:
-                for entry in [entry for entry in pending if _must_wait(entry[0], op)]:
-                    entry[1].wait()
-                    pending.remove(entry)
+                for entry in list(pending):
+                    exchange, work = entry  # it must end first; a tensor that is being sent may be read meanwhile
+                    if not exchange.memory.isdisjoint(op.memory) and not (exchange.is_send and op.reads_only):
+                        work.wait()
+                        pending.remove(entry)
                 work = op.run()
                 if isinstance(op, _Op) and op.is_exchange:
                     pending.append((op, work))
@@ -221,14 +315,9 @@ def _number_of(generator: torch.Generator) -> int:
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_in(value: Any, place: Place) -> bool:
-    return isinstance(value, Place) and value.block == place.block
+def _is_in(value: Any, place: PoolTensor) -> bool:
+    return isinstance(value, PoolTensor) and value.block == place.block
 
 
 def _bound(tree: Any, pool: Pool) -> Any:
-    return tree_map(lambda value: value.tensor(pool) if isinstance(value, Place) else value, tree)
-
-
-def _must_wait(exchange: _Op, op: _Op | _Free) -> bool:
-    """Whether an exchange must end before ``op``; a tensor that is being sent may be read meanwhile."""
-    return not exchange.memory.isdisjoint(op.memory) and not (exchange.is_send and op.reads_only)
+    return tree_map(lambda value: value.tensor(pool) if isinstance(value, PoolTensor) else value, tree)

@@ -6,25 +6,38 @@
 [ ] is captured. Products add the gradients of their weights into the buffers, as eager ones do. The graph adds the
 gradient of any other weight that only this region reads; gradients of shared weights are outputs, which autograd sums
 in its order.
+
+A rank has such graphs by slot: as many as microbatches are in flight, whatever the number of microbatches.
+
+    capture     in the order of the schedule: forward 1..N of a slot, then backward N..1
+    memory      one pool a slot: it runs in the order of its capture, however slots interleave
+
+In a shared pool, working memory of one slot could overlap tensors that another slot saved for its backward.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from passes.base import RankProgram
 from passes.ops.random_state import Draw, RandomState
-from passes.ops.region import RegionCall
+from passes.ops.region import RegionCall, run_eagerly
 from passes.ops.weight_gradients import AtOnce
-from passes.program.stages import BoundaryPlan
-from runtime.cuda_graphs.calls import Counted, axes_of, count_again, uncounted
-from runtime.cuda_graphs.graphs import Graph, Maker
-from runtime.optimizer.places import add_product, add_products, add_rows, add_whole
+from passes.program.program import BoundaryPlan
+from planner.pipeline.schedule import Action, Order
+from planner.regions.static_memory import slots_of
+from runtime.cuda_graphs.graphs import Counted, Graph, Graphs, Maker, axes_of, calls_of, count_again, uncounted
+from runtime.optimizer.buffers import GradientBuffers
+from runtime.optimizer.slots import Added, ParameterPlace
+from runtime.pipeline.executor import Executor, Step
 
 
 class Region:
@@ -96,11 +109,10 @@ class RegionGraphs:
             self._maker.warm_up(body)
         self.region.generators = {draw: torch.Generator(device) for draw in drawn}
 
-    def capture_forward(self, pool: Any) -> None:
-        self._forward = self._captured(pool, self._run)
-
-    def capture_backward(self, pool: Any) -> None:
-        if self.region.has_backward:
+    def capture(self, pool: Any, *, backward: bool) -> None:
+        if not backward:
+            self._forward = self._captured(pool, self._run)
+        elif self.region.has_backward:
             self._backward = self._captured(pool, self._run_backward)
 
     def _captured(self, pool: Any, body: Callable[[], None]) -> tuple[Graph, Counted]:
@@ -118,7 +130,9 @@ class RegionGraphs:
             # other leaves than the parameters: theirs are bound to the stream of the eager steps, and have hooks
             leaves = [_leaf(s, b.requires_grad) for s, b in zip(self.inputs, call.inputs, strict=True)]
             held = {id(v): _leaf(v, v.requires_grad) for v in self.region.held if isinstance(v, nn.Parameter)}
-            with self._adding({id(leaf): self.region.trained[key] for key, leaf in held.items() if leaf.requires_grad}):
+            of_leaf = {id(leaf): self.region.trained[key] for key, leaf in held.items() if leaf.requires_grad}
+            handle = self.region.handle  # products inside add to the buffers themselves
+            with nullcontext() if handle is None else handle.bound_to(_Places(of_leaf, self.added)):
                 made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
             through = [leaves[i].view_as(leaves[i]) for i in call.through]  # made last: its gradient comes first
         with torch.no_grad():
@@ -127,11 +141,6 @@ class RegionGraphs:
         self._weights = [held[id(weight)] for weight in (*self.region.own, *self.region.shared)]
         made = [value for value, b in zip(made, call.outputs, strict=True) if b.requires_grad]
         self._edges = [get_gradient_edge(v) if v.requires_grad else None for v in (*made, *through)]
-
-    def _adding(self, parameter_of: dict[int, nn.Parameter]) -> AbstractContextManager[None]:
-        """Products of meanwhile add to the buffers themselves; ``parameter_of``: by the id of its leaf here."""
-        handle = self.region.handle
-        return nullcontext() if handle is None else handle.bound_to(_Places(parameter_of, self.added))
 
     def _run_backward(self) -> None:
         statics, leaves = (*self.of_outputs, *self.of_later), [*self._leaves, *self._weights]
@@ -192,33 +201,9 @@ class _Places:
     def __init__(self, parameter_of: dict[int, nn.Parameter], added: list[nn.Parameter]) -> None:
         self._parameter_of, self._added = parameter_of, added
 
-    def place_of(self, parameter: Tensor) -> _Place | None:
+    def place_of(self, parameter: Tensor) -> ParameterPlace | None:
         found = self._parameter_of.get(id(parameter))
-        return None if found is None else _Place(found, self._added)
-
-
-class _Place:
-    def __init__(self, parameter: nn.Parameter, added: list[nn.Parameter]) -> None:
-        self._parameter, self._added = parameter, added
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        add_product(self._parameter.main_grad, left, right, is_fresh=False)  # pyright: ignore
-        self._added.append(self._parameter)
-
-    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        add_products(self._parameter.main_grad, lefts, rights, is_fresh=False)  # pyright: ignore
-        self._added.append(self._parameter)
-
-    def add_whole(self, gradient: Tensor) -> None:
-        add_whole(self._parameter.main_grad, gradient, is_fresh=False)  # pyright: ignore
-        self._added.append(self._parameter)
-
-    def add_rows(self, rows: Tensor) -> None:
-        add_rows(self._parameter.main_grad, rows, is_fresh=False)  # pyright: ignore
-        self._added.append(self._parameter)
-
-    def add_nothing(self) -> None:
-        self._added.append(self._parameter)
+        return None if found is None else ParameterPlace(Added(found.main_grad), found, self._added.append)  # pyright: ignore
 
 
 def copy_in(statics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -232,3 +217,123 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def _zeros(values: Iterable[BoundaryPlan], device: torch.device) -> list[Tensor]:
     return [torch.zeros(b.shape, dtype=getattr(torch, b.dtype), device=device) for b in values]
+
+
+class GraphsBySlot(Graphs):
+    """Runs each region of each microbatch by the graphs of its slot.
+
+    Owns: the graphs of each (region, slot), and which of them run the microbatch that runs.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        order: Order,
+        buffers: GradientBuffers,
+        maker: Maker,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots_of(order)
+        self._order, self.buffers, self._maker, self._device = order, buffers, maker, device
+        self._slot = 0
+        self._graphs: dict[tuple[int, int], RegionGraphs] = {}
+        self._anchor = torch.zeros((), device=device, requires_grad=True)  # so that backwards come without other input
+        self.random = program.random
+        self.regions = regions_of(program)
+        for region in (region for chunk in self.regions for region in chunk):
+            region.call.run = self.run_region
+
+    def before_forward(self, action: Action) -> None:
+        self._slot = self.slots[action.chunk, action.microbatch]
+
+    def run_region(self, call: RegionCall, inputs: Sequence[Tensor], held: Sequence[Any]) -> Sequence[Tensor]:
+        """The outputs of a region for the microbatch that runs."""
+        if not self.is_on or not torch.is_grad_enabled():
+            return run_eagerly(call, inputs, held)
+        graphs = self._graphs[call.index, self._slot]
+        return _Replay.apply(self, graphs, len(inputs), *inputs, *graphs.region.shared, self._anchor)
+
+    def release(self) -> None:
+        for graphs in self._graphs.values():
+            graphs.reset()
+        self._graphs, self.is_on = {}, False
+
+    def capture(self, executor: Executor, step: Step) -> None:
+        self.release()
+        pools: defaultdict[int, Any] = defaultdict(self._maker.pool)
+        self.random.begin(0, 0)
+        begun, ended = set[int](), set[int]()
+        for action in self._order:
+            slot = self.slots[action.chunk, action.microbatch]
+            pool = pools[slot]
+            if action.kind == "F" and slot not in begun:
+                begun.add(slot)
+                for region in self.regions[action.chunk]:
+                    self._capture_forward(region, slot, pool)
+            elif action.kind == "B" and slot not in ended:
+                ended.add(slot)
+                for region in backward_order(self.regions[action.chunk]):
+                    self._graphs[region.call.index, slot].capture(pool, backward=True)
+        self.buffers.add_in_graphs(p for graphs in self._graphs.values() for p in graphs.added)
+        self.is_on, self.is_wanted = True, False
+
+    def _capture_forward(self, region: Region, slot: int, pool: Any) -> None:
+        graphs = RegionGraphs(region, self._maker, self._device)
+        if not any(index == region.call.index for index, _ in self._graphs):
+            graphs.warm_up()
+        self._graphs[region.call.index, slot] = graphs
+        graphs.capture(pool, backward=False)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(1 + graphs.region.has_backward for graphs in self._graphs.values())
+
+    @property
+    def static_bytes(self) -> int:
+        return sum(graphs.num_bytes for graphs in self._graphs.values())
+
+
+def backward_order(regions: Sequence[Region]) -> list[Region]:
+    """The order in which a chunk's backward comes to its regions."""
+    return list(reversed(regions))
+
+
+def regions_of(program: RankProgram) -> list[list[Region]]:
+    """For each chunk its regions, in the order in which they run."""
+    read = (value for stage in program.stages for value in _read(stage.module))
+    readers = Counter(id(value) for value in read)
+
+    def region(call: RegionCall, held: list[Any]) -> Region:
+        trained = [v for v in held if isinstance(v, nn.Parameter) and v.requires_grad]
+        return Region(call, held, [v for v in trained if readers[id(v)] == 1], program.random)
+
+    return [[region(call, held) for call, held in calls_of(stage)] for stage in program.stages]
+
+
+def _read(module: fx.GraphModule) -> list[Any]:
+    """The module's own tensors that ops read, one entry for each use."""
+    nodes = module.graph.find_nodes(op="get_attr")
+    return [attrgetter(node.target)(module) for node in nodes for _ in node.users]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: GraphsBySlot, graphs: RegionGraphs, count: int, *given: Any) -> Any:
+        owner.num_replays += 1
+        call, outputs = graphs.region.call, graphs.forward(given[:count])
+        ctx.owner, ctx.graphs = owner, graphs
+        constant = [out for out, b in zip(outputs, call.outputs, strict=False) if not b.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.owner.num_replays += 1
+        call = ctx.graphs.region.call
+        wanted = [g for g, b in zip(grads, call.outputs, strict=False) if b.requires_grad]
+        of_inputs, of_shared = ctx.graphs.backward([*wanted, *grads[len(call.outputs) :]])
+        for parameter in ctx.graphs.added:  # the graph has added their gradients: their buckets may be complete
+            ctx.owner.buffers.arrived(parameter)
+        found = iter(of_inputs)
+        return None, None, None, *(next(found) if b.requires_grad else None for b in call.inputs), *of_shared, None

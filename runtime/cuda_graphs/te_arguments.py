@@ -1,4 +1,4 @@
-"""Arguments of Transformer Engine's make_graphed_callables for one rank.
+"""Arguments of Transformer Engine's make_graphed_callables for one rank, by its rules.
 
     _order                  +c: a forward of chunk c − 1,  −c: its backward;  e.g. 1 1 -1 1 -1 -1
     _num_layers_per_chunk   L_0, L_1, …: the regions of each chunk
@@ -7,7 +7,8 @@
 
 It knows no microbatches: the k-th backward of a chunk is taken for that of its k-th forward. Inputs of one signature
 (shapes, dtypes) share static memory in turn, by a first-in-first-out queue; whether they require a gradient is not
-looked at.
+looked at. It does not see that a backward is another microbatch's, or that two regions share an input of which only one
+wants the gradient. Tests hold what is made here against its rules (tests.tools.te_rules).
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from passes.ops.region import RegionCall
-from passes.program.stages import BoundaryPlan
-from planner.pipeline.schedule import Order
-from planner.pipeline.slots import slots_by_kind
+from passes.program.program import BoundaryPlan
+from planner.pipeline.message_slots import slots_by_kind
+from planner.pipeline.schedule import Order, format_order
 
 NUM_WARMUP = 3  # its own, on its own stream, beside the steps before
 Signature = tuple[tuple[tuple[int, ...], str], ...]
+WHERE = "cuda_graphs.impl"
+_INSTEAD = "use impl: local"
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,28 @@ def _static(kind: Signature, needed: Sequence[bool], device: torch.device) -> tu
     """Zeros: a warm-up reads them, and zero is a valid index."""
     made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in kind]
     return tuple(value.requires_grad_(need) for value, need in zip(made, needed, strict=True))
+
+
+def check_microbatches(order: Order) -> None:
+    """Backwards of a chunk come in the order of its forwards, as the signed order cannot say otherwise."""
+    chunks = sorted({action.chunk for action in order})
+    for chunk in chunks:
+        forwards, backwards = (
+            [a.microbatch for a in order if (a.kind, a.chunk) == (kind, chunk)] for kind in ("F", "B")
+        )
+        if forwards != backwards:
+            raise PlanError(
+                "transformer_engine matches the k-th backward of a chunk with its k-th forward, but those of "
+                f"chunk {chunk} run in another order: {format_order(order)}",
+                where="pipeline.schedule",
+                fix=f"use gpipe, 1f1b or interleaved_1f1b, or {_INSTEAD}",
+            )
+
+
+def check_autocast() -> None:
+    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+        raise PlanError(
+            "Transformer Engine captures no graphs under autocast with a cache",
+            where=WHERE,
+            fix="run the engine outside autocast: the spec sets its precision",
+        )

@@ -6,6 +6,23 @@
 
 Outputs may be read until their microbatch's backward, and nothing reads them later. Gradients of inputs may be
 overwritten by the next backward, while autograd may keep one for a sum until then: hence the copy.
+
+Regions are captured as modules:
+
+    module(*inputs) = region(*inputs, *held), with a gradient; without; None, …       held: parameters, buffers, handles
+
+Memory for gradients of outputs is shared by the signature of those that have one, and taken with the gaps of the first
+region that has it: so all modules give as many outputs, and those without a gradient come behind.
+
+A replay runs no Python, so counts of collectives are taken at the capture, and added at each replay.
+
+Random numbers are the same as the eager ops draw:
+
+    found         every region runs once, to find its draws             draw → generator
+    registered    its tracker of generators holds ours: whatever it holds is registered with every graph
+    put           before each replay, to the position of the eager ops  (RegionModule.put_generators)
+
+A graph moves its generator only at its capture, so a replay continues from the position that was set.
 """
 
 from __future__ import annotations
@@ -13,32 +30,36 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from passes.base import RankProgram
 from passes.errors import PlanError
+from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall, run_eagerly
-from passes.stage_module import RankProgram
+from planner.pipeline.message_slots import order_by_microbatch
 from planner.pipeline.schedule import Action, Order
-from planner.pipeline.slots import order_by_microbatch
-from runtime.cuda_graphs.calls import axes_of, calls_of, uncounted
-from runtime.cuda_graphs.choice import EXTRA
-from runtime.cuda_graphs.graphs import Graphs
+from runtime.compiled.requirements import EXTRA
+from runtime.cuda_graphs.graphs import Graphs, axes_of, calls_of, uncounted
 from runtime.cuda_graphs.te_arguments import (
+    WHERE,
     GraphArguments,
+    check_autocast,
+    check_microbatches,
     numbered,
     sample_args_of,
     sample_index,
     signed_order,
 )
-from runtime.cuda_graphs.te_modules import BACKWARD, FORWARD, RegionModule
-from runtime.cuda_graphs.te_random import find_draws, registered
-from runtime.cuda_graphs.te_rules import WHERE, check_arguments, check_autocast, check_microbatches
 from runtime.pipeline.executor import Executor, Step
+
+FORWARD, BACKWARD = "forward", "backward"
+DISTRIBUTED = "transformer_engine.pytorch.distributed"
 
 
 class TransformerEngineGraphs(Graphs):
@@ -96,17 +117,14 @@ class TransformerEngineGraphs(Graphs):
         self._callables = {key: made[place] for key, place in places.items()}
 
     def arguments(self) -> GraphArguments:
-        """The arguments of ``make_graphed_callables``, checked by its rules."""
-        given = GraphArguments(
+        """The arguments of ``make_graphed_callables``."""
+        return GraphArguments(
             tuple(self._modules),
             sample_args_of(self._order, [[module.call for module in chunk] for chunk in self._chunks], self.device),
             signed_order(self._order),
             [len(chunk) for chunk in self._chunks],
             [module.capture_hooks for module in self._modules],
         )
-        if given.modules:
-            check_arguments(given)
-        return given
 
     def before_forward(self, action: Action) -> None:
         self._current = self._number[action.chunk, action.microbatch]
@@ -196,3 +214,96 @@ def _check_keywords(known: Mapping[str, Any]) -> None:
             where=WHERE,
             fix='pip install -U "transformer-engine[pytorch]>=2.19"',
         )
+
+
+class RegionModule(nn.Module):
+    """A region as a module.
+
+    Owns: the counts of its collectives in one forward and in one backward, and the generators of its draws.
+    """
+
+    def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
+        super().__init__()
+        self.call, self.held = call, list(held)
+        self._places = sorted(range(len(call.outputs)), key=lambda place: not call.outputs[place].requires_grad)
+        self._nothing = (None,) * (num_outputs - len(call.outputs))
+        self.axes = axes_of(held)
+        self.random = next((value for value in held if isinstance(value, RandomState)), None)
+        self.generators: dict[Draw, torch.Generator] = {}
+        self.counted: dict[str, list[Counter[Any]]] = {}
+        for number, value in enumerate(held):
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"held_{number}", value)
+            elif isinstance(value, Tensor):
+                self.register_buffer(f"held_{number}", value, persistent=False)
+
+    def forward(self, *inputs: Tensor) -> Sequence[Tensor | None]:
+        made = self.call.module(*inputs, *self.held)
+        given = [y if value.requires_grad else y.detach() for y, value in zip(made, self.call.outputs, strict=True)]
+        return (*(given[place] for place in self._places), *self._nothing)
+
+    def in_order(self, given: Sequence[Any]) -> list[Tensor]:
+        """The region's outputs, from those of the module."""
+        return [given[self._places.index(place)] for place in range(len(self._places))]
+
+    def put_generators(self) -> None:
+        """Set each generator to the first draw of the current microbatch."""
+        if self.random is not None:
+            self.random.put_all(self.generators)
+
+    @property
+    def capture_hooks(self) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+        """Called around each forward and backward of the warm-up and of the capture, outside of the graph."""
+        return {
+            "forward_pre_hooks": {0: self._begin},
+            "forward_hooks": {0: lambda _: self._end(FORWARD)},
+            "backward_pre_hooks": {0: self._begin},
+            "backward_hooks": {0: lambda _: self._end(BACKWARD)},
+        }
+
+    def count(self, phase: str) -> None:
+        """As if the collectives of a forward, or of a backward, had run."""
+        for counter, counts in zip(self._counters, self.counted.get(phase, ()), strict=False):
+            counter.update(counts)
+
+    def _begin(self, _: nn.Module) -> None:
+        self._before = [counter.copy() for counter in self._counters]
+
+    def _end(self, phase: str) -> None:
+        self.counted[phase] = [now - before for now, before in zip(self._counters, self._before, strict=True)]
+
+    @property
+    def _counters(self) -> list[Counter[Any]]:
+        return [counter for axis in self.axes for counter in (axis.counts, axis.bytes)]
+
+
+def find_draws(module: RegionModule, inputs: Sequence[Tensor], device: torch.device) -> None:
+    """Give a region a generator for each of its draws: one for all microbatches."""
+    random = module.random
+    if random is None:
+        return
+    random.begin(0, 0)
+    with random.watched() as drawn, torch.no_grad():
+        module(*inputs)
+    module.generators = {draw: torch.Generator(device) for draw in drawn}
+
+
+@contextmanager
+def registered(modules: Sequence[RegionModule]) -> Iterator[None]:
+    """Graphs that are captured meanwhile have the generators of these regions, and those that were there."""
+    generators = {draw: generator for module in modules for draw, generator in module.generators.items()}
+    if not generators:
+        yield
+        return
+    distributed = importlib.import_module(DISTRIBUTED)
+    tracker, before = distributed.CudaRNGStatesTracker(), distributed.get_all_rng_states()
+    tracker.set_states({**before, **{f"meshwright {draw}": generator for draw, generator in generators.items()}})
+    drawing = {id(module.random): module.random for module in modules if module.random is not None}
+    for random in drawing.values():
+        random.registered = generators
+    try:
+        yield
+    finally:
+        for random in drawing.values():
+            random.registered = None
+        tracker.set_states(before)

@@ -25,11 +25,10 @@ import numpy as np
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.spec.lengths import tokens_of
+from planner.spec.inputs import tokens_of
 from planner.spec.spec import Spec
-from runtime.data.objectives.protocol import Within
-from runtime.data.permutation import Permutation
-from runtime.data.token_batches import TokenBatches, token_batches
+from runtime.data.objectives.samples import Within
+from runtime.data.token_batches import Permutation, TokenBatches, token_batches
 from runtime.data.tokens import Tokens
 
 BLOCK = 1 << 16
@@ -158,7 +157,7 @@ def _of_lengths(tokens: Tokens, specs: Sequence[Spec]) -> list[TokenBatches | No
     """Of each length, None if no document is of it. Raises PlanError if none is of any."""
     lengths = [tokens_of(spec.require_inputs()) for spec in specs]
     found = [
-        token_batches(tokens, spec, within) if _serves(tokens, within) else None
+        token_batches(tokens, spec, within) if (within.of(tokens)[1] > 1).any() else None
         for spec, within in zip(specs, ranges(lengths), strict=True)
     ]
     if all(batches is None for batches in found):
@@ -170,10 +169,6 @@ def ranges(lengths: Sequence[int]) -> Iterator[Within]:
     """Of each length, the sizes of its documents; those longer than all are of the last."""
     for above, most in pairwise((0, *lengths)):
         yield Within(above, most if most != lengths[-1] else None)
-
-
-def _serves(tokens: Tokens, within: Within) -> bool:
-    return bool((within.of(tokens)[1] > 1).any())
 
 
 def _mixed(texts: Sequence[TokenBatches], weights: Sequence[float], spec: Spec) -> OfLength:

@@ -1,21 +1,29 @@
-"""``--data SOURCE`` becomes Tokens: of a token file, or of text, with each file as a document."""
+"""``--data SOURCE`` becomes Tokens: of a token file, or of text, with each file as a document.
+
+Its end may be held out for validation, which training never reads. Before training, ids are checked to fit the model:
+an error names the file and the position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from passes.errors import PlanError
-from runtime.data.text.byte_tokens import ByteEncoder
-from runtime.data.text.documents import Split, parts
-from runtime.data.text.pieces import Encoder, Piece, with_end
-from runtime.data.text.sources import STDLIB, files_of
-from runtime.data.text.tokenizer_file import TokenizerFile
+from passes.partition.batch.id_ranges import IdRange
+from planner.spec.sections import InputSpec
+from runtime.data.text.documents import STDLIB, Split, files_of, parts
+from runtime.data.text.encoders import ByteEncoder, TokenizerFile
+from runtime.data.token_batches import OF_IDS
 from runtime.data.token_file import is_token_file, open_token_file
-from runtime.data.tokens import Tokenization, Tokens
+from runtime.data.tokens import ROW, WORD, Encoder, Piece, Tokenization, Tokens, with_end
+
+_SCANNED = 1 << 22  # ids at once
+_COUNTED = 1 << 22  # marks at once
 
 
 def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
@@ -53,3 +61,102 @@ def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -
     arrays = np.concatenate(ids), np.array(ends, np.int64), np.concatenate(marks), np.array(words, np.int64)
     identity = xxhash.xxh3_128_hexdigest(b"".join(array.tobytes() for array in arrays[:3]))
     return Tokens(*arrays, tokenization, source, identity, int(arrays[0].max()))
+
+
+def check_vocabulary(
+    tokens: Tokens,
+    inputs: Mapping[str, InputSpec],
+    roles: Mapping[str, str],
+    ranges: Mapping[str, Iterable[IdRange]],
+) -> None:
+    """Raise PlanError if an input takes fewer ids than the tokenization has.
+
+    ``ranges``: the ids that the model looks up by an input, from its plan (``decisions.id_ranges``). A text with ids
+    that are known to be small enough is not read: an objective may still ask for any id of the vocabulary.
+    """
+    for name, spec in inputs.items():
+        if roles[name] not in OF_IDS:
+            continue
+        if spec.high is not None:
+            _check(tokens, spec.high, f"inputs.{name}.high is {spec.high}", f"inputs.{name}.high")
+        for ids in ranges.get(name, ()):
+            _check(tokens, ids.high, f"{ids.what} has {ids.unit} 0 to {ids.high - 1}", f"inputs.{name}")
+
+
+def _check(tokens: Tokens, high: int, what: str, where: str) -> None:
+    how = tokens.tokenization
+    if how.vocabulary_size <= high:
+        return
+    place = None if tokens.largest is not None and tokens.largest < high else _first_from(tokens.ids, high)
+    if place is None:
+        found = f"the tokenizer {how.name} has ids up to {how.vocabulary_size - 1}"
+    else:
+        found = f"{tokens.source} has the id {int(tokens.ids[place])} at position {place}"
+    if how.name == "bytes":
+        found += "; text as bytes has tokens up to 255"
+    raise PlanError(
+        f"{found}, but {what}",
+        where=where,
+        fix=f"use a model with a vocabulary of at least {how.vocabulary_size} (and its high), or another tokenizer",
+    )
+
+
+def _first_from(ids: np.ndarray, high: int) -> int | None:
+    """The position of the first id that is ``high`` or more."""
+    for at in range(0, len(ids), _SCANNED):
+        found = ids[at : at + _SCANNED] >= high
+        if found.any():
+            return at + int(found.argmax())
+    return None
+
+
+def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
+    """The training text, and the last ``share`` of the text: whole documents, at least one; None if share is 0.
+
+    The text is split at the nearest end of a document. A text of one document is split inside it. Samples with labels
+    are split between rows. Raises PlanError for one row of them.
+    """
+    if not share:
+        return tokens, None
+    first, second = _cut(tokens, round((1.0 - share) * len(tokens.ids)))
+    parts = f"{tokens.source} without its held-out part", f"the held-out part of {tokens.source}"
+    return replace(first, source=parts[0]), replace(second, source=parts[1])
+
+
+def _cut(tokens: Tokens, wanted: int) -> tuple[Tokens, Tokens]:
+    if len(tokens.ends) == 1 and not tokens.is_supervised:
+        return _inside(tokens, wanted)
+    inner, documents = np.asarray(tokens.ends[:-1]), np.arange(len(tokens.ends) - 1)
+    if tokens.is_supervised:  # a row may be several samples, which hold the same text
+        documents = documents[(tokens.marks[inner] & ROW) != 0]
+        if not len(documents):
+            what = f"{tokens.source} has one row, of which no part can be held out"
+            raise PlanError(what, where="data.validation", fix="give more rows, or set validation: 0")
+        inner = inner[documents]
+    after = min(int(np.searchsorted(inner, wanted)), len(inner) - 1)
+    before = max(after - 1, 0)
+    last = int(documents[min((before, after), key=lambda d: abs(int(inner[d]) - wanted))])
+    first, rest = slice(0, last + 1), slice(last + 1, None)
+    end = int(tokens.ends[last])
+    return (
+        _part(tokens, 0, end, tokens.ends[first], tokens.words[first]),
+        _part(tokens, end, len(tokens.ids), tokens.ends[rest] - end, tokens.words[rest]),
+    )
+
+
+def _part(tokens: Tokens, begin: int, end: int, ends: np.ndarray, words: np.ndarray) -> Tokens:
+    ids, marks, identity = tokens.ids[begin:end], tokens.marks[begin:end], f"{tokens.identity} [{begin}:{end}]"
+    return replace(tokens, ids=ids, marks=marks, ends=ends, words=words, identity=identity)
+
+
+def _inside(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
+    """The two parts of a text that is one document."""
+    in_end = sum(
+        int(np.count_nonzero(tokens.marks[at : at + _COUNTED] & WORD))
+        for at in range(place, len(tokens.marks), _COUNTED)
+    )
+    size, words = len(tokens.ids), int(tokens.words[0]) - in_end
+    return (
+        _part(tokens, 0, place, np.array([place]), np.array([words])),
+        _part(tokens, place, size, np.array([size - place]), np.array([in_end])),
+    )

@@ -24,15 +24,11 @@ from passes.errors import PlanError, first_line
 from planner.named_code import NamedCode, is_named, line_of
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
-from runtime.data.objectives.documents import check_packed, packed
-from runtime.data.objectives.next_token import padded
-from runtime.data.objectives.overlong import pieces_of, windows_of
-from runtime.data.objectives.protocol import NOTHING
-from runtime.data.roles import length_of, roles_of
-from runtime.data.token_batches import stacked
+from runtime.data.objectives.next_token import check_packed, packed, padded
+from runtime.data.objectives.samples import NOTHING, pieces_of, windows_of
+from runtime.data.token_batches import length_of, roles_of, stacked
 from runtime.data.tokens import LABEL, Tokenization, Tokens
-from runtime.distributed.agreement import agree
-from runtime.distributed.exchange_json import all_gather_json
+from runtime.distributed.agreement import agree, all_gather_json
 from runtime.distributed.groups import Groups
 
 Sample = tuple[np.ndarray, np.ndarray]  # ids (int64) and whether each is a label (bool): [tokens]
@@ -179,10 +175,8 @@ class Stream:
                     raise self._bad("has values that are no tensors")
                 return dict(item)
             self._waiting = self._samples(item)
-        try:
+        with self._spec.locating():
             roles = roles_of(self._inputs, self._spec.data.inputs)
-        except PlanError as error:
-            raise self._spec.locate(error) from None
         shapes = {role: self._inputs[name].sizes for name, role in roles.items()}
         length = length_of(self._inputs, roles)
         if self._spec.data.packing == "documents":

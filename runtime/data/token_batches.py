@@ -3,30 +3,53 @@
     sample k = step · global + row;  epoch k // n, place k % n;  index = permutation of (seed, epoch) at that place
 
 So every sample comes once an epoch, each epoch in another order, and step 1000 is found without the 999 before it.
+
+The permutation is computed, not stored: any place of it at once, whatever n. It is a Feistel network over the next even
+number of bits, keyed by integers: each round is invertible, so the composition is a bijection of 0..2^b-1. Values
+outside 0..n-1 are permuted again until they are inside (cycle walking; on average less than four times), which leaves a
+bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
+
+The name of an input says its role, or the spec's ``data.inputs``:
+
+input_ids, tokens, idx, x                      the window [length]
+labels                                         the same window (models that shift it inside)
+targets, y                                     the window one token later (models that do not)
+attention_mask                                 1, and 0 on padding
+token_type_ids, segment_ids                    which of two texts
+position_ids                                   0 to length - 1; with packing: documents, from 0 in each
+document_ids, doc_ids                          the number of each token's document in the sequence
+document_mask [1, length, length]              which tokens a token reads: those of its document up to itself
+cu_seqlens [n]                                 0, then the end of each document in the sequence, then its length
+next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import queue
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.spec.data import DataSpec
+from planner.spec.inputs import NAMES, ROLES, DataSpec
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.objectives.masked import masked
 from runtime.data.objectives.next_token import next_token
-from runtime.data.objectives.protocol import ALL, NO_ROLES, Make, Objective, Roles, Within
-from runtime.data.permutation import Permutation
-from runtime.data.roles import length_of, roles_of
+from runtime.data.objectives.samples import ALL, NO_ROLES, Make, Objective, Roles, Within
 from runtime.data.tokens import Tokens
 
 OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
+_ROUNDS = 6
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_AHEAD = 2  # batches that wait
+SHAPES = {"sentence_order": "[]", "document_mask": "[1, length, length]", "cu_seqlens": "[n]"}  # of others [length]
+OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
 
 
 class Batches(Protocol):
@@ -148,10 +171,126 @@ def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatc
     """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say, of documents with a size ``within``.
     Raises PlanError if they cannot."""
     inputs = spec.require_inputs()
-    try:
+    with spec.locating():
         roles = roles_of(inputs, spec.data.inputs)
         shapes = {role: inputs[name].sizes for name, role in roles.items()}
-        objective = make_objective(tokens, length_of(inputs, roles), spec.data, spec.seed, shapes, within)
+        length = length_of(inputs, roles, is_paired=tokens.is_paired)
+        objective = make_objective(tokens, length, spec.data, spec.seed, shapes, within)
         return TokenBatches(objective, inputs, roles, spec.batch.global_size, spec.seed)
-    except PlanError as error:
-        raise spec.locate(error) from None
+
+
+class Permutation:
+    """Of ``size`` places, by ``key`` (integers that are not negative). Owns the keys of its rounds."""
+
+    def __init__(self, size: int, key: tuple[int, ...]) -> None:
+        self.size = size
+        self._half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """The permuted indices at ``places`` (int64 [k], each below ``size``): int64 [k]."""
+        found = self._network(places.astype(np.uint64))
+        while (outside := found >= self.size).any():
+            found[outside] = self._network(found[outside])
+        return found.astype(np.int64)
+
+    def _network(self, values: np.ndarray) -> np.ndarray:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right + key) & self._mask)
+        return (left << self._half) | right
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Every bit of the result depends on every bit of a value (the finalizer of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
+    return values ^ (values >> np.uint64(31))
+
+
+class Prefetched:
+    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made on request.
+
+    Owns the thread, from ``with`` on. The request for a batch raises the thread's error.
+    """
+
+    def __init__(self, batches: Batches, first: int, stop: int) -> None:
+        self.batches, self._steps = batches, range(first, stop)
+        # neither of the two makes the asker wait for the interpreter, as queue.Queue does: a batch takes less than that
+        self._made: queue.SimpleQueue[dict[str, Tensor] | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
+        self._is_closed = False
+        self._next = first
+        self._thread = threading.Thread(target=self._make, name="batches", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_closed = True
+        self._room.release()
+        self._thread.join()
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of a step."""
+        if step != self._next or step not in self._steps or not self._thread.ident:
+            return self.batches.batch(step)
+        made = self._made.get()
+        if isinstance(made, BaseException):
+            raise made
+        self._next = step + 1
+        self._room.release()
+        return made
+
+    def _make(self) -> None:
+        for step in self._steps:
+            self._room.acquire()
+            if self._is_closed:
+                return
+            try:
+                self._made.put(self.batches.batch(step))
+            except BaseException as error:  # raised by the request for the batch
+                self._made.put(error)
+                return
+
+
+def roles_of(inputs: Collection[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input without a known role."""
+    for name in given:
+        if name not in inputs:
+            what = f"data.inputs has {name!r}, which is not an input"
+            raise PlanError(what, where=f"data.inputs.{name}", fix=f"name one of: {', '.join(inputs)}")
+    for name in inputs:
+        if name not in given and name not in NAMES:
+            raise PlanError(
+                f"a text cannot feed the input {name!r}: its role is unknown",
+                where=f"inputs.{name}",
+                fix=f"set it with data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
+                "runtime.Engine with batches of your own",
+            )
+    return {name: given.get(name) or NAMES[name] for name in inputs}
+
+
+def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str], *, is_paired: bool = False) -> int:
+    """Tokens of one sequence. Raises PlanError if inputs differ in it, or have not this one dim, or two of a pair."""
+    lengths: dict[str, int] = {}
+    for name, spec in inputs.items():
+        shape = "[2, length]" if is_paired else SHAPES.get(roles[name], "[length]")
+        wanted = shape.count(",") + (shape != "[]")
+        is_other = is_paired and spec.shape[:1] != (2,)
+        if len(spec.shape) != wanted or is_other or (wanted == 3 and len({1, *spec.sizes}) > 2):
+            of = "a pair of samples" if is_paired else "a text"
+            what = f"inputs.{name} has the shape {list(spec.shape)}; as {roles[name]} of {of} it needs {shape}"
+            raise PlanError(what, where=f"inputs.{name}.shape", fix=f"give it the shape {shape}")
+        if wanted and roles[name] != "cu_seqlens":
+            lengths[name] = spec.sizes[-1]
+    if len(set(lengths.values())) != 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
+        raise PlanError(
+            f"sequences of a text have one length, but the inputs differ: {told}" if lengths else told,
+            where="inputs",
+            fix="give all of them the same length",
+        )
+    return next(iter(lengths.values()))

@@ -20,9 +20,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from passes.errors import PlanError
-from planner.files.json_text import parse_json
-from planner.files.text import MIB, cannot_read, open_regular, shorten
-from runtime.data.tokens import Tokenization, Tokens
+from planner.files.text import MIB, cannot_read, open_regular, parse_json, shorten
+from runtime.data.tokens import PAIRS, Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
 VERSION = 2  # of samples with labels; files of texts are of version 1
@@ -62,6 +61,10 @@ class Header(BaseModel):
     @property
     def version(self) -> int:
         return VERSION if self.supervised else 1
+
+    @property
+    def is_paired(self) -> bool:
+        return PAIRS in (self.made or {})
 
     @property
     def text(self) -> str:
@@ -152,7 +155,7 @@ def open_token_file(path: Path, source: str) -> Tokens:
     arrays.pop("files", None)
     how = Tokenization(header.tokenization, header.vocabulary_size, header.special)
     more = {"identity": header.identity, "largest": header.largest, "is_supervised": bool(header.supervised)}
-    return Tokens(**arrays, tokenization=how, source=source, **more)
+    return Tokens(**arrays, tokenization=how, source=source, is_paired=header.is_paired, **more)
 
 
 def files_in(path: Path) -> dict[str, bytes]:

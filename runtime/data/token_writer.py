@@ -1,12 +1,14 @@
-"""Writes a token file as tokens come: memory does not grow with the text, and a reader sees all of it or nothing."""
+"""Writes a token file as tokens come, in one pass over texts: memory does not grow with the text, and a reader sees all
+of it or nothing.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import IO, Self
 
@@ -15,10 +17,10 @@ import xxhash
 
 from passes.errors import PlanError
 from planner.files.atomic import Replacement
-from planner.files.text import MIB, is_directory, reason, shorten
-from runtime.data.text.pieces import Piece, id_dtype, with_end
-from runtime.data.token_file import BEGIN, Header
-from runtime.data.tokens import Tokenization
+from planner.files.text import MIB, check_file, shorten, writing
+from runtime.data.text.documents import Split, parts, sources_of
+from runtime.data.token_file import BEGIN, Header, is_token_file
+from runtime.data.tokens import Encoder, Piece, Tokenization, id_dtype, with_end
 
 _SECTIONS = ("ids", "marks", "ends", "words")
 
@@ -27,12 +29,18 @@ class TokenWriter:
     """One token file. Owns a file beside it until that is complete and takes its name; a failed one is removed.
 
     Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
-    ``files``: of samples with labels, those of their tokenizer by name.
+    ``files``: of samples with labels, those of their tokenizer by name. ``on_bytes`` gets counts of read bytes.
     """
 
-    def __init__(self, path: Path, tokenization: Tokenization, files: Mapping[str, bytes] | None = None) -> None:
-        self.path, self.tokenization, self._more = path, tokenization, files
-        self.num_tokens = self.num_documents = self.num_words = 0
+    def __init__(
+        self,
+        path: Path,
+        tokenization: Tokenization,
+        files: Mapping[str, bytes] | None = None,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self.path, self.tokenization, self._more, self._on_bytes = path, tokenization, files, on_bytes
+        self.num_tokens = self.num_documents = self.num_words = self._num_bytes = 0
         self._largest = self._words_open = self._tokens_open = 0
         self._sections = _SECTIONS if files is None else (*_SECTIONS, "files")
         self._digests = {name: xxhash.xxh3_128() for name in self._sections}
@@ -40,8 +48,8 @@ class TokenWriter:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        check_writable(self.path)
-        with _told(self.path):
+        check_file(self.path, "-o")
+        with self._told():
             folder = self.path.parent
             self._new = Replacement(self.path)
             self._stack.callback(self._new.discard)
@@ -70,15 +78,19 @@ class TokenWriter:
             if piece.closes:
                 self._words_open = self._tokens_open = 0
 
-    def finish(self, num_bytes: int, made: Mapping[str, str] | None = None) -> Header:
-        """The file under its name, on the disk. ``num_bytes``: of the text. ``made``: how samples with labels were
-        made. Raises PlanError."""
+    def note_read(self, num_bytes: int) -> None:
+        """So many bytes more of the text were read."""
+        self._num_bytes += num_bytes
+        self._on_bytes(num_bytes)
+
+    def finish(self, made: Mapping[str, str] | None = None) -> Header:
+        """The file under its name, on the disk. ``made``: how samples with labels were made. Raises PlanError."""
         if not self.num_documents:
             raise PlanError("the text is empty", where="TEXT", fix="give a text that is not empty")
         for content in (self._more or {}).values():
             self._write("files", np.frombuffer(content, np.uint8), np.dtype(np.uint8))
-        header = self._header(num_bytes, made)
-        with _told(self.path):
+        header = self._header(made)
+        with self._told():
             whole = self._files["ids"]
             for name, _, _, begin in header.sections():
                 if name != "ids":
@@ -91,14 +103,14 @@ class TokenWriter:
             self._new.take_place()
         return header
 
-    def _header(self, num_bytes: int, made: Mapping[str, str] | None) -> Header:
+    def _header(self, made: Mapping[str, str] | None) -> Header:
         how = self.tokenization
         sizes = None if self._more is None else {name: len(content) for name, content in self._more.items()}
         return Header(
             tokens=self.num_tokens,
             documents=self.num_documents,
             words=self.num_words,
-            bytes=num_bytes,
+            bytes=self._num_bytes,
             dtype=id_dtype(how).name,  # pyright: ignore[reportArgumentType]
             largest=self._largest,
             tokenization=how.name,
@@ -119,24 +131,40 @@ class TokenWriter:
     def _write(self, name: str, values: np.ndarray, dtype: np.dtype) -> None:
         content = values.astype(dtype.newbyteorder("<"), copy=False).tobytes()
         self._digests[name].update(content)
-        with _told(self.path):
+        with self._told():
             self._files[name].write(content)
 
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Turns the system's errors of a failed write into one PlanError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        fix = "give a writable file, and free space there"
-        told = PlanError(f"cannot write {shorten(path)}: {reason(error)}", where="-o", fix=fix)
-        raise error if isinstance(error, PlanError) else told from None
+    def _told(self) -> AbstractContextManager[None]:
+        return writing(shorten(self.path), "-o", "give a writable file, and free space there")
 
 
-def check_writable(path: Path) -> None:
-    """Before any text is read. Raises PlanError."""
-    folder = path.parent
-    if is_directory(path) or not is_directory(folder) or not os.access(folder, os.W_OK):
-        why = "it is a directory" if is_directory(path) else f"{shorten(folder)} is not a writable directory"
-        raise PlanError(f"cannot write {shorten(path)}: {why}", where="-o", fix="give a writable file")
+def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
+    """Every file of the sources. Raises PlanError if one is the output, or a token file."""
+    files = sources_of(sources)
+    check_file(output, "-o")
+    for file in files:
+        if output.exists() and os.path.samefile(file, output):
+            what = f"{shorten(output)} is one of the texts and would be overwritten"
+            raise PlanError(what, where="-o", fix="choose another output file")
+        if is_token_file(file):
+            raise PlanError(f"{shorten(file)} is already a token file", where=shorten(file), fix="name texts")
+    return files
+
+
+def prepare(
+    files: Iterable[Path],
+    output: Path,
+    encoder: Encoder,
+    split: Split = Split.file,
+    field: str = "text",
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    of_datasets: str | None = None,
+) -> Header:
+    """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
+    ``field``, ``of_datasets``: of ``Split.json``.
+
+    Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
+    """
+    with TokenWriter(output, encoder.tokenization, on_bytes=on_bytes) as writer:
+        writer.add(encoder.pieces(parts(files, split, field, writer.note_read, of_datasets)))
+        return writer.finish()

@@ -6,17 +6,21 @@
                                                labels instead: this token is a label, a row begins here
     words          3           2               of the text before it was cut into tokens
 
-A text far larger than memory is a map of a file.
+A text far larger than memory is a map of a file. On the way there, parts of documents become pieces of
+tokens, never more of them in memory than a document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 WORD, SENTENCE, LABEL, ROW = 1, 2, 4, 8  # bits of a mark
+PAIRS = "pairs"  # the key of their two fields in a token file
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Tokens:
 
     Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
     ``source``: its name in messages. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
-    ``is_supervised``: documents are samples, and only marked tokens are labels.
+    ``is_supervised``: documents are samples, and only marked tokens are labels. ``is_paired``: two by two of a row.
     """
 
     ids: np.ndarray
@@ -54,3 +58,61 @@ class Tokens:
     identity: str
     largest: int | None = None
     is_supervised: bool = False
+    is_paired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
+
+    ``row``: the place of their row, if they are the text of one.
+    """
+
+    content: bytes
+    closes: bool
+    file: Path
+    offset: int = 0
+    row: str = ""
+
+    def where(self, position: int) -> str:
+        """The place of the byte at this position, for an error."""
+        return self.row or f"{self.file}, byte {self.offset + position}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``num_words``: between white space, begun in it.
+
+    ``closes``: its document ends with it. ``has_end``: with its own end token.
+    """
+
+    ids: np.ndarray
+    marks: np.ndarray
+    num_words: int
+    closes: bool = True
+    has_end: bool = False
+
+
+class Encoder(Protocol):
+    """Cuts text into tokens."""
+
+    @property
+    def tokenization(self) -> Tokenization: ...
+
+    def pieces(self, parts: Iterable[TextPart]) -> Iterator[Piece]:
+        """The tokens of parts in their order. Raises PlanError for anything that is not text."""
+        ...
+
+
+def id_dtype(tokenization: Tokenization) -> np.dtype:
+    """The smallest unsigned one that holds every id."""
+    return np.min_scalar_type(tokenization.vocabulary_size - 1)
+
+
+def with_end(piece: Piece, tokenization: Tokenization) -> Piece:
+    """A piece that closes its document, and the end token, if there is one."""
+    end = tokenization.special.get("end")
+    if end is None or not piece.closes or piece.has_end:
+        return piece
+    ids = np.append(piece.ids.astype(id_dtype(tokenization), copy=False), np.array(end, id_dtype(tokenization)))
+    return Piece(ids, np.append(piece.marks, np.uint8(0)), piece.num_words)

@@ -1,14 +1,121 @@
-"""Agreement on errors: an error on some ranks is raised on all ranks, so that no rank waits forever."""
+"""Ranks agree: an error on some ranks is raised on all ranks, so that no rank waits forever.
+
+Values go from rank to rank as JSON in tensors of bytes: received content can be wrong, but it never runs.
+
+    sizes       every rank learns how many bytes each has, and all refuse the same ones
+    bytes       padded to the largest
+
+torch's own exchanges of objects pickle, and whoever reaches the port of a group or its store could then run code here.
+``read`` makes of one rank's JSON the value that is meant; ``of_kind`` reads dataclasses and named tuples.
+
+Rank 0 works long, writing files, and the others wait as long as it takes: longer than for any other exchange.
+
+    rank 0 requests the next value of a rank       the rank waits for this, without locks, then sends
+    rank 0 is done                                 the others go on to agree with it in the group's own time
+
+A rank notices a dead peer at once: the connection closes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
 
-from passes.errors import PlanError
-from runtime.distributed.exchange_json import all_gather_json
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+from torch import Tensor
+
+from passes.errors import PlanError, RunError
 from runtime.distributed.groups import Groups
-from runtime.distributed.patience import until_rank_0_is_done
+
+T = TypeVar("T")
+MOST_BYTES = 1 << 30  # of one rank in one exchange
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+PATIENCE = timedelta(days=1)
+_adapter = cache(TypeAdapter)
+
+
+def of_kind(kind: Any) -> Callable[[Any], Any]:
+    """A ``read`` of a dataclass, a named tuple, or a tuple of such. Raises ValueError for what is none."""
+
+    def read(given: Any) -> Any:
+        names = {field.name for field in fields(kind)} if is_dataclass(kind) else None
+        if isinstance(given, dict) and given.keys() != names:
+            raise ValueError(f"no {kind}")
+        return _adapter(kind).validate_python(given)
+
+    return read
+
+
+def all_gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
+    """Every rank's ``own``, in their order, on every rank."""
+    return _gathered(groups, own, read, None)
+
+
+def gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
+    """Every rank's ``own``, in their order, on rank 0; empty elsewhere."""
+    return _gathered(groups, own, read, 0)
+
+
+def _gathered(groups: Groups, own: Any, read: Callable[[Any], T], to: int | None) -> list[T]:
+    """``to``: the rank that gets all; None: every rank."""
+    if groups.host is None:
+        return [read(own)]
+    content = _content_of(own)
+    given = [torch.empty(1, dtype=torch.int64) for _ in range(groups.mesh.world_size)]
+    dist.all_gather(given, torch.tensor([len(content)]), group=groups.host)
+    sizes = [int(size) for size in given]
+    _require_small(sizes)
+    padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
+    found = [torch.empty_like(padded) for _ in sizes] if to in (None, groups.rank) else []
+    if to is None:
+        dist.all_gather(found, padded, group=groups.host)
+    else:
+        dist.gather(padded, found or None, dst=to, group=groups.host)
+    return [_read(rank, content[: sizes[rank]], read) for rank, content in enumerate(found)]
+
+
+def broadcast_json(groups: Groups, value: Any, read: Callable[[Any], T] = lambda value: value) -> T:
+    """Rank 0's ``value``, on every rank."""
+    if groups.host is None:
+        return read(value)
+    content = _content_of(value) if groups.rank == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([content.numel()])
+    dist.broadcast(size, 0, group=groups.host)
+    _require_small([int(size)])
+    if groups.rank != 0:
+        content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, 0, group=groups.host)
+    return _read(0, content, read)
+
+
+def _content_of(value: Any) -> Tensor:
+    text = json.dumps(value, separators=(",", ":"), default=to_jsonable_python)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _require_small(sizes: list[int]) -> None:
+    """The same error on all ranks, before memory is taken for anything."""
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= MOST_BYTES:
+            raise PlanError(
+                f"rank {rank} has {size} bytes for one exchange between ranks; from 1 to {MOST_BYTES} can be sent",
+                fix="profile fewer steps, if this is a profile; otherwise this is a bug in meshwright",
+            )
+
+
+def _read(rank: int, content: Tensor, read: Callable[[Any], T]) -> T:
+    try:
+        return read(json.loads(content.numpy().tobytes()))
+    except _WRONG as error:
+        raise RunError(f"rank {rank} sent a value of another exchange ({type(error).__name__})") from error
 
 
 @contextmanager
@@ -65,3 +172,28 @@ def _error_of(words: Sequence[str] | None) -> PlanError | None:
         return None
     what, where, fix = words
     return PlanError(what, where=where, fix=fix)
+
+
+def call(groups: Groups, ranks: Iterable[int]) -> None:
+    """On rank 0: end one ``wait_for_rank_0`` of each of ``ranks``."""
+    word = torch.zeros(1, dtype=torch.uint8)
+    for work in [dist.isend(word, rank, group=groups.host) for rank in ranks]:
+        assert work is not None
+        work.wait()
+
+
+def wait_for_rank_0(groups: Groups) -> None:
+    """On another rank: until rank 0 calls."""
+    work = dist.irecv(torch.empty(1, dtype=torch.uint8), 0, group=groups.host)
+    assert work is not None
+    work.wait(PATIENCE)
+
+
+def until_rank_0_is_done(groups: Groups) -> None:
+    """On every rank, before an exchange of all, after rank 0 may have been long."""
+    if groups.host is None:
+        return
+    if groups.rank == 0:
+        call(groups, range(1, groups.mesh.world_size))
+    else:
+        wait_for_rank_0(groups)

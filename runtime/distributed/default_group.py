@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
 from passes.errors import PlanError
-from runtime.distributed.faults.board import Board
-from runtime.distributed.loopback import hosted_store, is_loopback
-from runtime.distributed.signatures import Signer
+from runtime.distributed.faults.board import Board, Signer
+from runtime.distributed.this_host import hosted_store, is_loopback
 
 T = TypeVar("T")
 BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads

@@ -20,7 +20,7 @@ from runtime.distributed.this_host import check_directory
 
 METHOD = "forkserver"
 FORK_SERVER = "runtime.distributed.fork_server"
-_imported: set[str] = set()  # modules of the server; empty if none was forked
+imported: set[str] = set()  # modules of the server; empty if none was forked
 
 
 def begin() -> None:
@@ -42,21 +42,15 @@ def begin() -> None:
         _server().ensure_running()
     finally:
         util.spawnv_passfds = spawned  # pyright: ignore[reportAttributeAccessIssue]
-    if not _imported:  # another Python has started it in another way, with less than ranks need
+    if not imported:  # another Python has started it in another way, with less than ranks need
         _server()._stop()
 
 
 def end() -> None:
     """Let the next launch begin another server; nothing if none was forked."""
-    if _imported:
-        _imported.clear()
+    if imported:
+        imported.clear()
         _server()._stop()
-
-
-def end_without(needed: Iterable[str]) -> None:
-    """``end``, if the command has imported modules since that ranks need."""
-    if not _imported.issuperset(needed):
-        end()
 
 
 def _is_as_known() -> bool:
@@ -82,7 +76,7 @@ def _forked(path: bytes, arguments: Sequence[str], passed: Iterable[int]) -> int
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
-        _imported.update(sys.modules)
+        imported.update(sys.modules)
         return pid
     code = 1
     try:

@@ -103,7 +103,7 @@ class Groups:
         self.place = self.mesh.place(self.rank)
         self.faults.activity.name_after(self.rank, self.mesh.shown_place(self.rank))
         if self.world is not None:
-            abort_at_an_end(id(self), self._end_with_the_process)
+            _open[id(self)] = self._end_with_the_process
 
     @property
     def tp_rank(self) -> int:
@@ -182,7 +182,7 @@ class Groups:
 
     def _forget(self) -> None:
         self.faults.close()
-        forget(id(self))
+        _open.pop(id(self), None)
         self.world = self.host = None
         self.tp = self.cp = self.dp = self.dp_cp = self.pp = self.ep = self.etp = self.edp = None
         self.embedding, self.links, self.made, self.before_end = {}, {}, [], []
@@ -196,7 +196,7 @@ def dense_axes(mesh: Mesh) -> tuple[str, ...]:
 def expert_axes(mesh: Mesh) -> dict[str, list[list[int]]]:
     """The groups of each axis of experts, if those have axes of their own, in the order of creation."""
     tokens = {"etp": "tp", "ep": "ep", "edp": "dp"} if mesh.has_expert_axes else {}
-    return {axis: mesh.expert_groups(token) for axis, token in tokens.items()}
+    return {axis: mesh.expert.groups(token) for axis, token in tokens.items()}
 
 
 def default_store() -> Store | None:
@@ -207,6 +207,7 @@ def default_store() -> Store | None:
 # ---- abort process groups after an error, because pending collectives may never finish
 
 
+# Called when the interpreter ends, with the uncaught error that ends it.
 _open: dict[int, Callable[[BaseException | None], None]] = {}
 
 
@@ -218,7 +219,8 @@ def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
     every = list(dist.distributed_c10d._world.pg_map) if with_default else list(groups)
     for group in every:
         if "gloo" in dist.get_backend_config(group):
-            _keep_for_ever(group)
+            # A reference that is never released: the destructor, which joins the group's threads, never runs.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if with_default:
         abort(None)
         return
@@ -226,22 +228,7 @@ def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
         abort(group)
 
 
-def abort_at_an_end(key: int, end: Callable[[BaseException | None], None]) -> None:
-    """Call ``end`` when the interpreter ends, with the uncaught error that ends it; unless ``forget`` comes before."""
-    _open[key] = end
-
-
-def forget(key: int) -> None:
-    """Do not call the function of ``key``: it was closed."""
-    _open.pop(key, None)
-
-
 @atexit.register
 def _at_exit() -> None:
     for end in list(_open.values()):
         end(getattr(sys, "last_value", None))
-
-
-def _keep_for_ever(group: ProcessGroup) -> None:
-    """A reference that is never released: the destructor, which joins the threads of a gloo group, never runs."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

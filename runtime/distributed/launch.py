@@ -3,27 +3,63 @@
     launch(function, 4, *args) -> [result of rank 0, …, result of rank 3]
 
 The parent hosts the rendezvous store, so no port can be taken between choosing it and using it, and the store lives as
-long as any rank. It listens on the loopback alone, and so do the ranks (``loopback``). Ranks are forked from a server
+long as any rank. It listens on the loopback alone, and so do the ranks (``this_host``). Ranks are forked from a server
 process that has imported torch once, so starting them costs little.
 When one rank fails, or time is up, all end, and may be started again; when the parent ends, however it ends, so do the
 ranks.
+
+The parent is the first to see that a rank died. It publishes this on the board, in which ranks with a lost peer look
+for the cause. Ranks share a secret of this launch, or the user's: other users of the host can reach the store, but
+their entries have no valid signature.
+
+It also looks for ranks that were stopped (SIGSTOP) before they could watch each other: whoever has a heartbeat is
+watched by the other ranks, which see it sooner. A launcher that was stopped itself, as by
+Ctrl-Z, counts no time in which it did not look.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import signal
 import sys
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 from passes.errors import RunError
+from runtime.distributed import early_server
+from runtime.distributed.default_group import BOARD, BOARD_TIMEOUT
+from runtime.distributed.faults.activity import Page
+from runtime.distributed.faults.board import SECRET, Board, Signer
 from runtime.distributed.faults.failure import Failure
-from runtime.distributed.forwarding import Forwarding
-from runtime.distributed.local_ranks import LocalRanks
-from runtime.distributed.outcomes import Outcome
+from runtime.distributed.faults.watch import STOPPED, STOPPED_SECONDS, start_of, state_of
+from runtime.distributed.rank_process import Launcher, Outbox, Outcome, run_rank
+from runtime.distributed.stopping import Forwarding
+from runtime.distributed.this_host import HOST, check_host, hosted_store, interface_names
 
 STOP_SECONDS = 60.0  # for ranks to finish a step and save, after SIGTERM or Ctrl-C
+PRELOADED = ["torch", "torch.distributed"]
+AS_HERE = {
+    "peft",
+    "torch._dynamo",
+    "torch.export",
+    "planner.api",
+    "runtime.engine.engine",
+    "runtime.training.loop",
+    "transformers",
+}
+GRACE_SECONDS = 3.0  # for ranks to end by themselves after the first failure
+WATCHED_SECONDS = 12.0  # the same for ranks that watch each other
+LOOK_SECONDS = 0.5
+TELLS_SECONDS = 1.0  # for the last output of the rank that failed first, when all others have ended
+STANDSTILL_SECONDS = STOPPED_SECONDS + 4.0
+_MOST_BETWEEN = 2.0  # seconds between two looks that count
 
 
 class RankError(RunError):
@@ -98,3 +134,195 @@ def _results(outcomes: list[Outcome], told: list[Failure], timed_out: bool, time
     if first.is_input:
         raise first.plan_error
     raise RankError(first.text, last_lines)
+
+
+class LocalRanks:
+    """One attempt. Owns: the store, the processes, their outboxes and pages, the pipe by which they notice our end."""
+
+    def __init__(self, num_ranks: int, attempt: int, timeout_seconds: float, run_id: str) -> None:
+        self.num_ranks, self.attempt, self.run_id = num_ranks, attempt, run_id
+        self.timed_out = False
+        self.outcomes: list[Outcome] = []
+        self.failures: list[Failure] = []
+        self._timeout_seconds = timeout_seconds
+        self._deadline = inf
+        check_host()
+        self._context = _context()
+        self._store = hosted_store(BOARD_TIMEOUT)
+        self._secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        self._board = Board(self._store, signer=Signer(self._secret))
+        self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
+        self._outboxes = [Outbox() for _ in range(num_ranks)]
+        self._pages = [Page.make() for _ in range(num_ranks)]
+        self._processes: list[Any] = []
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Their time counts from here: what the fork server imports is none of it."""
+        launcher = Launcher.this()
+        for rank, told in enumerate(zip(self._outboxes, self._pages, strict=True)):
+            job = (rank, self._environment(rank), self._alive_here, launcher, *told, function, args)
+            process = self._context.Process(target=run_rank, args=job, daemon=True)
+            process.start()
+            self._processes.append(process)
+        self._deadline = time.monotonic() + self._timeout_seconds
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.exitcode is None]
+
+    def wait(self, signals: Forwarding) -> None:
+        """Until all ranks ended well, or one failed (then shortly for the rest), or time ran out."""
+        running = {process.sentinel: rank for rank, process in enumerate(self._processes)}
+        failed_at = inf
+        standstill = Standstill()
+        if signals.received is not None:
+            signals.tell()
+        while running:
+            grace_ends = inf if failed_at == inf else failed_at + self._grace(running.values())
+            remaining = min(self._deadline, signals.deadline, grace_ends) - time.monotonic()
+            if remaining <= 0:
+                self.timed_out = signals.received is None and failed_at == inf
+                return
+            for sentinel in multiprocessing.connection.wait(list(running), timeout=min(remaining, LOOK_SECONDS)):
+                rank = running.pop(sentinel)
+                self._processes[rank].join()
+                if self._processes[rank].exitcode:
+                    failed_at = min(failed_at, time.monotonic())
+                    self._tell_end(rank)
+            pids = {rank: self._processes[rank].pid for rank in running.values()}
+            for rank, seconds in standstill.look(pids).items():
+                failed_at = min(failed_at, time.monotonic())
+                self._publish(Failure(rank, self._place(rank), f"{STOPPED}, seen for {seconds:.0f} s"))
+
+    def _grace(self, running: Iterable[int]) -> float:
+        """The seconds that running ranks have after the first rank has failed."""
+        self._board = self._board.latest()
+        if self._board.session is None:
+            return GRACE_SECONDS
+        told = {failure.rank for failure in self._board.failures()}
+        return TELLS_SECONDS if told.issuperset(running) else WATCHED_SECONDS
+
+    @contextmanager
+    def ended(self, signals: Forwarding) -> Iterator[None]:
+        """End all processes, and read their outcomes. Words after the end of their time are no failures."""
+        try:
+            yield
+        finally:
+            before, now = list(self._board.failures()), time.monotonic()
+            ended = _end(self._processes, GRACE_SECONDS if signals.received is None else 0.0)
+            self._alive_there.close()
+            self._alive_here.close()
+            for rank, process in enumerate(self._processes):
+                outcome = self._outboxes[rank].read()
+                if outcome is None or (self.timed_out and outcome.seconds > now):
+                    outcome = _silent(rank, process.exitcode, rank in ended)
+                self.outcomes.append(outcome)
+            for memory in (*self._outboxes, *self._pages):
+                memory.close()
+            self.failures = before if self.timed_out else list(self._board.failures())
+
+    def _tell_end(self, rank: int) -> None:
+        """The failure of a rank that could not publish it, or reported it only here."""
+        outcome = self._outboxes[rank].read()
+        if outcome is None:
+            outcome = _silent(rank, self._processes[rank].exitcode)
+            told = Failure(rank, self._place(rank), outcome.last_line)
+        elif outcome.failed and not outcome.of_a_peer:
+            assert outcome.failure is not None
+            told = outcome.failure
+        else:
+            return
+        self._publish(told)
+
+    def _publish(self, failure: Failure) -> None:
+        """Unless the rank, or a watcher of it, has published it."""
+        if all(told.rank != failure.rank for told in self._board.failures()):
+            Board(self._store, signer=Signer(self._secret)).publish(failure)
+
+    def _place(self, rank: int) -> str:
+        """The rank's last activity."""
+        return self._pages[rank].read() or f"rank {rank}"
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            **interface_names(os.environ),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(self._store.port),
+            SECRET: self._secret,
+            BOARD: f"{HOST}:{self._store.port}",
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch.distributed then joins the parent's store as a client
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+        }
+
+
+def _context() -> Any:
+    """A fork server that has imported torch before any rank starts; spawn if there is none."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    method = early_server.METHOD if early_server.METHOD in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == early_server.METHOD:
+        # Each rank will need the modules that this process has imported: Hugging Face model files take seconds.
+        slow = [name for name in sys.modules if name in AS_HERE or _is_model_file(name)]
+        if not early_server.imported.issuperset(filter(_is_model_file, slow)):
+            early_server.end()  # the command has imported modules since that ranks need
+        context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])
+    return context
+
+
+def _is_model_file(name: str) -> bool:
+    return name.startswith("transformers.models.") and ".modeling_" in name
+
+
+def _join_all(processes: list[Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(None if seconds == inf else max(0.0, deadline - time.monotonic()))
+
+
+def _end(processes: list[Any], grace_seconds: float) -> set[int]:
+    """SIGTERM, then SIGKILL, for those that are stopped or only just forked. The ranks that ran until then."""
+    running = {rank for rank, process in enumerate(processes) if process.is_alive()}
+    for process in (processes[rank] for rank in running):
+        process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
+    _join_all(processes, grace_seconds)
+    for process in processes:  # all before any is waited for: none is to see another gone
+        if process.is_alive():
+            process.kill()
+    _join_all(processes, inf)
+    return running
+
+
+def _silent(rank: int, exit_code: int | None, ended_here: bool = False) -> Outcome:
+    """One that ended without a word died before the peers that complain about it, unless its launcher ended it: then
+    it ran until then, whatever signal it took."""
+    if ended_here:
+        said = "ended by its launcher"
+    elif exit_code is not None and exit_code < 0:
+        said = f"killed by {signal.Signals(-exit_code).name}"
+    else:
+        said = f"ended without a result, exit code {exit_code}"
+    failure = Failure(rank, f"rank {rank}", said)
+    return Outcome(rank, failure=failure, last_line=said, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)
+
+
+class Standstill:
+    """Owns for how long each rank has been seen stopped."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def look(self, pids: Mapping[int, int]) -> dict[int, float]:
+        """Rank → for how many seconds it has been stopped, of those that count as dead. ``pids``: by rank."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _MOST_BETWEEN), now
+        stopped = {rank for rank, pid in pids.items() if state_of(pid, start_of(pid)) == "stopped"}
+        self._seconds = {rank: self._seconds.get(rank, 0.0) + passed for rank in stopped}
+        return {rank: seconds for rank, seconds in self._seconds.items() if seconds > STANDSTILL_SECONDS}

@@ -22,8 +22,7 @@ from torch.distributed import Store
 
 from passes.errors import PlanError
 from runtime.distributed.devices import ON_THE_CPU
-from runtime.distributed.faults.board import Board
-from runtime.distributed.signatures import SECRET, Signer
+from runtime.distributed.faults.board import SECRET, Board, Signer
 
 StageSet = tuple[int, ...]
 LOOK_SECONDS = 1.0  # between two looks at the board
@@ -213,18 +212,13 @@ def require_equal(name: str, values: Mapping[int, str | None], world_size: int) 
 def _mixed(seats: Sequence[Seat], types: Counter[str]) -> PlanError:
     usual, _ = types.most_common(1)[0]
     odd = [rank for rank, seat in enumerate(seats) if seat.device_type != usual]
-    first = seats[odd[0]]
+    first, other = seats[odd[0]], next(seat for seat in seats if seat.device_type == usual)
     return PlanError(
-        f"{listed(odd)} of {len(seats)} would run on {first.device} (host {first.host}), "
-        f"the others on {seats[_first_of(seats, usual)].device}",
+        f"{listed(odd)} of {len(seats)} would run on {first.device} (host {first.host}), the others on {other.device}",
         where="device",
         fix="check that every host shows its GPUs (nvidia-smi, CUDA_VISIBLE_DEVICES, torch with CUDA), or "
         f"{ON_THE_CPU}",
     )
-
-
-def _first_of(seats: Sequence[Seat], device_type: str) -> int:
-    return next(rank for rank, seat in enumerate(seats) if seat.device_type == device_type)
 
 
 def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:

@@ -1,7 +1,28 @@
 """Mesh → process groups: created after the rendezvous of all ranks, so that a mismatch is one error and not a hang.
 
 Uses the default process group if it exists, and otherwise creates it (environment of torchrun, srun, mpirun or
-``distributed.launch``); one rank alone needs neither launcher nor group.
+``runtime.distributed.launch``); one rank alone needs neither launcher nor group.
+
+Options of NCCL communicators by their traffic. Other backends have none.
+
+links           few thread blocks: a receive that is posted ahead spins until its message comes
+tp, cp, ep      a high-priority stream: they start before compute that is queued already
+of weights      the same: gathers of weights in shards (zero 3), on a group beside that of the gradients' sums
+dp, tied        the default priority: gradients are reduced behind compute that does not wait for them
+
+Links as process groups: one of two ranks for each sender, receiver and direction of the pipeline.
+
+NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
+first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
+
+The first use of every communicator, before the first step, in one order that all ranks share.
+
+NCCL builds a communicator when it is used first, and holds the host of a rank until all members have come. Inside a
+step that is a trap: a rank that posts a receive ahead is held before the forward that its peer waits for. So here each
+rank walks one list of all communicators of the mesh, and uses those that it is a member of.
+
+It ends: of the communicators that are not built yet take the first of the list. Each of its members has left behind all
+those before it that it is in, so all of them come to this one.
 """
 
 from __future__ import annotations
@@ -10,25 +31,27 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from passes.errors import PlanError
-from planner.mesh import Mesh
+from planner.mesh import OF_WEIGHTS, Mesh
+from planner.pipeline.links import links
 from runtime.distributed.default_group import default_backends, faults_board, next_store, open_world
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.board import Signer
 from runtime.distributed.faults.faults import Faults
-from runtime.distributed.first_use import use_each_once
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
-from runtime.distributed.links import make_links
-from runtime.distributed.loopback import stay_on_one_host
 from runtime.distributed.meeting import Seat, meet
-from runtime.distributed.nccl_options import axis_options
-from runtime.distributed.signatures import Signer
+from runtime.distributed.this_host import stay_on_one_host
+
+LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
+_AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes with results that the next kernel reads
+Name = str | tuple[int, ...] | tuple[int, int, str]
 
 
 def open_groups(
@@ -49,8 +72,7 @@ def open_groups(
     """
     timeout = timedelta(seconds=timeout_seconds)
     place = launched(os.environ, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
-    if place.world_size != mesh.world_size:
-        raise _wrong_world(mesh, place.world_size)
+    check_world(mesh, place.world_size)
     rank = known_rank(place)
     activity = Activity(rank, mesh.shown_place(rank))
     if mesh.world_size == 1:
@@ -128,10 +150,13 @@ def _gpu(device: torch.device, host: str) -> str:
     return f"{os.environ.get('NCCL_HOSTID', '')} {name}".lstrip()
 
 
-def _wrong_world(mesh: Mesh, world_size: int) -> PlanError:
+def check_world(mesh: Mesh, world_size: int) -> None:
+    """Raise PlanError unless as many ranks were launched as the mesh has."""
+    if world_size == mesh.world_size:
+        return
     sizes = " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) > 1)
     started = f"{world_size} were launched" if world_size > 1 else "only this one is running"
-    return PlanError(
+    raise PlanError(
         f"the plan is for {mesh.world_size} ranks ({sizes or 'one alone'}), but {started}",
         where="mesh",
         fix=f"launch {mesh.world_size} ranks (torchrun --nproc-per-node, or train --nproc), or change the mesh",
@@ -178,3 +203,79 @@ def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]])
             continue
         members = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp")]
         groups.embedding[stages] = _make(groups, members, "embedding")
+
+
+def link_options(backend: str) -> Any:
+    """Of a link between two stages; None if the backend has none. A group keeps the object, so each gets its own."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = 1
+    options.config.max_ctas = LINK_CTAS
+    return options
+
+
+def axis_options(backend: str, axis: str) -> Any:
+    """Of a group over ``axis``; None if the backend has none, or the default serves."""
+    if backend != "nccl" or not (axis in _AWAITED or axis.endswith(OF_WEIGHTS)):
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def make_links(groups: Groups) -> None:
+    """Fill ``groups.links``. All ranks create all, in one order, for the device's backend alone."""
+    backend = groups.backend
+    for link in links(groups.mesh.pp, groups.mesh.vpp, groups.mesh.fold):
+        for line in groups.mesh.groups("pp"):
+            members = sorted((line[link.sender], line[link.receiver]))
+            group: Any = dist.new_group(
+                members, timeout=groups.timeout, backend=backend, pg_options=link_options(backend)
+            )
+            if groups.rank in members:
+                groups.links[link] = group
+                groups.made.append(group)
+
+
+class Communicator(NamedTuple):
+    """``name``: "world", an axis, the stages of a tied parameter, or a link with its sender and receiver."""
+
+    name: Name
+    members: tuple[int, ...]
+
+
+def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> list[Communicator]:
+    """Every communicator of the mesh, in the one order of their first use: the same list on every rank."""
+    lines = mesh.groups("pp")
+    found = [Communicator("world", tuple(range(mesh.world_size)))]
+    found += [Communicator(axis, tuple(ranks)) for axis in dense_axes(mesh) for ranks in mesh.groups(axis)]
+    found += [Communicator(axis, tuple(ranks)) for axis, groups in expert_axes(mesh).items() for ranks in groups]
+    found += [Communicator(axis, tuple(ranks)) for axis in combined for ranks in mesh.groups_over(axis)]
+    for stages in tied_sets:
+        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
+        found += [Communicator(stages, tuple(line[pp_rank] for pp_rank in pp_ranks)) for line in lines]
+    for link in links(mesh.pp, mesh.vpp, mesh.fold):
+        found += [Communicator(link, (line[link.sender], line[link.receiver])) for line in lines]
+    return found
+
+
+def use_each_once(groups: Groups) -> None:
+    """Exchange one element over every communicator of this rank, and wait for it. The same call on every rank."""
+    use_in_turn(groups, communicators(groups.mesh, groups.embedding, groups.combined))
+
+
+def use_in_turn(groups: Groups, ordered: Iterable[Communicator]) -> None:
+    """The same, in a given order."""
+    axes = ("world", *dense_axes(groups.mesh), "etp", "ep", "edp")
+    own: dict[Name, Any] = {axis: groups.over(axis) for axis in axes}
+    own |= {**groups.combined, **groups.embedding, **groups.links}
+    for name, members in ordered:
+        group = own.get(name)
+        if group is None or groups.rank not in members:
+            continue  # no member's group is there: an axis of size 1, or links in place of pp
+        element = torch.zeros(1, device=groups.device)
+        if name not in groups.links:
+            dist.all_reduce(element, group=group)
+        elif groups.rank == members[0]:
+            dist.send(element, members[1], group=group)
+        else:
+            dist.recv(element, members[0], group=group)

@@ -1,4 +1,8 @@
-"""Main function of a launched process: run the function, report its outcome, and end together with the launcher."""
+"""Main function of a launched process: run the function, report its outcome, and end together with the launcher.
+
+The outcome goes over anonymous memory: nothing can be left behind in a directory, and a rank that is stopped while
+writing blocks no process.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from passes.errors import PlanError, message_of
 from runtime.distributed.faults import watch
-from runtime.distributed.faults.failure import Failure
-from runtime.distributed.faults.page import Page, use
-from runtime.distributed.outcomes import Outbox, Outcome
+from runtime.distributed.faults.activity import Page, unnamed_memory, use
+from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
+from runtime.distributed.faults.watch import start_of, state_of
 
 
 def run_rank(
     rank: int,
     environment: dict[str, str],
     alive: Connection,
-    directory: str,
+    launcher: Launcher,
     outbox: Outbox,
     page: Page,
     function: Callable[..., Any],
@@ -39,7 +47,7 @@ def run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
     os.environ.update(environment)
     use(page)
-    threading.Thread(target=_exit_with_parent, args=(alive, directory), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(alive, launcher), daemon=True).start()
     watch.last_words = lambda failure: outbox.write(pickle.dumps(_heard(rank, failure)))
     torch.set_num_threads(1)
     try:
@@ -67,10 +75,97 @@ def _heard(rank: int, failure: Failure) -> Outcome:
     return Outcome(rank, failure=failure, of_a_peer=True, last_line=str(failure), seconds=time.monotonic())
 
 
-def _exit_with_parent(alive: Connection, directory: str) -> None:
+def _exit_with_parent(alive: Connection, launcher: Launcher) -> None:
     """Block until the parent's end of the pipe is gone, then end this rank; a killed parent left its directory."""
     try:
         alive.recv()
     except (EOFError, OSError):
-        shutil.rmtree(directory, ignore_errors=True)
+        launcher.remove_directory()
         os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The process that launched the ranks. ``directory``: of its fork server's socket, if no other process made it."""
+
+    pid: int
+    start: str
+    directory: str
+
+    @classmethod
+    def this(cls) -> Launcher:
+        # A process that multiprocessing started has the directory of the process that started it.
+        own = multiprocessing.parent_process() is None
+        return cls(os.getpid(), start_of(os.getpid()), multiprocessing.util.get_temp_dir() if own else "")
+
+    def remove_directory(self) -> None:
+        """Remove it once the launcher is gone; one that lives may launch again, by the same fork server."""
+        for _ in range(20 if self.directory else 0):
+            if state_of(self.pid, self.start) == "gone":
+                shutil.rmtree(self.directory, ignore_errors=True)
+                return
+            time.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended: its result, or its failure and when that was (seconds, one clock for all ranks).
+
+    ``error``: the PlanError itself. ``of_a_peer``: the failure says no more than that another rank is gone.
+    ``last_line``: of all that the rank would say.
+    """
+
+    rank: int
+    result: Any = None
+    failure: Failure | None = None
+    error: PlanError | None = None
+    of_a_peer: bool = False
+    last_line: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def failed_by(cls, rank: int, error: BaseException) -> Outcome:
+        """The outcome of a failed function; an engine has published its errors itself."""
+        text = message_of(error)
+        where = text.partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
+        return cls(
+            rank,
+            failure=Failure.of(rank, where, error),
+            error=error if isinstance(error, PlanError) else None,
+            of_a_peer=is_of_a_peer(error),
+            last_line=text.splitlines()[-1] if text else type(error).__name__,
+            seconds=time.monotonic(),
+        )
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
+
+
+class Outbox:
+    """An anonymous file, shared by the launcher and one rank; it disappears after both close it."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = unnamed_memory("meshwright-outcome") if descriptor is None else descriptor
+
+    def __reduce__(self) -> tuple[Callable[..., Outbox], tuple[Any, ...]]:
+        """Passes the outbox to another process at its start."""
+        return _received, (reduction.DupFd(self._descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def write(self, content: bytes) -> None:
+        with open(self._descriptor, "wb", closefd=False) as file:
+            file.write(content)
+
+    def read(self) -> Outcome | None:
+        """The rank's outcome, once it has ended; None if it wrote nothing, or not all."""
+        with open(self._descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
+            file.seek(0)
+            return pickle.load(file)
+        return None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _received(duplicate: Any) -> Outbox:
+    return Outbox(duplicate.detach())

@@ -18,16 +18,16 @@ from typing import Any
 from passes.errors import PlanError
 from planner.named_code import is_named
 from planner.spec.spec import Spec
+from runtime.distributed.agreement import all_gather_json
 from runtime.distributed.default_group import faults_board, hosts_store, next_store
 from runtime.distributed.devices import known_rank, launched
-from runtime.distributed.exchange_json import all_gather_json
-from runtime.distributed.faults.board import Board
+from runtime.distributed.faults.board import Board, Signer
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.faults import is_published
 from runtime.distributed.groups import Groups
-from runtime.distributed.loopback import stay_on_one_host
 from runtime.distributed.meeting import HEARD, LATE, Seat, meet, require_equal
-from runtime.distributed.signatures import Signer
+from runtime.distributed.opening import check_world
+from runtime.distributed.this_host import stay_on_one_host
 
 _PREFIXES = ("num_", "is_")
 _left: list[tuple[Board, str]] = []  # failures that this process has left for others, and their boards
@@ -51,16 +51,19 @@ def require_same_options(
         board, name = _left.pop()
         board.withdraw(name)
     place = launched(os.environ)
-    rank, error, keys = known_rank(place), None, {}
+    rank, error, keys, mesh = known_rank(place), None, {}, None
     try:
         if check is not None:
             check()
-        if place.world_size > 1 and (spec := getattr(options, "spec", None)) is not None:
-            keys = keys_of(Spec.load(spec))
+        if (file := getattr(options, "spec", None)) is not None:
+            spec = Spec.load(file)
+            keys, mesh = keys_of(spec), None if spec.mesh.has_auto else spec.mesh.to_mesh()
     except PlanError as found:
         if place.world_size == 1:
             raise
         error = (found.what, str(found.where or ""), found.fix)
+    if mesh is not None:
+        check_world(mesh, place.world_size)  # now: a rank would wait for others that were not launched
     if place.world_size == 1:
         return
     texts = {
@@ -98,13 +101,13 @@ def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> No
         time.sleep(0.05)
 
 
-def require_same_data(identity: str, groups: Groups) -> None:
-    """The same call on every rank: each reads rows that no other reads, so nothing later would show another text.
+def require_same(name: str, value: str, groups: Groups) -> None:
+    """The same call on every rank: nothing later would show another text, or ranks would wait for each other.
 
-    Raises PlanError on every rank, naming the ranks with another text.
+    Raises PlanError on every rank, naming the ranks with another value.
     """
-    found = all_gather_json(groups, identity, str)
-    require_equal("the data (by content)", dict(enumerate(found)), len(found))
+    found = all_gather_json(groups, value, str)
+    require_equal(name, dict(enumerate(found)), len(found))
 
 
 def _named(field: str) -> str:

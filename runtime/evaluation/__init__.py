@@ -1,1 +1,1 @@
-"""Evaluation of a language model: perplexity over sliding windows, cloze accuracy."""
+"""Trained models tried out: perplexity, cloze accuracy (`evaluate`), and continued prompts (`generate`)."""

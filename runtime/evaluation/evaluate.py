@@ -5,41 +5,44 @@ Passages of a cloze test: in each document of a text, the model predicts the las
 document   | The cat sat on the m a t . end |       the end token, and white space at the end, are no part of it
 passage    | The cat sat on the m a t . |           too long for a window: its last tokens
 scored                          s s s s             from the start of the last word
+
+perplexity       exp(−(1/T_o) Σ log P(token))       T_o: words of the text before tokenization
+cloze accuracy   share of passages in which every token of the last word is the arg max
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from passes.errors import PlanError
 from runtime.data.tokens import WORD, Tokens
-from runtime.engine import Engine
-from runtime.evaluation.measures import Cloze, Perplexity
-from runtime.evaluation.rows import RowBatches
-from runtime.evaluation.windows import Row, Samples, Windows, windows_of
+from runtime.engine.engine import Engine
+from runtime.evaluation.rows import Row, RowBatches, windows_of
 
 Progress = Callable[[int], None]  # called with the number of finished rows
+SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)
+NO_WORD, ALONE, TOO_LONG = (
+    "it has no marked word",
+    "it has nothing before its last word",
+    "its last word is longer than a window",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
-    """Number of original tokens, which normalizes perplexity, and its source."""
+def original_of(tokens: Tokens, given: int | None = None) -> tuple[int, str]:
+    """The number of original tokens, which normalizes perplexity, and its source: ``given``, or the words of the text.
 
-    number: int
-    how: str
-
-
-def original_of(tokens: Tokens, given: int | None = None) -> Original:
-    """``given``, or the words of the text. Raises PlanError if it has none."""
+    Raises PlanError if it has none.
+    """
     if given is not None:
-        return Original(given, "original tokens, from the option")
+        return given, "original tokens, from the option"
     words = int(tokens.words.sum())
     if not words:
         raise PlanError(
@@ -47,7 +50,7 @@ def original_of(tokens: Tokens, given: int | None = None) -> Original:
             where="--data",
             fix="give a text, or the number of its original tokens with --original-tokens",
         )
-    return Original(words, "labels" if tokens.is_supervised else "words of the text")
+    return words, "labels" if tokens.is_supervised else "words of the text"
 
 
 def perplexity(
@@ -74,8 +77,7 @@ def perplexity(
         math.fsum(sums),
         num_scored,
         windows.num_scored - num_scored,
-        original.number,
-        original.how,
+        *original,
         len(windows),
         batches.span,
         windows.stride,
@@ -89,15 +91,8 @@ def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_row
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     passages = passages_of(tokens, batches.span)
-    num_right = sum(bool(is_top.all()) for _, is_top in _scored(engine, batches, passages, progress))
-    return Cloze(num_right, len(passages), passages.num_cut, Counter(passages.left_out), batches.span)
-
-
-def rows_of(tokens: Tokens, batches: RowBatches, *, is_cloze: bool, stride: int | None) -> Windows | Samples | Passages:
-    """The rows to score. Raises PlanError if there are none."""
-    if is_cloze:
-        return passages_of(tokens, batches.span)
-    return windows_of(tokens, batches.span, stride)
+    num_right = sum(bool(is_top.all()) for _, is_top in _scored(engine, batches, passages.rows, progress))
+    return Cloze(num_right, len(passages.rows), passages.num_cut, Counter(passages.left_out), batches.span)
 
 
 def _scored(
@@ -113,14 +108,6 @@ def _scored(
 # ---- passages of a cloze test: in each document of a text, the model predicts the last word from the preceding words
 
 
-SPACES = np.frombuffer(b" \t\n\r\v\f", np.uint8)
-NO_WORD, ALONE, TOO_LONG = (
-    "it has no marked word",
-    "it has nothing before its last word",
-    "its last word is longer than a window",
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Passages:
     """``num_cut``: of how many the beginning does not fit into a window. ``left_out``: reason → number of documents."""
@@ -128,12 +115,6 @@ class Passages:
     rows: list[Row]
     num_cut: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
 
 
 def passages_of(tokens: Tokens, span: int) -> Passages:
@@ -187,3 +168,77 @@ def _row(tokens: Tokens, start: int, stop: int, span: int) -> tuple[Row, bool] |
     if last <= begin:
         return TOO_LONG
     return Row(np.asarray(tokens.ids[begin:stop], np.int64), last - begin), begin > start
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """``log_probability``: sum over the ``num_scored`` tokens, in nats; ``num_ignored``: that the loss skips by value.
+
+    ``num_original``: tokens of the original text, which the sum is divided by; ``counted``: how they were counted.
+    """
+
+    log_probability: float
+    num_scored: int
+    num_ignored: int
+    num_original: int
+    counted: str
+    num_windows: int
+    length: int
+    stride: int
+
+    @property
+    def perplexity(self) -> float:
+        return _exp(-self.log_probability / self.num_original)
+
+    @property
+    def of_tokens(self) -> float:
+        """The same over the model's own tokens; of another tokenizer it says something else."""
+        return _exp(-self.log_probability / max(1, self.num_scored))
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"perplexity": self.perplexity, "perplexity_of_tokens": self.of_tokens}
+        return {k: v if math.isfinite(v) else None for k, v in found.items()} | asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            ("perplexity", f"{self.perplexity:.6g}"),
+            ("  over", f"{self.num_original:,} {self.counted}"),
+            ("perplexity of its own tokens", f"{self.of_tokens:.6g}"),
+            ("  over", f"{self.num_scored:,} tokens" + _beside(self.num_ignored, "that the loss ignores")),
+            ("sum of log P", f"{self.log_probability:.6f} nats"),
+            ("windows", f"{self.num_windows:,} of {self.length} tokens, stride {self.stride}"),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cloze:
+    """``num_cut``: passages with a truncated beginning. ``left_out``: reason → number of documents."""
+
+    num_right: int
+    num_passages: int
+    num_cut: int
+    left_out: Mapping[str, int]
+    length: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_right / self.num_passages
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"accuracy": self.accuracy, **asdict(self), "left_out": dict(self.left_out)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        found = [
+            ("accuracy", f"{100 * self.accuracy:.2f} %"),
+            ("passages", f"{self.num_passages:,}; the last word of {self.num_right:,} is right"),
+            ("cut to a window", f"{self.num_cut:,}, to their last {self.length} tokens"),
+        ]
+        return [*found, *(("left out", f"{number:,}: {reason}") for reason, number in self.left_out.items())]
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < math.log(float.fromhex("0x1.fffffffffffffp+1023")) else math.inf
+
+
+def _beside(number: int, what: str) -> str:
+    return f", beside {number:,} {what}" if number else ""

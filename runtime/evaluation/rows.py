@@ -2,11 +2,18 @@
 
 A model that shifts its labels inside sees a window of as many tokens as a sequence has; one that is given the next
 tokens sees one more, as its last target.
+
+Sliding windows over a text: each token but the first is scored once, behind as much of the text as a window holds.
+
+window 0   | . s s s s s |                      the first: all that have a token before them
+window 1       | . . . . s s |                  moved by the stride: its last tokens alone
+window 2         | . . . . . s |                the last is moved back to end with the text
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,12 +22,84 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.partition.loss.scored import Scored
 from planner.spec.spec import Spec
-from runtime.data.roles import length_of, roles_of
-from runtime.evaluation.windows import Row
-from runtime.scores import Scores
+from runtime.data.objectives.samples import pieces_of
+from runtime.data.token_batches import length_of, roles_of
+from runtime.data.tokens import Tokens
+from runtime.engine.log_probs import Scores
 
 FED = ("tokens", "next_tokens", "labels", "attention_mask", "segments", "positions")
 PADDING = 0  # any id: padding after a row is not scored, and a causal model does not see it
+
+
+STRIDE = 32  # of the paper
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a batch: ``ids`` (int64 [tokens]); those from ``first`` on are scored, of ``is_label`` (bool
+    [tokens]) if given."""
+
+    ids: np.ndarray
+    first: int
+    is_label: np.ndarray | None = None
+
+
+class Windows:
+    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further; 32 if not given, or the number of
+    tokens that a window predicts, if less. ``num_scored``: tokens scored in all.
+
+    Raises PlanError for a text of fewer than two tokens, and for a stride that would leave tokens out.
+    """
+
+    def __init__(self, ids: np.ndarray, span: int, stride: int | None, source: str) -> None:
+        stride = min(STRIDE, span - 1) if stride is None else stride
+        if len(ids) < 2:
+            what = f"{source} holds {len(ids)} tokens, too few to predict one"
+            raise PlanError(what, where="--data", fix="give a longer text")
+        if not 1 <= stride < span:
+            what = f"a window predicts {span - 1} tokens, a stride of {stride} would skip some"
+            raise PlanError(what, where="--stride", fix=f"use --stride 1 to {span - 1}")
+        self.ids, self.span, self.stride = ids, span, stride
+        self.num_scored = len(ids) - 1
+
+    def __len__(self) -> int:
+        return 1 + max(0, -(-(len(self.ids) - self.span) // self.stride))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self.row(index) for index in range(len(self)))
+
+    def row(self, index: int) -> Row:
+        stop = min(self.span + index * self.stride, len(self.ids))
+        start = max(0, stop - self.span)
+        scored = 1 if index == 0 else self.span + (index - 1) * self.stride
+        return Row(np.asarray(self.ids[start:stop], np.int64), scored - start)
+
+
+class Samples:
+    """One row a sample, of which the labels are scored; a longer one than ``span`` tokens is cut as in training.
+
+    Raises PlanError for a stride: samples are no windows.
+    """
+
+    def __init__(self, tokens: Tokens, span: int, stride: int | None) -> None:
+        if stride is not None:
+            what = f"{tokens.source} has samples with labels, which have no stride"
+            raise PlanError(what, where="--stride", fix="remove --stride")
+        self._pieces, self.stride = pieces_of(tokens, span, "cut"), 0
+        self.num_scored = sum(int(row.is_label[1:].sum()) for row in self if row.is_label is not None)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (Row(ids, 1, is_label) for ids, is_label in map(self._pieces.of, range(len(self))))
+
+
+def windows_of(tokens: Tokens, span: int, stride: int | None) -> Windows | Samples:
+    """The rows to score for perplexity. Raises PlanError if there are none."""
+    if tokens.is_supervised:
+        return Samples(tokens, span, stride)
+    return Windows(tokens.ids, span, stride, tokens.source)
 
 
 class RowBatches:
@@ -34,11 +113,9 @@ class RowBatches:
         if spec.data.objective != "next_token":
             what = f"data.objective is {spec.data.objective}: such a model predicts other tokens than the next one"
             raise spec.error("data.objective", what, "evaluate a next-token model")
-        try:
+        with spec.locating():
             self.roles = roles_of(inputs, spec.data.inputs)
             self.length = length_of(inputs, self.roles)
-        except PlanError as error:
-            raise spec.locate(error) from None
         for name, role in self.roles.items():
             if role not in FED or (name == scored.key and role not in FED[:3]):
                 what = f"the input {name!r} is fed by {role}, which an evaluation does not have"

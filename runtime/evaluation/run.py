@@ -1,4 +1,4 @@
-"""The command `evaluate`: start the plan's ranks; each scores its share, and rank 0 reports the result.
+"""The commands `evaluate` and `generate`: the plan's ranks score a text, or continue prompts; rank 0 has the result.
 
 Bad input is reported before a process starts; under torchrun this process is one of the ranks.
 """
@@ -6,57 +6,136 @@ Bad input is reported before a process starts; under torchrun this process is on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from passes.errors import PlanError
+from planner.capture.model.reference import adapter_directory, load_to_plan, pretrained_directory
 from planner.frozen_plan import Plan
+from planner.progress import bar
 from planner.spec.spec import Spec
-from runtime.compiled.compiler import check_compiler_here
-from runtime.cuda_graphs.choice import check_backend_here
-from runtime.data.reading import read_tokens
+from runtime.checkpoint.adapters import check_adapters
+from runtime.checkpoint.pretrained_load import check_pretrained
+from runtime.checkpoint.saves import check_average, look, resolve
+from runtime.compiled.requirements import check_machine
+from runtime.data.reading import check_vocabulary, read_tokens
 from runtime.data.token_file import check_content, is_token_file
 from runtime.data.tokens import Tokens
-from runtime.data.vocabulary import check_vocabulary
 from runtime.distributed.devices import launched
 from runtime.distributed.launch import launch
-from runtime.distributed.num_ranks import num_ranks_of
-from runtime.distributed.same_options import require_same_data, require_same_options, told_to_all
-from runtime.engine import Engine
-from runtime.evaluation.evaluate import Progress, cloze, original_of, perplexity, rows_of
-from runtime.evaluation.measures import Cloze, Perplexity
-from runtime.evaluation.rows import RowBatches
-from runtime.evaluation.weights import Weights
-from runtime.shared_plan import Planned, planned, shared
+from runtime.distributed.same_options import require_same, require_same_options, told_to_all
+from runtime.engine.engine import Engine
+from runtime.engine.next_tokens import Choice
+from runtime.engine.prompts import codec_of, fitted, tokens_of
+from runtime.evaluation.evaluate import Cloze, Perplexity, cloze, original_of, passages_of, perplexity
+from runtime.evaluation.rows import RowBatches, windows_of
+from runtime.shared_plan import Planned, num_ranks_of, planned, shared
 
 TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The options; the same on every rank. ``load``: a save of training, or a directory of saves. ``averaged``: score
-    the running mean of the saved weights. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
+class Weights:
+    """``load``: a save of training, or a directory of saves; ``averaged``: the running mean of its weights. Without it
+    those of the model ``reference``, if that is a directory with weights."""
 
-    model: str
+    reference: str
+    load: str | None = None
+    averaged: bool = False
+
+    @property
+    def directory(self) -> Path | None:
+        """Of pretrained weights to read, if no save is loaded."""
+        return pretrained_directory(self.reference) if self.load is None else None
+
+    @property
+    def adapters(self) -> Path | None:
+        """A directory of trained adapters to load; a save of training has its own."""
+        return adapter_directory(self.reference) if self.load is None else None
+
+    def model(self, seed: int) -> nn.Module:
+        """The model to plan, without drawn values if a save brings its own."""
+        return load_to_plan(self.reference, seed, has_values=self.load is None)
+
+    def check_load(self) -> None:
+        """Raise PlanError if there is nothing to load."""
+        if self.load is not None:
+            save = resolve(Path(self.load))
+            manifest = look(save)
+            if self.averaged:
+                check_average(save, manifest)
+        elif self.averaged:
+            what = "--ema selects the weights of a save, but --load is not given"
+            raise PlanError(what, where="--ema", fix="add --load DIR")
+
+    def check(self, decided: Plan) -> None:
+        """Raise PlanError if files are not of the planned model."""
+        if (directory := self.directory) is not None:
+            check_pretrained(decided, directory)
+        if (adapters := self.adapters) is not None:
+            check_adapters(decided, adapters)
+
+    def into(self, engine: Engine, *, leads: bool) -> None:
+        """Load them. ``leads``: whether this rank speaks for all."""
+        if self.load is not None:
+            engine.load(self.load, averaged=self.averaged)
+        elif (directory := self.directory) is not None:
+            engine.load_pretrained(directory)
+        elif leads:
+            print(f"no --load: the weights are the initial ones of {self.reference}", file=sys.stderr, flush=True)
+        if (adapters := self.adapters) is not None:
+            engine.load_adapters(adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The options; the same on every rank. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
+
+    weights: Weights
     spec: str
     data: str
     tokenizer: str | None = None
     is_cloze: bool = False
     stride: int | None = None
     original_tokens: int | None = None
-    load: str | None = None
-    averaged: bool = False
     planned: str | None = None
 
     def read_spec(self) -> Spec:
         """Raises PlanError."""
         return Spec.load(self.spec).longest
 
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.model, self.load, self.averaged)
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """One prompt and the text that the model continues it with. ``is_stopped``: whether its end token came."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    is_stopped: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": list(self.tokens)}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of
+    ``Engine.generate``. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
+
+    weights: Weights
+    spec: str
+    prompts: tuple[str, ...]
+    choice: Choice
+    max_new_tokens: int | None = None
+    tokenizer: str | None = None
+    cache: bool | None = None
+    planned: str | None = None
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
@@ -65,10 +144,32 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
+    return _on_all_ranks(
+        asked, num_ranks, _checked_evaluation, evaluate_rank, own=("weights", "spec", "data", "tokenizer")
+    )
+
+
+def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
+    """The texts, on rank 0; None on the others. Otherwise as ``evaluate``."""
+    return _on_all_ranks(asked, num_ranks, _checked_generation, generate_rank, own=("weights", "spec", "tokenizer"))
+
+
+def _on_all_ranks(
+    asked: Any,
+    num_ranks: int | None,
+    check: Callable[[Any], tuple[Spec, Planned]],
+    run_rank: Callable[..., Any],
+    *,
+    own: tuple[str, ...],
+) -> Any:
+    """The result of rank 0. ``check`` raises PlanError for all that is known to be wrong before a process starts.
+    ``own``: fields of ``asked`` that concern one rank alone."""
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
-        require_same_options(asked, own=("model", "spec", "data", "tokenizer"), places=("load",))
+        require_same_options(asked, own=own)
+        require_same_options(asked.weights, own=("reference",), places=("load",))
         return run_rank(asked)
-    world_size, made = _checked(asked, num_ranks)
+    spec, made = check(asked)
+    world_size = num_ranks_of(made.plan, spec, num_ranks)
     if world_size == 1:
         return run_rank(asked, made)
     with shared(made.plan) as file:
@@ -76,11 +177,9 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
         return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 
-def _checked(asked: Evaluation, num_ranks: int | None) -> tuple[int, Planned]:
-    """The number of ranks, and the plan. Raises PlanError for all that is known to be wrong before a process starts."""
+def _checked_evaluation(asked: Evaluation) -> tuple[Spec, Planned]:
     spec = asked.read_spec()
-    check_backend_here(spec)
-    check_compiler_here(spec)
+    check_machine(spec)
     tokens = read_tokens(asked.data, asked.tokenizer)
     if is_token_file(Path(asked.data)):
         check_content(Path(asked.data))  # all of it will be read anyway
@@ -88,58 +187,76 @@ def _checked(asked: Evaluation, num_ranks: int | None) -> tuple[int, Planned]:
     made = planned(asked.weights.model(spec.seed), spec)
     asked.weights.check(made.plan)
     _num_rows(asked, spec, made.plan, tokens)
-    return num_ranks_of(made.plan, spec, num_ranks), made
+    return spec, made
+
+
+def _checked_generation(asked: Generation) -> tuple[Spec, Planned]:
+    spec = Spec.load(asked.spec)
+    check_machine(spec)
+    asked.weights.check_load()
+    codec = codec_of(asked.tokenizer)
+    fitted(asked.prompts, codec, spec, asked.max_new_tokens)
+    made = planned(asked.weights.model(spec.seed), spec)
+    asked.weights.check(made.plan)
+    tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
+    return spec, made
 
 
 def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
     """How many sequences are to be scored. Raises PlanError if text, spec or model do not serve."""
     decisions, _ = decided.to_run()
     batches = RowBatches(spec, decisions.scored)
-    try:
+    with spec.locating():
         check_vocabulary(tokens, spec.require_inputs(), batches.roles, decisions.id_ranges)
-    except PlanError as error:
-        raise spec.locate(error) from None
-    if not asked.is_cloze:
-        original_of(tokens, asked.original_tokens)
-    return len(rows_of(tokens, batches, is_cloze=asked.is_cloze, stride=asked.stride))
+    if asked.is_cloze:
+        return len(passages_of(tokens, batches.span).rows)
+    original_of(tokens, asked.original_tokens)
+    return len(windows_of(tokens, batches.span, asked.stride))
 
 
-def run_rank(asked: Evaluation, made: Planned | None = None) -> Perplexity | Cloze | None:
+def evaluate_rank(asked: Evaluation, made: Planned | None = None) -> Perplexity | Cloze | None:
     """The evaluation of one rank; the first returns the result. ``made``: the plan, if this process has it."""
+    leads = not launched(os.environ).rank
     with told_to_all():
         spec = asked.read_spec()
         asked.weights.check_load()
         tokens = read_tokens(asked.data, asked.tokenizer)
-        leads = not launched(os.environ).rank
         made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
         made.model = None
         num_rows = _num_rows(asked, spec, made.plan, tokens)
         engine = Engine(made.plan, mode="evaluate")
     with engine:
         made.forget_file()
-        require_same_data(tokens.identity, engine.groups)
+        require_same("the data (by content)", tokens.identity, engine.groups)
         asked.weights.into(engine, leads=leads)
-        with _shown(num_rows, enabled=leads) as progress:
-            found = _measured(engine, asked, tokens, progress)
+        with bar("scoring", num_rows, enabled=leads) as progress:
+            if asked.is_cloze:
+                found = cloze(engine, tokens, progress=progress)
+            else:
+                given = {"stride": asked.stride, "original_tokens": asked.original_tokens}
+                found = perplexity(engine, tokens, **given, progress=progress)
     return found if leads else None
 
 
-def _measured(engine: Engine, asked: Evaluation, tokens: Tokens, progress: Progress) -> Perplexity | Cloze:
-    if asked.is_cloze:
-        return cloze(engine, tokens, progress=progress)
-    given = asked.original_tokens
-    return perplexity(engine, tokens, stride=asked.stride, original_tokens=given, progress=progress)
-
-
-@contextmanager
-def _shown(num_rows: int, *, enabled: bool) -> Iterator[Progress]:
-    """A line of how many rows are done and how long it will take, in a terminal alone."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Bar(*columns, console=console, transient=True, disable=not (enabled and console.is_terminal)) as bar:
-        task = bar.add_task("score", total=num_rows)
-        yield lambda done: bar.advance(task, done)
+def generate_rank(asked: Generation, made: Planned | None = None) -> list[Continued] | None:
+    """The part of one rank; the first returns the texts. ``made``: the plan, if this process has it."""
+    leads = not launched(os.environ).rank
+    with told_to_all():
+        spec = Spec.load(asked.spec)
+        asked.weights.check_load()
+        made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
+        made.model = None
+        codec = codec_of(asked.tokenizer)
+        sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
+        engine = Engine(made.plan, mode="evaluate")
+    with engine:
+        made.forget_file()
+        asked.weights.into(engine, leads=leads)
+        found = engine.generate(sequences, count, stop=codec.ends, cache=asked.cache, **asdict(asked.choice))
+    if not leads:
+        return None
+    if found.uncached_because:
+        told = found.uncached_because.replace("\n", "\n  at:  ")
+        print(f"note: keys and values are not kept, and each token runs the whole forward: {told}", file=sys.stderr)
+    each = zip(asked.prompts, found.tokens, found.is_stopped, strict=True)
+    return [Continued(prompt, codec.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
+import multiprocessing
 import os
 import pickle
-import select
 import signal
-import sys
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 600.0  # of a call; a group waits half of it
-_LENGTH_BYTES = 8
+_FORK = multiprocessing.get_context("fork")
 _LAST = "no further value"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_IMPORTED = ("planner.api", "runtime.engine.engine", "runtime.verify.run", "torch.export", "torch._dynamo")
 
 
 class ForkError(RuntimeError):
@@ -37,66 +39,47 @@ class ForkError(RuntimeError):
 
 
 class Child:
-    """A fork of this process that runs ``function(*args)`` and sends back its pickled result, or its error.
-
-    Of a generator function it sends each value as a message of its own: 8 bytes of length, then the pickle.
-    """
+    """A fork of this process that runs ``function(*args)`` and sends back its result, or its error; of a generator
+    function each value."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._read, write = os.pipe()
-        self.pid = os.fork()
-        if self.pid:
-            os.close(write)
-            self._content = bytearray()  # bytes would be copied entirely for each new piece
-            return
-        try:
-            self._serve(write, function, args)
-        finally:
-            os._exit(0)  # whatever came, an interrupt too: the parent's own work is not the child's
+        self._pipe, there = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_serve, args=(self._pipe, there, function, args))
+        self._process.start()
+        there.close()
 
-    def _serve(self, write: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """In the child. An interrupt of a terminal comes to all processes: the parent alone answers it."""
+    def message(self, deadline: float) -> tuple[Any, BaseException | None] | None:
+        """The next value and error of the child; None after the last one. Raises TimeoutError."""
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            return None
+
+    def end(self) -> int | None:
+        """Reap the child, which is killed if it still runs; its exit code."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+
+def _serve(ours: Connection, there: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """In the child. An interrupt of a terminal comes to all processes: the parent alone answers it."""
+    try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _end_with_parent()
-        os.close(self._read)
+        with suppress(OSError, AttributeError):  # on Linux: otherwise a child of a killed process continues to run
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ours.close()
         gc.freeze()  # a collection would touch, and so copy, every page that parent and child share
         # torch replaces a forked copy of its thread pool at the first use, which two threads must not make at once. A
         # backward may start several at once: after an export, a torch built for CUDA does so even without a GPU.
         torch.set_num_threads(torch.get_num_threads())
-        with os.fdopen(write, "wb") as pipe:
-            for message in _messages(function, args):
-                pipe.write(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
-                pipe.flush()
-
-    def message(self, deadline: float) -> tuple[Any, BaseException | None] | None:
-        """The next value and error of the child; None after the last one. Raises TimeoutError."""
-        while (found := self._taken()) is None:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            piece = os.read(self._read, 1 << 20)
-            if not piece:
-                return None
-            self._content += piece
-        return pickle.loads(found)
-
-    def _taken(self) -> bytes | None:
-        """The first message of the content, removed from it, if all of it is there."""
-        end = _LENGTH_BYTES + int.from_bytes(self._content[:_LENGTH_BYTES], "big")
-        if len(self._content) < end or end == _LENGTH_BYTES:
-            return None
-        found = bytes(self._content[_LENGTH_BYTES:end])
-        del self._content[:end]
-        return found
-
-    def end(self) -> int:
-        """Reap the child, which is killed if it still runs; its exit status."""
-        os.close(self._read)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        return os.waitpid(self.pid, 0)[1]
+        for message in _messages(function, args):
+            there.send_bytes(message)
+    finally:
+        os._exit(0)  # whatever came, an interrupt too: the parent's own work is not the child's
 
 
 def in_fork(function: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
@@ -135,7 +118,7 @@ def values_of(function: Callable[..., Iterator[Any]], *args: Any, timeout_second
 
     ``timeout_seconds``: for each value.
     """
-    child, status = Child(function, *args), 0
+    child, status = Child(function, *args), None
     try:
         while (message := child.message(time.monotonic() + timeout_seconds)) is not None:
             value, error = message
@@ -151,14 +134,8 @@ def values_of(function: Callable[..., Iterator[Any]], *args: Any, timeout_second
     raise _no_result(status)
 
 
-def _no_result(status: int) -> ForkError:
+def _no_result(status: int | None) -> ForkError:
     return ForkError(f"the child ended without a result (status {status})")
-
-
-def _end_with_parent() -> None:
-    """On Linux: otherwise a child of a killed process would continue to run."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _messages(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[bytes]:
@@ -181,11 +158,8 @@ def _pickled(error: BaseException) -> bytes:
         pickle.loads(content)
     except Exception:
         return pickle.dumps((None, ForkError(text)))
-    return content if _is_ours(error) else pickle.dumps((None, ForkError(text)))
-
-
-def _is_ours(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in ("planner", "passes")
+    is_ours = type(error).__module__.partition(".")[0] in ("planner", "passes")
+    return content if is_ours else pickle.dumps((None, ForkError(text)))
 
 
 class StoreHost:
@@ -245,3 +219,13 @@ def _rank(
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def prepare() -> None:
+    """Before the first fork, and before any export."""
+    torch.set_num_threads(1)
+    # Autograd counts its devices once. Before any export it finds none and starts no thread, so that forks stay free.
+    torch.ones(1, requires_grad=True).sum().backward()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.collect()

@@ -1,8 +1,8 @@
 """Run cases of one model: capture it once, plan each, run its ranks as forks, and compare them with one process.
 
 plan file       the plan, saved and loaded, is the plan
-values          loss, norm, gradients and parameters of three updates, and the mean of the weights (fuzz.rank)
-memory          within the bounds of fuzz.memory
+values          loss, norm, gradients and parameters of three updates, and the mean of the weights (runtime.fuzz.rank)
+memory          within the bounds of runtime.fuzz.rank
 continued       another layout goes on from a save and makes the third update again
 
 The captures of one model: cases that differ in other keys of the spec share one.
@@ -28,12 +28,10 @@ from planner import Captured, capture, plan
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
 from planner.spec.spec import Spec
-from runtime.fuzz import memory
 from runtime.fuzz.case import Case
 from runtime.fuzz.forks import ForkError, StoreHost, values_of
-from runtime.fuzz.rank import OfRank, go_on, on_rank
-from runtime.fuzz.spec_text import NOT_KEYS
-from runtime.fuzz.specs import OF_CAPTURES
+from runtime.fuzz.rank import OfRank, exceeds, go_on, on_rank
+from runtime.fuzz.specs import NOT_KEYS, OF_CAPTURES
 from runtime.verify.comparison import Row
 from runtime.verify.run import in_mode
 
@@ -136,9 +134,11 @@ def _compared(
         case.world_size, on_rank, decided, model, spec, None if other is None else saves, case.is_local
     )
     outcome = _judged(found[0].rows, "values", "")
-    exceeding = [row for rank in found for row in rank.memory if memory.exceeds(row)]
+    exceeding = [row for rank in found for row in rank.memory if exceeds(row)]
     if not outcome.verdict.is_failure and exceeding:
-        outcome = Outcome(Verdict.DIFFERS, memory.told(exceeding[0]), "memory")
+        row = exceeding[0]
+        words = f"rank {row.rank} holds {row.measured} bytes of {row.category}, the plan has {row.predicted}"
+        outcome = Outcome(Verdict.DIFFERS, words, "memory")
     if outcome.verdict.is_failure or other is None:
         return outcome
     rows = host.run_ranks(other[0].mesh.world_size, go_on, *other, saves, found[0].made)[0]
@@ -194,14 +194,10 @@ class Captures:
         """Raises PlanError if the model cannot be captured."""
         key = attrgetter(*(name for name in OF_CAPTURES if name not in NOT_KEYS))(spec)
         if key not in self._found:
-            self._found[key] = _captured(case, spec)
+            try:
+                self._found[key] = capture(in_mode(case.build(), spec), spec)
+            except PlanError as error:
+                self._found[key] = error
         if isinstance(found := self._found[key], PlanError):
             raise found
         return found
-
-
-def _captured(case: Case, spec: Spec) -> Captured | PlanError:
-    try:
-        return capture(in_mode(case.build(), spec), spec)
-    except PlanError as error:
-        return error

@@ -1,14 +1,29 @@
-"""Specs that are drawn: an option for each key of the reference spec that changes a step."""
+"""Specs that are drawn: an option for each key of the reference spec that changes a step.
+
+Each field has a table row of options, the simplest first.
+
+draw      every field by itself: the simplest with a given chance, else any. A field that is added changes no other
+simpler   every way to replace one field's option by one that stands before it
+
+Choices that would test only the checks of the spec (too many ranks, chunks without a pipeline) are removed; the others
+become the values of a spec, and those of the layout that resumes from its save.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from planner.pipeline.schedule import KINDS, default_kind
+from planner.spec.update_rules import keys_read
 
+Options = Mapping[str, tuple[Any, ...]]
+Choices = dict[str, Any]
 AXES = ("tp", "pp", "dp", "cp")
 ORDERS = ("tp-cp-ep-dp-pp", "dp-tp-pp-cp-ep")
-
 FIELDS: dict[str, tuple[Any, ...]] = {
     "mesh.tp": (1, 2, 3, 4),
     "mesh.pp": (1, 2, 3, 4),
@@ -68,12 +83,238 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "lengths": ("one", "two"),
     "continued on": ("nothing", "one", "tp", "pp", "dp", "cp"),
 }
-
 RARE = {
     "compile": 0.97,
     "precision.parameters": 0.3,
     "lengths": 0.5,
 }  # the chance to become the simplest again: it takes long, or hides differences
-
 # A capture depends on these, and so do the weights of the user's own model: all cases of one model share them.
 OF_CAPTURES = ("batch.micro", "precision.parameters", "half precision", "dropout", "seed")
+_AXES = ("mesh.tp", "mesh.pp", "mesh.dp", "mesh.cp")
+_NO_PIPELINE = {
+    "mesh.vpp": 1,
+    "pipeline.schedule": default_kind(1),
+    "pipeline.group_size": None,
+    "pipeline.split": "auto",
+}
+CONTINUED, ROWS, LENGTHS, BLOCKS, HALF = "continued on", "rows given", "lengths", "blocks recomputed", "half precision"
+NOT_KEYS = frozenset({"microbatches", ROWS, CONTINUED, LENGTHS, BLOCKS, HALF})
+_OVERRIDES = {
+    "none": {},
+    "mlp": {"*.mlp.*": "replicate"},
+    "attention": {"*.attention.*": "replicate"},
+    "head": {"head": "replicate"},
+}
+_GROUPS = {"none": {}, "blocks": {"blocks.*": {"lr": 5e-4, "weight_decay": 0.2}}}
+_RECOMPUTE = {"first full": {"*0": "full"}, "all but first": {"*": "selective", "*0": "none"}}
+_NUMBERED = {"even": "*[02468]", "odd": "*[13579]"}  # the name of a block ends with its number
+
+
+def draw(options: Options, seed: int | str, *, simplest: float = 0.5) -> Choices:
+    """``simplest``: the chance that a field keeps its first option, from 0 to 1."""
+    randoms = {name: Random(f"{seed}/{name}") for name in options}
+    return {n: v[0] if randoms[n].random() < simplest else randoms[n].choice(v) for n, v in options.items()}
+
+
+def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:
+    """One change at a time, the largest first: a field's first option, then its others from simple to complex."""
+    positions = {name: options[name].index(value) for name, value in chosen.items() if name in options}
+    most = max(positions.values(), default=0)
+    for at in range(most):
+        for name, position in positions.items():
+            if at < position:
+                yield {**chosen, name: options[name][at]}
+
+
+def told(chosen: Choices, options: Options) -> str:
+    """The fields that are not the simplest, as ``name value``."""
+    names = [f"{n} {chosen[n]}" for n, values in options.items() if n in chosen and chosen[n] != values[0]]
+    return ", ".join(names) or "only defaults"
+
+
+def listed(values: dict[str, Any], options: Options) -> Choices:
+    """The options that were written. Raises ValueError if any is missing or unknown."""
+    found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
+    if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
+        raise ValueError
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts of a model that its spec must respect. ``global_size``: sequences of a step; None if the spec's fields
+    say. ``is_steady``: its routers choose the same experts however scores are rounded.
+    """
+
+    num_blocks: int
+    has_experts: bool
+    global_size: int | None = None
+    is_steady: bool = False
+
+
+def world_size(chosen: Choices) -> int:
+    found = 1
+    for axis in _AXES:
+        found *= chosen[axis]
+    return found
+
+
+def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> Choices:
+    """``pinned``: fields that stay."""
+    found = chosen | pinned
+    _fit_ranks(found, most_ranks, facts, pinned)
+    _fit_pipeline(found, facts)
+    _fit_experts(found, facts)
+    if facts.has_experts and not facts.is_steady and found["precision.parameters"] == "bfloat16":
+        found["precision.parameters"] = "float32"  # rounded scores choose other experts
+    if found["precision.parameters"] != "bfloat16":
+        found["half precision"] = "bfloat16"
+    if found["precision.parameters"] == "float64":
+        found["precision.gradients"] = None  # else gradients are rounded more coarsely than they are compared
+    if found["mesh.dp"] == 1:
+        found["rows given"] = "all"
+    if found["cuda_graphs.impl"] == "none":
+        found |= {"cuda_graphs.scope": (), "cuda_graphs.warmup_steps": 1}
+    if found["recompute"] not in ("full", "selective") or facts.num_blocks == 1:
+        found["blocks recomputed"] = "all"
+    if found["audit.every"] is None:
+        found["audit.on_difference"] = "stop"
+    if found["optimizer.schedule.kind"] == "constant":
+        found |= {"optimizer.schedule.steps": 10, "optimizer.schedule.min_lr": 0.0}
+    _fit_optimizer(found)
+    if not found["tensor_parallel.sequence_parallel"]:
+        found["tensor_parallel.regather"] = True
+    return found | pinned
+
+
+def _fit_optimizer(found: Choices) -> None:
+    """Only keys that the update rule reads."""
+    read = keys_read(found["optimizer.name"])
+    for key in ("betas", "eps", "momentum", "nesterov"):
+        name = f"optimizer.{key}"
+        if key not in read:
+            found[name] = FIELDS[name][0]
+    if not found["optimizer.momentum"]:
+        found["optimizer.nesterov"] = None
+    if found["cuda_graphs.impl"] != "none" and found["optimizer.zero"] > 1:
+        found["optimizer.zero"] -= 2
+    if found["optimizer.zero"] != 3:
+        found["optimizer.reshard"] = "auto"
+    if found["mesh.dp"] * found["mesh.cp"] % 4 or not found["optimizer.zero"]:
+        found["optimizer.shard_group"] = None
+
+
+def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:
+    for axis in ("mesh.cp", "mesh.dp", "mesh.pp", "mesh.tp"):
+        while axis not in pinned and world_size(found) > most_ranks and found[axis] > 1:
+            found[axis] -= 1
+    while "mesh.pp" not in pinned and found["mesh.pp"] > max(1, facts.num_blocks):
+        found["mesh.pp"] -= 1
+    size = facts.global_size
+    while size is not None and size % (found["mesh.dp"] * found["batch.micro"]):
+        name = "mesh.dp" if "mesh.dp" not in pinned and found["mesh.dp"] > 1 else "batch.micro"
+        if name in pinned or found[name] == 1:
+            break  # the planner says which of the pinned keys do not go together
+        found[name] -= 1
+
+
+def _fit_pipeline(found: Choices, facts: Facts) -> None:
+    if found["mesh.pp"] == 1:
+        found |= _NO_PIPELINE
+    kind = KINDS.get(str(found["pipeline.schedule"]))
+    if kind is None:  # by hand
+        return
+    if found["mesh.vpp"] > 1 or (kind.runs_chunks and kind.vpp is None):
+        found |= {"mesh.vpp": 2, "pipeline.schedule": default_kind(2)}
+    else:
+        found |= {"mesh.vpp": kind.vpp or 1, "pipeline.group_size": None}
+    if found["mesh.pp"] * found["mesh.vpp"] > facts.num_blocks:
+        found |= _NO_PIPELINE
+
+
+def _fit_experts(found: Choices, facts: Facts) -> None:
+    etp = found["mesh.etp"] or found["mesh.tp"]
+    if not facts.has_experts or world_size(found) % (etp * found["mesh.ep"] * found["mesh.pp"]):
+        found |= {"mesh.ep": 1, "mesh.etp": None}
+    if found["mesh.ep"] > 1 or found["mesh.etp"] is not None or found["mesh.cp"] > 1:
+        found["mesh.order"] = FIELDS["mesh.order"][0]  # another one must suit dense layers and experts
+    if not facts.has_experts and found["cuda_graphs.scope"] in (("moe",), ("moe_router",)):
+        found["cuda_graphs.scope"] = ()
+
+
+def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
+    """The spec as a dict for ``Spec.load``. ``base``: the given keys, with ``inputs``; they take precedence."""
+    values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
+    size = chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
+    values["batch.global"] = size if facts.global_size is None else facts.global_size
+    values["pipeline.split"] = split_of(chosen, facts)
+    if values["precision.parameters"] == "bfloat16":
+        values["precision.parameters"] = chosen[HALF]
+    kind = values["recompute"]
+    values["recompute"] = (
+        {_NUMBERED[chosen[BLOCKS]]: kind} if chosen[BLOCKS] in _NUMBERED else _RECOMPUTE.get(str(kind), kind)
+    )
+    given = values["tensor_parallel.overrides"]
+    values["tensor_parallel.overrides"] = _OVERRIDES[given] if isinstance(given, str) else given
+    given = values["optimizer.groups"]
+    values["optimizer.groups"] = _GROUPS[given] if isinstance(given, str) else given
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = list(value) if isinstance(value, tuple) else value
+    return merged(found, with_half(base) if chosen[LENGTHS] == "two" else base)
+
+
+def with_half(base: dict[str, Any]) -> dict[str, Any]:
+    """Sequences of half the length too: of the inputs that have the first one's length, if it has a half."""
+    inputs: dict[str, dict[str, Any]] = base["inputs"]
+    length = next((given["shape"][0] for given in inputs.values() if given.get("shape")), 0)
+    if not isinstance(length, int) or length < 2:
+        return base
+    several = {
+        name: {**given, "shape": [[length // 2, length], *given["shape"][1:]]}
+        for name, given in inputs.items()
+        if given.get("shape") and given["shape"][0] == length
+    }
+    return {**base, "inputs": {**inputs, **several}}
+
+
+def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
+    """The same training on two ranks of ``axis`` (``one``: on one rank), with another state of the optimizer."""
+    found = copy.deepcopy(spec)
+    size = found["batch"]["global"]
+    found["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
+    if size % (found["batch"]["micro"] * (2 if found["mesh"].get("dp") else 1)):
+        found["batch"]["micro"] = 1
+    found["pipeline"] = {}
+    found["cuda_graphs"] = {}
+    found["optimizer"] |= {"zero": 3 - found["optimizer"]["zero"], "reshard": "auto"}
+    found["optimizer"] |= {"shard_group": None, "bucket_size": None}
+    return found
+
+
+def merged(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """``base`` over ``values``, key by key of each section."""
+    found = dict(values)
+    for name, value in base.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = merged(found[name], value) if both and name != "overrides" else value
+    return found
+
+
+def split_of(chosen: Choices, facts: Facts) -> Any:
+    """uneven: all blocks that are not needed elsewhere on the first stage. ends: embedding and loss count as blocks."""
+    num_stages, kind = chosen["mesh.pp"] * chosen["mesh.vpp"], chosen["pipeline.split"]
+    first = facts.num_blocks - num_stages + 1
+    if num_stages == 1 or kind == "auto" or not isinstance(kind, str) or first < 1:
+        return "auto" if isinstance(kind, str) else kind
+    if kind == "ends":
+        return {"embedding": True, "loss": True}
+    counts = [first] + [1] * (num_stages - 1)
+    if kind == "layout":
+        stages = ["t" * count for count in counts]
+        return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
+    return counts

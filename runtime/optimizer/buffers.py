@@ -27,12 +27,18 @@ from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, Range
 from planner.sharding.buffers import Buffer
 from planner.sharding.residency import Residency
-from runtime.optimizer.in_place import all_gather, reduce_scatter
-from runtime.optimizer.places import ParameterPlace
-from runtime.optimizer.scattered import ScatteredGradients
-from runtime.optimizer.slots import BucketTensors, DataParallel, ParameterSlot, without_memory
+from runtime.optimizer.slots import (
+    BucketTensors,
+    DataParallel,
+    ParameterPlace,
+    ParameterSlot,
+    add_whole,
+    all_gather,
+    reduce_scatter,
+    without_memory,
+)
 from runtime.optimizer.unmixed import Unmixed
-from runtime.optimizer.whole_weights import WholeWeights
+from runtime.optimizer.whole_weights import ScatteredGradients, WholeWeights
 
 
 class BufferTensors:
@@ -244,7 +250,8 @@ class GradientBuffers:
         for slot in self.slots:
             slot.is_fresh = True  # full gradients that were scattered have no memory
         for *_, bucket in self._order:
-            bucket.rearm()
+            bucket.missing = bucket.awaited(id(p) for slot in bucket.slots for p in slot.parameters)
+            bucket.work, bucket.is_reducing = None, False
         self._next = 0
         self.last_microbatch = False
 
@@ -255,10 +262,7 @@ class GradientBuffers:
     def _on_gradient(self, slot: ParameterSlot, parameter: Tensor) -> None:
         if self._is_deaf or parameter.grad is None:  # autograd calls for a leaf to which nothing came, too
             return
-        if slot.take():
-            slot.main_grad.copy_(parameter.grad)  # type: ignore[arg-type]
-        else:
-            slot.main_grad.add_(parameter.grad)  # type: ignore[arg-type]
+        add_whole(slot.main_grad, parameter.grad, is_fresh=slot.take())
         parameter.grad = None
         self.arrived(parameter)
 

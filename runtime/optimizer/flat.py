@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.spec.torch_optimizers import PREFIX, arguments_of, class_of
-from planner.updates.groups import Settings
+from planner.spec.update_rules import PREFIX, arguments_of, class_of
+from planner.updates import Settings
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
-from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Columns, Kernel
+from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel, Update
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests (is not updated) if all
     of the figures ``asked`` are zero.
     """
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SettingsRun:
     """Elements start to stop of a shard, which have these settings."""
 
     start: int
@@ -68,11 +68,11 @@ class FlatOptimizer:
     def __init__(
         self,
         shards: Sequence[Tensor],
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[ShardPart]],
         settings: Settings,
         rules: Sequence[str],
         moments: Sequence[tuple[str, ...]],
-        runs: Sequence[Sequence[Run]] = (),
+        runs: Sequence[Sequence[SettingsRun]] = (),
         exchanges: Mapping[Tensor, BucketExchange] | None = None,
     ) -> None:
         self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
@@ -81,7 +81,7 @@ class FlatOptimizer:
         self._exchanges = dict(exchanges or {})
         self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
         self.state = {shard: {kind: torch.zeros_like(shard) for kind in kinds} for shard, kinds in self.moments.items()}
-        self._groups: dict[tuple[int, ...], list[tuple[Tensor, Part]]] = {}
+        self._groups: dict[tuple[int, ...], list[tuple[Tensor, ShardPart]]] = {}
         for shard, own in zip(self.shards, self.parts, strict=True):
             for part in own:
                 self._groups.setdefault(part.asked, []).append((shard, part))
@@ -142,7 +142,7 @@ class FlatOptimizer:
         for shard, within in batch.runs:
             assert shard.grad is not None, "a shard has a gradient"
             tensors = {"value": shard, "grad": shard.grad, **self.state[shard]}
-            for start, stop, settings in self._with_settings(shard, *within):
+            for start, stop, settings in self.settings_of(shard, *within):
                 if kernel_of(settings.rule, kernels) is None:
                     continue
                 columns, counts = by_settings.setdefault(settings, ({name: [] for name in tensors}, []))
@@ -153,14 +153,10 @@ class FlatOptimizer:
             factor = settings.factor(self.settings)
             kernel = kernel_of(settings.rule, kernels)
             assert kernel is not None
-            kernel(settings, columns, counts, lr * factor, grad_scale, batch.rests)
+            kernel(Update(settings, columns, counts, lr * factor, grad_scale, batch.rests))
 
-    def settings_of(self, shard: Tensor) -> Iterator[tuple[int, int, Settings]]:
-        """The elements of a shard, by their settings."""
-        return self._with_settings(shard, 0, len(shard))
-
-    def _with_settings(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
-        """The elements start to stop, by their settings."""
+    def settings_of(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
+        """The elements start to stop of a shard, by their settings."""
         at, base = start, self._bases[shard]
         for run in self._runs.get(shard, ()):
             first, last = max(run.start, at), min(run.stop, stop)
@@ -180,27 +176,25 @@ def kernel_of(rule: str, kernels: Mapping[str, Kernel]) -> Kernel | None:
     return kernels.get(rule)
 
 
-def _between(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
+def _between(parts: Sequence[ShardPart], size: int) -> list[tuple[int, int]]:
     """The runs of a shard of ``size`` elements that are of no part."""
     edges = [0, *(edge for part in sorted(parts, key=lambda p: p.start) for edge in (part.start, part.stop)), size]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
-def torch_kernel(
-    s: Settings, columns: Columns, steps: list[Tensor], lr: float, grad_scale: Tensor | None, found_inf: Tensor
-) -> None:
+def torch_kernel(update: Update) -> None:
     """One update of all tensors. If it is skipped, values and moments become those of before it again."""
+    s, columns, skips = update.settings, update.columns, update.found_inf.bool()
     made: Any = class_of(s.rule)
-    skips = found_inf.bool()
     options: dict[str, Any] = arguments_of(s.rule, s.weight_decay, s.options)
     kept = {name: [x.clone() for x in column] for name, column in columns.items() if name != "grad"}
     values = columns["value"]
     if values[0].is_cuda and "capturable" in inspect.signature(made).parameters:
         options["capturable"] = True  # a count on the device stays there
     for value, grad in zip(values, columns["grad"], strict=True):
-        value.grad = grad if grad_scale is None else grad / grad_scale.to(grad.dtype)
-    optimizer = made(values, lr=lr, **options)
-    for index, (value, step) in enumerate(zip(values, steps, strict=True)):
+        value.grad = grad if update.grad_scale is None else grad / update.grad_scale.to(grad.dtype)
+    optimizer = made(values, lr=update.lr, **options)
+    for index, (value, step) in enumerate(zip(values, update.steps, strict=True)):
         moments = {name: column[index] for name, column in columns.items() if name not in ("value", "grad")}
         optimizer.state[value] = {"step": step, **moments}
     optimizer.step()

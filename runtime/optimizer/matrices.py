@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.mesh import Mesh
-from planner.sharding.homes import Homes, Sent
+from planner.sharding.homes import MatrixHomes, Sent
 from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
 
 
@@ -48,7 +48,7 @@ class Member:
 class BucketExchange:
     """Owns no tensor: where this rank's parts of a bucket's matrices lie, and those of all ranks that it is home to."""
 
-    def __init__(self, homes: Homes, bucket: int, member: Member) -> None:
+    def __init__(self, homes: MatrixHomes, bucket: int, member: Member) -> None:
         self._group, self._size = member.group, len(member.places)
         of_bucket, here = homes.buckets[bucket], member.index
         self._shapes = {i: homed.matrix.shape for i, homed in enumerate(of_bucket) if homed.home == here}

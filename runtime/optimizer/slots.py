@@ -1,17 +1,37 @@
-"""Layout of parameters in a buffer: the slot of one, the tensors of one bucket, and the ranks that share the buffer."""
+"""Layout of parameters in a buffer: the slot of one, the tensors of one bucket, and the ranks that share the buffer.
+
+Products sum a parameter's gradients in its slot:
+
+    first of the step    main_grad = left @ right      there is no zeroing pass
+    others               main_grad += left @ right     within the product (beta 1): no gradient in memory of its own
+
+A product of half precision is summed in the buffer's float32: on CUDA within the product, elsewhere it is made first.
+
+Over gloo, reduce-scatter and all-gather stay inside the buffer. Its own ones copy the full buffer in a thread of
+theirs, and its heap keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
+
+    reduce-scatter      all-reduce of the buffer (as gloo does with its copy); only the own shard is read
+    all-gather          each part is broadcast by its owner
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import all_reduce, broadcast
 
+from passes.ops.axis import all_gather_single, reduce_scatter_single
 from passes.parameters import LocalParameter
-from planner.sharding.buckets import Bucket, Range
+from planner.sharding.buckets import Bucket, OwnedRange, Range
+
+aten = torch.ops.aten
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +155,14 @@ class BucketTensors:
         return self.updated_parameters
 
     @property
+    def owned(self) -> dict[str, OwnedRange]:
+        """Of each parameter the elements that this rank updates, in the own part and in the parameter."""
+        return self.layout.owned_ranges(self.shared_by.shard_rank, self.shared_by.num_shards)
+
+    @property
     def updated_parameters(self) -> list[tuple[str, Tensor]]:
         """The values of each parameter that this rank updates, and others get from it."""
-        owned = self.layout.owned_ranges(self.shared_by.shard_rank, self.shared_by.num_shards)
-        return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in owned.items()]
-
-    def rearm(self) -> None:
-        self.missing = self.awaited(id(p) for slot in self.slots for p in slot.parameters)
-        self.work, self.is_reducing = None, False
+        return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in self.owned.items()]
 
     def awaited(self, parameters: Iterable[int]) -> dict[int, int]:
         """Of these, by id, how many gradients a backward gives each; without those that it gives none."""
@@ -176,3 +196,113 @@ def without_memory(num_elements: int, dtype: torch.dtype, device: torch.device) 
     tensor = torch.empty(num_elements, dtype=dtype, device=device)
     give_memory_back(tensor)
     return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Gradient memory that holds a sum already."""
+
+    main_grad: Tensor
+
+    def take(self) -> bool:
+        return False
+
+
+class ParameterPlace:
+    """``arrived(parameter)`` is called for each contribution."""
+
+    __slots__ = ("_arrived", "_parameter", "_slot")
+
+    def __init__(self, slot: ParameterSlot | Added, parameter: Any, arrived: Callable[[Any], None]) -> None:
+        self._slot, self._parameter, self._arrived = slot, parameter, arrived
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left [m, r] @ right [r, n] to the gradient [m, n]."""
+        self._add(add_product, left, right)
+
+    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+        """Add left [m, r] @ right [r, n] of each part to the gradient [parts, m, n]; r may be 0."""
+        self._add(add_products, lefts, rights)
+
+    def add_whole(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape."""
+        self._add(add_whole, gradient)
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add the sum over dim 0 of ``rows`` [r, m] to the gradient [m]."""
+        self._add(add_rows, rows)
+
+    def add_nothing(self) -> None:
+        """Nothing led back to the product."""
+        self._arrived(self._parameter)
+
+    def _add(self, add: Callable[..., None], *values: Any) -> None:
+        add(self._slot.main_grad, *values, is_fresh=self._slot.take())
+        self._arrived(self._parameter)
+
+
+def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) -> None:
+    """``main`` [m, n] plus left [m, r] @ right [r, n]; ``is_fresh``: the product alone."""
+    if main.dtype == left.dtype:
+        torch.mm(left, right, out=main) if is_fresh else main.addmm_(left, right)
+    elif main.is_cuda and main.dtype == torch.float32 and left.dtype in _HALVES:
+        if is_fresh:
+            aten.mm.dtype_out(left, right, main.dtype, out=main)
+        else:
+            aten.addmm.dtype_out(main, left, right, main.dtype, out=main)
+    else:
+        add_whole(main, left @ right, is_fresh=is_fresh)
+
+
+def add_products(main: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *, is_fresh: bool) -> None:
+    """The same of each part of ``main`` [parts, m, n]."""
+    for part, left, right in zip(main.unbind(0), lefts, rights, strict=True):
+        add_product(part, left, right, is_fresh=is_fresh)
+
+
+def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
+    """``main`` plus a gradient of its shape; ``is_fresh``: the gradient alone."""
+    if is_fresh:
+        main.copy_(gradient)
+    else:
+        main.add_(gradient)
+
+
+def add_rows(main: Tensor, rows: Tensor, *, is_fresh: bool) -> None:
+    """``main`` [m] plus the sum over dim 0 of ``rows`` [r, m]."""
+    if is_fresh:
+        torch.sum(rows, 0, dtype=main.dtype, out=main)
+    else:
+        main.add_(rows.sum(0, dtype=main.dtype))
+
+
+class Works:
+    """Several exchanges that end together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """``own``, a view of ``whole``, becomes its sum over the ranks; the rest of ``whole`` is overwritten."""
+    if whole.device.type == "cpu":
+        return all_reduce(whole, group=group, async_op=async_op)
+    return reduce_scatter_single(own, whole, group=group, async_op=async_op)
+
+
+def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
+    if whole.device.type != "cpu":
+        return all_gather_single(whole, own, group=group, async_op=async_op)
+    num_ranks = dist.get_world_size(group)
+    parts = whole.view(num_ranks, -1).unbind(0)
+    mine = parts[dist.get_rank(group)]
+    if mine.data_ptr() != own.data_ptr():
+        mine.copy_(own)
+    owners = [dist.get_global_rank(group, index) for index in range(len(parts))]
+    works = Works([broadcast(p, owner, group=group, async_op=True) for p, owner in zip(parts, owners, strict=True)])
+    return works if async_op else works.wait()

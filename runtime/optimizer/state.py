@@ -42,7 +42,7 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
         dp = shard.data_parallel
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
         tensors = _tensors(optimizer, index, has_moments=has_moments)
-        for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+        for fqn, owned in shard.bucket.owned.items():
             values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
             yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
 
@@ -52,7 +52,7 @@ def frozen_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
     for buffer in optimizer.buffers.buffers:
         for bucket in buffer.buckets if buffer.planned.is_frozen else ():
             dp, locals_ = bucket.shared_by, buffer.planned.by_name
-            for fqn, owned in bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+            for fqn, owned in bucket.owned.items():
                 values = {"parameter": bucket.own_parameters[owned.local.start : owned.local.stop]}
                 yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
 

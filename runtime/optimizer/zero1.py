@@ -25,15 +25,22 @@ from planner.mesh import OF_WEIGHTS, REPLICA
 from planner.sharding.buffers import Buffer
 from planner.sharding.residency import Residency
 from planner.spec.update_rules import MEAN_RULES
-from planner.updates.groups import Settings, base_of
-from runtime.optimizer.average import ScheduleFreeMean, WeightAverage
+from planner.updates import Settings, base_of
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
-from runtime.optimizer.flat import FlatOptimizer, Part, Run
-from runtime.optimizer.in_place import all_gather
-from runtime.optimizer.main_shards import MainShard, in_common_order, size_and_rank, tied_order, whole_indices
+from runtime.optimizer.flat import FlatOptimizer, SettingsRun, ShardPart
+from runtime.optimizer.main_shards import (
+    MainShard,
+    ScheduleFreeMean,
+    WeightAverage,
+    in_common_order,
+    merged_runs,
+    size_and_rank,
+    squared_norm,
+    tied_order,
+    whole_indices,
+)
 from runtime.optimizer.matrices import BucketExchange
-from runtime.optimizer.norm import merged_runs, squared_norm
-from runtime.optimizer.slots import BucketTensors, DataParallel
+from runtime.optimizer.slots import BucketTensors, DataParallel, all_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +48,11 @@ class StepResult:
     """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 if the norm or an
     extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
 
-    ``found_inf``: the second figure as the update rule reads it (float32). The properties wait for the device.
+    ``found_inf``: the second figure as the update rule reads it (float32).
     """
 
     figures: Tensor
     found_inf: Tensor
-
-    @property
-    def grad_norm(self) -> float:
-        return float(self.figures[0])
-
-    @property
-    def skipped(self) -> bool:
-        return bool(self.figures[1])
-
-    @property
-    def sums(self) -> tuple[float, ...]:
-        return tuple(self.figures[2:].tolist())
 
 
 class DistributedOptimizer:
@@ -93,9 +88,8 @@ class DistributedOptimizer:
         self.settings = settings
         self.groups = dict(groups or {})
         shared_by = {axis: self._shared_over(axis) for axis in dict.fromkeys(b.reduced_over for b in planned)}
-        self.buffers = GradientBuffers(
-            parameters, planned, shared_by, device=device, chunk_of=chunk_of, residency=residency
-        )
+        options: dict[str, Any] = {"device": device, "chunk_of": chunk_of, "residency": residency}
+        self.buffers = GradientBuffers(parameters, planned, shared_by, **options)
         self.device = torch.device(device)
         trained = [(i, buffer) for i, buffer in enumerate(self.buffers.buffers) if not buffer.planned.is_frozen]
         self.shards = [self._shard(buffer, bucket) for _, buffer in trained for bucket in buffer.buckets]
@@ -105,21 +99,16 @@ class DistributedOptimizer:
         rules = [shard.buffer.planned.rule for shard in self.shards]
         moments = [shard.buffer.planned.moments for shard in self.shards]
         places = [(i, bucket) for i, buffer in trained for bucket in range(len(buffer.buckets))]
-        found = (
-            {main: exchanges[at] for main, at in zip(mains, places, strict=True) if at in exchanges}
-            if exchanges
-            else {}
-        )
+        by_place = exchanges or {}
+        found = {main: by_place[at] for main, at in zip(mains, places, strict=True) if at in by_place}
         self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found) if self.shards else None
-        self.average = self._mean_of(mains)
+        self.average: WeightAverage | ScheduleFreeMean | None = None  # of the weights, evaluated in their place
+        if MEAN_RULES & settings.rules:
+            self.average = ScheduleFreeMean(mains, self.optimizer)
+        elif settings.ema is not None:
+            self.average = WeightAverage(mains, settings.ema)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
-
-    def _mean_of(self, mains: Sequence[Tensor]) -> WeightAverage | ScheduleFreeMean | None:
-        """The mean of the weights that is evaluated in their place."""
-        if MEAN_RULES & self.settings.rules:
-            return ScheduleFreeMean(mains, self.optimizer)
-        return None if self.settings.ema is None else WeightAverage(mains, self.settings.ema)
 
     # ---- one step
 
@@ -132,7 +121,7 @@ class DistributedOptimizer:
         """Finish the sums over dp, then over the axes that parameters are partial over. Every rank calls it."""
         self.buffers.finish_grad_sync()
         for shard in self.shards:
-            if shard.owns_grad:
+            if shard.grad.dtype != shard.bucket.gradients.dtype:
                 shard.grad.copy_(shard.bucket.own_gradients)
         for axis in in_common_order(shard.buffer.planned.partial_over for shard in self.shards):
             for shard in sorted(self.shards, key=tied_order):
@@ -206,8 +195,7 @@ class DistributedOptimizer:
         assert self._is_reduced, "own_gradients comes after reduce_gradients and before step"
         found = {}
         for shard in self.shards:
-            dp = shard.data_parallel
-            for fqn, owned in shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards).items():
+            for fqn, owned in shard.bucket.owned.items():
                 found[fqn] = shard.grad[owned.local.start : owned.local.stop]
         return found
 
@@ -257,8 +245,7 @@ class DistributedOptimizer:
         main = bucket.own_parameters.to(dtype)  # the view itself if the dtype is equal
         grad = bucket.own_gradients if bucket.gradients.dtype == dtype else torch.zeros_like(main)
         main.grad = grad
-        dp, axis = buffer.data_parallel, buffer.planned.axis
-        owned = bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
+        axis, owned = buffer.planned.axis, bucket.owned
         locals_ = {slot.local.fqn: slot.local for slot in bucket.slots}
         counted = merged_runs((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
         whole = None
@@ -266,17 +253,15 @@ class DistributedOptimizer:
             whole = whole_indices(owned, locals_, size_and_rank(self.groups.get(axis))[0]).to(main.device)
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
-    def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[Part]:
+    def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[ShardPart]:
         """The parts of the shard that may rest."""
-        dp = shard.data_parallel
-        owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
-        return [Part(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned.items() if fqn in asked]
+        owned = shard.bucket.owned.items()
+        return [ShardPart(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned if fqn in asked]
 
-    def _own_runs(self, shard: MainShard, own: Mapping[str, Settings]) -> list[Run]:
+    def _own_runs(self, shard: MainShard, own: Mapping[str, Settings]) -> list[SettingsRun]:
         """The elements of the shard with settings of their own, in order."""
-        dp = shard.data_parallel
-        owned = shard.bucket.layout.owned_ranges(dp.shard_rank, dp.num_shards)
-        found = [Run(r.local.start, r.local.stop, own[fqn]) for fqn, r in owned.items() if fqn in own]
+        owned = shard.bucket.owned.items()
+        found = [SettingsRun(r.local.start, r.local.stop, own[fqn]) for fqn, r in owned if fqn in own]
         return sorted(found, key=lambda run: run.start)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:

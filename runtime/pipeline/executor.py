@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from passes.base import StageModule
 from passes.errors import PlanError
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import abandon
 from passes.ops.weight_gradients import WeightGradients
-from passes.stage_module import StageModule
 from planner.pipeline.links import Message, received_by, sent_by
-from planner.pipeline.place import grid_around
 from planner.pipeline.schedule import Action
+from planner.pipeline.simulate import grid_around
 from runtime.distributed.faults.activity import LAST_SENDS
 from runtime.distributed.faults.failure import StepError, is_of_a_peer
 from runtime.pipeline.p2p import Transport
@@ -107,12 +107,16 @@ class Executor:
         self.before_weights = before_weights
         self.weights = weights
         self.gradients = gradients
-        self.around: Callable[[Action, Step], AbstractContextManager[Any]] = _unobserved
+        self.around: Callable[[Action, Step], AbstractContextManager[Any]] = lambda action, step: nullcontext()
         self.scores: list[Tensor] = []
         self._saved: dict[tuple[int, int], Saved] = {}
         self._last = {(action.kind, action.chunk): action for action in self.order}
         self._run_later = {(action.chunk, action.microbatch) for action in self.order if action.kind == "W"}
         self._run_by_kind = {"F": self._forward, "B": self._backward, "W": self._weights}
+
+    def over(self, stages: Sequence[StageModule]) -> Executor:
+        """The same order over other stages, which only evaluate."""
+        return Executor(stages, self.order, self.transport, self.random)
 
     @property
     def in_flight(self) -> Iterable[Saved]:
@@ -220,7 +224,10 @@ class Executor:
         with self._with_weights(action):
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
-        self._send_gradients(stage, action, saved.received)
+        leaves = [t for t, b in zip(saved.received, stage.receives, strict=True) if b.requires_grad]
+        if leaves:
+            gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
+            self.transport.send(_out_of(stage, action), gradients)
         if self.gradients is not None and not waits:
             self.gradients.end()
 
@@ -241,12 +248,6 @@ class Executor:
         if self.gradients is not None:
             self.gradients.end()
 
-    def _send_gradients(self, stage: StageModule, action: Action, received: Sequence[Tensor]) -> None:
-        leaves = [t for t, b in zip(received, stage.receives, strict=True) if b.requires_grad]
-        if leaves:
-            gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
-            self.transport.send(_out_of(stage, action), gradients)
-
     def _describe(self, action: Action, error: Exception) -> str:
         what = f"{self.transport.groups.faults.activity}: {type(error).__name__}: {error}"
         if is_of_a_peer(error):  # the place of this rank explains nothing
@@ -260,8 +261,9 @@ class Executor:
         return grid_around(orders, groups.pp_rank, action, groups.mesh.fold)
 
 
-def _unobserved(action: Action, step: Step) -> AbstractContextManager[Any]:
-    return nullcontext()
+def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient of the loss."""
+    return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss)
 
 
 def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor], seed: Tensor | None) -> Saved:
@@ -277,11 +279,6 @@ def _to_send(stage: StageModule, values: Sequence[Tensor]) -> Sequence[Tensor]:
     static memory of a graph is used again before that."""
     waits = not torch.is_grad_enabled() or any(b.requires_grad for b in stage.sends)
     return values if waits else [value.detach().clone() for value in values]
-
-
-def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the loss."""
-    return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss)
 
 
 def _into(stage: StageModule, action: Action) -> Message:

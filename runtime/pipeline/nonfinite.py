@@ -10,20 +10,18 @@ from other ranks are theirs to report: each rank reports its own, and ``first_of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes.base import kind_of
+from passes.base import StageModule, kind_of
 from passes.errors import Where
-from passes.ops.compiled import run_piece
-from passes.ops.region import run_region
+from passes.ops.region import run_piece, run_region
 from passes.program.source_lines import module_of, where_of
-from passes.stage_module import StageModule
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor
 
@@ -56,11 +54,6 @@ class NonFinite:
     place: tuple[int, ...] = field(default=(), repr=False)  # among those of one phase, microbatch and stage
     ranks: tuple[int, ...] = ()
 
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> NonFinite:
-        where = given["where"] and Where(**given["where"])
-        return cls(**{**given, "where": where, "place": tuple(given["place"]), "ranks": tuple(given["ranks"])})
-
     def __str__(self) -> str:
         at = _ranks_words(self.ranks or (self.rank,)) + (f", stage {self.stage}" if self.stage >= 0 else "")
         at += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
@@ -84,14 +77,6 @@ class Seen:
     found: tuple[NonFinite, ...] = ()
     sent: tuple[NonFinite, ...] = ()  # of its own, and only sent on: a fault if a loss comes of it
     bad_losses: frozenset[int] = frozenset()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "bad_losses": sorted(self.bad_losses)}
-
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> Seen:
-        found, sent = ([NonFinite.of_json(one) for one in given[name]] for name in ("found", "sent"))
-        return cls(tuple(found), tuple(sent), frozenset(given["bad_losses"]))
 
 
 def first_of(seen: Iterable[Seen]) -> NonFinite | None:
@@ -171,18 +156,9 @@ class Watch:
             for stage, module in zip(executor.stages, modules, strict=True):
                 stage.module = module
 
-    def parameter(self, name: str, value: str, place: int) -> None:
-        """``place``: 0 if others may have it from here, 1 if it was so before ranks exchanged it, 2 if now."""
-        self._found.append(NonFinite(PARAMETER, name, value, rank=self.rank, place=(place,)))
-
-    def gradient_sum(self, name: str, value: str) -> None:
-        self._found.append(NonFinite(SUM, name, value, rank=self.rank))
-
-    def gradient_before(self, name: str, value: str) -> None:
-        self._found.append(NonFinite(ONCE, name, value, rank=self.rank))
-
-    def input(self, stage: StageModule, name: str, value: str) -> None:
-        self._found.append(NonFinite(BATCH, name, value, "", None, self.rank, stage.index, self.microbatch))
+    def note(self, phase: str, name: str, value: str, *place: int, stage: int = -1, microbatch: int = -1) -> None:
+        """A value that no op of this rank made."""
+        self._found.append(NonFinite(phase, name, value, "", None, self.rank, stage, microbatch, place))
 
     def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
         """The report of an op. An inserted op is reported at the op that made its input."""
@@ -236,7 +212,7 @@ class _Checked:
                 makers[node.name] = _ELSEWHERE
                 at = index - len(stage.receives)
                 if 0 <= at < len(stage.inputs):
-                    watch.input(stage, stage.inputs[at], bad)
+                    watch.note(BATCH, stage.inputs[at], bad, stage=stage.index, microbatch=watch.microbatch)
         run = _Run(self.module, stage, watch, makers)
         outputs = run.run(*values)
         by_output = [makers.get(node.name) for node in _returned(self.module.graph)]

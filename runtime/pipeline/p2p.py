@@ -1,4 +1,4 @@
-"""Boundary tensors: activations sent from one stage to the next, and their gradients sent back.
+"""Boundary tensors: activations sent from one stage to the next, their gradients sent back, and the waits for them.
 
 Boundary i lies between stage i and stage i + 1. A message is all tensors of one boundary for one microbatch in one
 direction: "F" carries values down, "B" gradients up (``planner.pipeline.links``). Receives are posted ahead of their
@@ -10,25 +10,44 @@ receives the first of them, and would wait for each other. A sent buffer is free
 
     the backend says so (NCCL), or
     a message comes from the rank that took it, sent by an action at or after the one that used it     (gloo never says)
+
+Messages lie in fresh memory, or in static buffers in rotation: if a step is captured as one CUDA graph, memory used by
+NCCL is not reused inside it: the allocator does not know when another stream has finished. Static buffers are allocated
+before, and the plan assigns messages to them.
+
+The pipeline's bubble, measured:
+
+    run      from the first action to the end of the last sends
+    works    run − its waits for messages
+    bubble   1 − (mean over ranks of works) / (run of the first stage, which has the last backward)
+
+``usual`` is the median of ``works`` over the last runs: a rank is slow if its figure is larger than that of a replica.
+
+Times on a GPU come from events. The host does not wait for them: it reports the newest run that the device has
+finished.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.program.stages import BoundaryPlan
+from passes.program.program import BoundaryPlan
 from planner.pipeline.links import Message, Progress
+from planner.pipeline.message_slots import Ring, message_slots, ring_of, ring_sizes
 from planner.pipeline.schedule import Order
+from planner.sharding.shards import crossing, one_way
 from runtime.distributed.groups import Groups
-from runtime.distributed.marks import Marks
-from runtime.pipeline.message_buffers import FreshBuffers, MessageBuffers
-from runtime.pipeline.waits import Waits
+from runtime.distributed.marks import Mark, Marks
+
+_USUAL = 5  # runs: one that the machine disturbed is not usual
 
 
 class _Transfer(NamedTuple):
@@ -48,6 +67,55 @@ class _Transfer(NamedTuple):
             work.wait()
 
 
+class FreshBuffers:
+    """Gives the tensors of one message; those of a sent one have its values, contiguous. New memory for each received
+    message; a sent tensor is not copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def received(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> list[Tensor]:
+        return made(crossing(boundaries, message.kind), self._device)
+
+    def sent(self, message: Message, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # gloo and NCCL read the memory as it lies: a transposed view would arrive scrambled.
+        return [tensor.detach().contiguous() for tensor in tensors]
+
+
+class StaticBuffers(FreshBuffers):
+    """Owns: the buffers of each ring. A sent tensor is copied into one."""
+
+    def __init__(self, boundaries: Sequence[Sequence[BoundaryPlan]], orders: Sequence[Order], groups: Groups) -> None:
+        """``boundaries``: of each boundary of the pipeline, those that this rank has no end of may be empty."""
+        mesh, num_stages = groups.mesh, len(boundaries) + 1
+        self._slots = message_slots(orders, groups.pp_rank, num_stages, mesh.fold, one_way(boundaries))
+        self._rings: dict[Ring, list[list[Tensor]]] = {
+            ring: [made(crossing(boundaries[ring.boundary], ring.kind), groups.device) for _ in range(count)]
+            for ring, count in ring_sizes(self._slots).items()
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for ring in self._rings.values() for buffers in ring for tensor in buffers]
+
+    def received(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> list[Tensor]:
+        """As leaves of their own: a buffer has another gradient for each microbatch."""
+        return [buffer.detach() for buffer in self._of(True, message)]
+
+    def sent(self, message: Message, tensors: Sequence[Tensor]) -> list[Tensor]:
+        buffers = self._of(False, message)
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor.detach())
+        return buffers
+
+    def _of(self, is_received: bool, message: Message) -> list[Tensor]:
+        return self._rings[ring_of(is_received, message)][self._slots[is_received, message]]
+
+
+def made(boundaries: Sequence[BoundaryPlan], device: torch.device) -> list[Tensor]:
+    return [torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=device) for b in boundaries]
+
+
 class Transport:
     """Exchanges messages with the neighbouring stages.
 
@@ -60,20 +128,15 @@ class Transport:
         self.groups = groups
         self.num_stages = num_stages
         self.orders = tuple(orders)
-        self.memory: MessageBuffers = FreshBuffers(groups.device)
+        self.memory = FreshBuffers(groups.device)
         self.waits = Waits(Marks(groups.device), num_ranks=groups.mesh.pp, is_alone=groups.mesh.world_size == 1)
         self._progress = Progress(orders, groups.mesh.fold)
         self._posted: dict[Message, _Transfer] = {}
         self._handed: dict[Message, list[Tensor]] = {}
         self._sending: dict[Message, _Transfer] = {}
 
-    @property
-    def num_sending(self) -> int:
-        """Messages with buffers in use."""
-        return len(self._sending)
-
     @contextmanager
-    def lying_in(self, memory: MessageBuffers) -> Iterator[None]:
+    def lying_in(self, memory: FreshBuffers) -> Iterator[None]:
         """Messages of the steps inside lie there."""
         before, self.memory = self.memory, memory
         try:
@@ -109,7 +172,8 @@ class Transport:
         transfer = self._posted.pop(message)
         begun = self.waits.now()
         transfer.wait()
-        self._free_what_was_used_before(message)
+        for sent in self._progress.taken_over(self._sending, message):  # what its sender had used: no wait blocks
+            self._sending.pop(sent).wait()
         self.waits.note(message, begun)
         return transfer.buffers
 
@@ -144,11 +208,6 @@ class Transport:
         """Drop everything after a failure, so that a later error is not about leftovers."""
         self._posted, self._handed, self._sending = {}, {}, {}
 
-    def _free_what_was_used_before(self, received: Message) -> None:
-        """Free the sends that the sender of ``received`` had used when it sent it: they are through, no wait blocks."""
-        for sent in self._progress.taken_over(self._sending, received):
-            self._sending.pop(sent).wait()
-
     def _is_local(self, message: Message) -> bool:
         return message.link(self.groups.mesh.pp, self.groups.mesh.fold) is None
 
@@ -161,3 +220,78 @@ class Transport:
         """A number for each tensor of a step; a step's messages are all in before the next uses the numbers again."""
         position = (message.microbatch * self.num_stages + message.boundary) * 2 + (message.kind == "B")
         return position * count + index
+
+
+class Wait(NamedTuple):
+    """``message``: None for the end of the last sends."""
+
+    message: Message | None
+    start: Mark
+    end: Mark
+
+
+class _Run(NamedTuple):
+    start: Mark
+    end: Mark
+    waits: list[Wait]
+
+
+class Waits:
+    """Owns the waits of the run under way, and the runs that the device has not finished.
+
+    ``num_ranks``: of the pipeline; of one there is no bubble. ``is_alone``: no times are taken.
+    ``latest``: the waits of the newest run.
+    """
+
+    def __init__(self, marks: Marks, *, num_ranks: int = 2, is_alone: bool = False) -> None:
+        self.marks, self.num_ranks, self.is_alone = marks, num_ranks, is_alone
+        self.latest: list[Wait] = []
+        self._start: Mark | None = None
+        self._runs: deque[_Run] = deque(maxlen=8)
+        self._newest = 0.0, 0.0
+        self._works: deque[float] = deque(maxlen=_USUAL)
+        self._is_new = False
+
+    def begin(self) -> None:
+        """A run begins."""
+        self.latest = []
+        self._start = None if self.is_alone or not self.marks.can_be_set() else self.marks.now()
+
+    def now(self) -> Mark | None:
+        """The begin of a wait; None outside of a run that is measured."""
+        return None if self._start is None else self.marks.now()
+
+    def note(self, message: Message | None, start: Mark | None) -> None:
+        """A wait that began at ``start`` is over."""
+        if start is not None:
+            self.latest.append(Wait(message, start, self.marks.now()))
+
+    def end(self) -> None:
+        """The run is over."""
+        if self._start is not None:
+            self._runs.append(_Run(self._start, self.marks.now(), self.latest))
+            self._start, self._is_new = None, True
+
+    def newest(self) -> tuple[float, float]:
+        """Seconds that this rank worked, and those of its run: of the newest run that the device has finished.
+
+        Once a step; 0 if nothing was measured since, or the pipeline has one rank.
+        """
+        if not self._is_new or self.num_ranks == 1:
+            return 0.0, 0.0
+        self._is_new = False
+        self._read()
+        return self._newest
+
+    def usual(self) -> float:
+        """Seconds that this rank works in a run, median over the last ones; 0 before there are enough."""
+        self._read()
+        return median_low(self._works) if len(self._works) == _USUAL else 0.0
+
+    def _read(self) -> None:
+        """The runs that the device has finished."""
+        while self._runs and self.marks.is_past(self._runs[0].end):
+            start, end, waits = self._runs.popleft()
+            run = self.marks.seconds(start, end)
+            self._newest = run - sum(self.marks.seconds(wait.start, wait.end) for wait in waits), run
+            self._works.append(self._newest[0])

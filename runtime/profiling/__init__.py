@@ -1,1 +1,1 @@
-"""The actions and times of every rank, beside the planned ones, in one trace."""
+"""Measured beside planned: the actions and times of every rank in one trace, and the memory of each rank."""

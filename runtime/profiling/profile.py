@@ -1,34 +1,78 @@
 """The profile of a run: some steps are recorded on every rank, gathered in one exchange, written by rank 0.
 
-Marks of a rank's activities during profiled steps. The device is read only after them.
+The device is read only after the profiled steps. Ranks of several hosts get one clock: processes of a host share one,
+hosts ask rank 0 for the time.
+
+    rank r: t₀ → rank 0: t → rank r: t₁        offset = t − (t₀ + t₁)/2, wrong by at most (t₁ − t₀)/2
+
+Of several rounds the quickest counts (Cristian 1989, "Probabilistic clock synchronization").
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from passes.errors import PlanError, Where
 from planner.files.atomic import write_for_user
+from planner.files.text import writing
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from runtime.distributed.agreement import agreed
-from runtime.distributed.exchange_json import gather_json
+from runtime.distributed.agreement import agreed, all_gather_json, gather_json, of_kind
 from runtime.distributed.faults.activity import GRADIENTS, Activity, Now
+from runtime.distributed.faults.watch import host_key
+from runtime.distributed.groups import Groups
 from runtime.distributed.marks import Mark, Marks
-from runtime.engine import Engine
-from runtime.pipeline.waits import Wait, Waits
-from runtime.profiling.clocks import Offset, offset_to_rank_0
-from runtime.profiling.planned import PlannedRun, planned_run
-from runtime.profiling.spans import Span, spans_of
-from runtime.profiling.trace import trace_of
-from runtime.profiling.window import Window
+from runtime.engine.engine import Engine
+from runtime.pipeline.p2p import Wait, Waits
+from runtime.profiling.trace import PlannedRun, Span, planned_run, spans_of, trace_of
+
+ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """``5``: five steps, after the first one of the run, which is slow. ``10:13``: steps 10 to 13, counted from 1."""
+
+    first: int | None
+    last: int
+    text: str
+
+    @classmethod
+    def parse(cls, text: str, num_steps: int) -> Window:
+        """Raises PlanError for any other text, and for steps that a training of ``num_steps`` does not make."""
+        found = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip(), re.ASCII)
+        if found is None or len(text) > 20:
+            raise _error(f"{text!r} names no steps")
+        first, last = int(found[1]) if found[1] else None, int(found[2])
+        if last < 1 or (first is not None and not 1 <= first <= last):
+            raise _error(f"{text} is not a range of steps; steps count from 1")
+        made = last if first is not None else last + 1
+        if made > num_steps:
+            raise _error(f"--profile {text} ends at step {made}, but the run has {num_steps} steps")
+        return cls(first, last, text)
+
+    def steps(self, made: int) -> range:
+        """Their numbers, in a run before which ``made`` steps were made."""
+        if self.first is None:
+            return range(made + 2, made + 2 + self.last)
+        return range(max(self.first, made + 1), self.last + 1)
+
+
+def _error(what: str) -> PlanError:
+    return PlanError(
+        what,
+        where="--profile",
+        fix="write a number of steps, such as 3, or the first and the last, such as 10:13; or train longer",
+    )
 
 
 class Profile:
@@ -71,12 +115,14 @@ class Profile:
             return
         self._steps = range(0)
         groups = self._engine.groups
-        spans = [_shifted(span, self._offset) for span in recorder.end()]
-        found = gather_json(groups, (spans, self._offset), _recorded)
+        ahead = self._offset.seconds
+        spans = [span._replace(start=span.start + ahead, end=span.end + ahead) for span in recorder.end()]
+        found = gather_json(groups, (spans, self._offset), of_kind(tuple[list[Span], Offset]))
         with agreed(groups):
             if found and self._planned is not None:
                 write_trace(self.path, profile_of(found, self._planned, groups.mesh))
-                print(f"trace of {len(_steps_of(spans))} steps: {self.path}", file=sys.stderr, flush=True)
+                num_steps = len({span.step for span in spans if span.step})
+                print(f"trace of {num_steps} steps: {self.path}", file=sys.stderr, flush=True)
 
 
 def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
@@ -90,26 +136,8 @@ def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
     """Writes atomically. Raises PlanError, naming the file."""
-    try:
+    with writing("the trace", Where(file=path)):
         write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
-    except OSError as error:
-        raise PlanError(
-            f"cannot write the trace: {error.strerror}", where=Where(file=path), fix="give a writable file"
-        ) from error
-
-
-def _recorded(given: Sequence[Any]) -> tuple[list[Span], Offset]:
-    """Of one rank, as it came in JSON."""
-    spans, offset = given
-    return [Span.of_json(span) for span in spans], Offset(*offset)
-
-
-def _shifted(span: Span, offset: Offset) -> Span:
-    return span._replace(start=span.start + offset.seconds, end=span.end + offset.seconds)
-
-
-def _steps_of(spans: list[Span]) -> set[int]:
-    return {span.step for span in spans if span.step}
 
 
 # ---- marks of a rank's activities during profiled steps. The device is read only after them
@@ -152,3 +180,45 @@ class Recorder:
     def _await_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Offset(NamedTuple):
+    """``seconds`` to add to this rank's clock to have rank 0's; wrong by at most ``error``."""
+
+    seconds: float
+    error: float
+
+
+def offset_to_rank_0(groups: Groups) -> Offset:
+    """The same call on every rank."""
+    if groups.host is None:
+        return Offset(0.0, 0.0)
+    hosts = all_gather_json(groups, host_key())
+    asking = [hosts.index(key) for key in dict.fromkeys(hosts) if key != hosts[0]]
+    own = Offset(0.0, 0.0)
+    for rank in asking:
+        if groups.rank == 0:
+            _answer(groups, rank)
+        elif groups.rank == rank:
+            own = _ask(groups)
+    found = all_gather_json(groups, own, of_kind(Offset))
+    return found[hosts.index(hosts[groups.rank])]
+
+
+def _answer(groups: Groups, rank: int) -> None:
+    word = torch.zeros(1, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        dist.recv(word, rank, group=groups.host)
+        word.fill_(time.perf_counter())
+        dist.send(word, rank, group=groups.host)
+
+
+def _ask(groups: Groups) -> Offset:
+    word, found = torch.zeros(1, dtype=torch.float64), list[Offset]()
+    for _ in range(ROUNDS):
+        before = time.perf_counter()
+        dist.send(word, 0, group=groups.host)
+        dist.recv(word, 0, group=groups.host)
+        after = time.perf_counter()
+        found.append(Offset(word.item() - (before + after) / 2, (after - before) / 2))
+    return min(found, key=lambda offset: offset.error)

@@ -2,22 +2,90 @@
 
 A rank is a process with two tracks. *measured*: steps, in them the phases and actions, in those the waits for messages;
 an arrow goes from each sender's action to the end of the wait for it. *planned*: the same actions as the plan has them,
-from the moment at which the first rank begins its first one.
+from the moment at which the first rank begins its first one, with seconds of each stage from the cluster file, or else
+units, scaled to the measured step.
+
+Spans are nested, and consecutive on each level.
+
+between | step 3                                                                            | between
+        | check batch | denominators | begin | F0.0   | F1.0   | B0.0 … | sum of gradients | update
+                                             | wait | | wait |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from planner.cluster.cluster import read_cluster
+from planner.cost.planned import planned_stage_seconds
+from planner.frozen_plan import Plan
 from planner.mesh import Mesh
+from planner.pipeline.links import Message
 from planner.pipeline.schedule import Action
-from runtime.profiling.planned import PlannedRun
-from runtime.profiling.spans import Span
+from planner.pipeline.simulate import simulate
+from planner.spec.spec import Spec
+from runtime.distributed.faults.activity import BETWEEN, FORWARD, Now
 
+STEP = "batch"  # the call that makes a step
+NAMES = {STEP: "check batch", FORWARD: "begin"}
+Change = tuple[Now, float]
+Waited = tuple[Message | None, float, float]
+_DEPTH = {"step": 0, "call": 0, "phase": 1, "action": 1, "wait": 2}
 MEASURED, PLANNED = 1, 2
 _CATEGORIES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 Event = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """``kind``: step, action, wait, phase (of a step) or call. ``step``: its number, from 1; 0 outside of steps.
+
+    ``stage`` and ``action``: of an action. ``message``: that a wait was for. Seconds of the rank's own clock.
+    """
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    step: int = 0
+    stage: int | None = None
+    action: Action | None = None
+    message: Message | None = None
+
+
+def spans_of(changes: Sequence[Change], waits: Iterable[Waited]) -> list[Span]:
+    """``changes``: the rank's activity from each moment on; each ends the one before, and the last one is no span.
+
+    In order of start, the outer before the inner.
+    """
+    found = [Span("wait", "wait", start, end, message=message) for message, start, end in waits]
+    call: list[tuple[Now, float, float]] = []
+    for (now, start), (_, end) in pairwise(changes):
+        if now.phase == BETWEEN:
+            found += [*_call(call), Span(BETWEEN, "call", start, end)]
+            call = []
+        else:
+            call.append((now, start, end))
+    return sorted([*found, *_call(call)], key=lambda span: (span.start, -span.end, _DEPTH[span.kind]))
+
+
+def _call(phases: Sequence[tuple[Now, float, float]]) -> Iterator[Span]:
+    """A call between others, which bears the name of its first phase, and its phases in it."""
+    if not phases:
+        return
+    (now, start, _), (_, _, end) = phases[0], phases[-1]
+    step = now.step + 1 if now.phase == STEP else 0
+    yield Span(f"step {step}", "step", start, end, step) if step else Span(now.phase, "call", start, end)
+    for phase in phases:
+        yield _inner(*phase, step)
+
+
+def _inner(now: Now, start: float, end: float, step: int) -> Span:
+    if now.action is not None:
+        return Span(str(now.action), "action", start, end, step, now.stage, now.action)
+    return Span(NAMES.get(now.phase, now.phase), "phase", start, end, step)
 
 
 def trace_of(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, notes: dict[str, Any]) -> dict[str, Any]:
@@ -107,3 +175,37 @@ def _arrows(ranks: Sequence[Sequence[Span]], mesh: Mesh, origin: float) -> Itera
 def _arrow(phase: str, number: int, rank: int, seconds: float) -> Event:
     at = (_nanoseconds(seconds) - 1) / 1000  # inside of the span that ends there
     return {"ph": phase, "id": number, "name": "message", "cat": "message", "pid": rank, "tid": MEASURED, "ts": at}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Of each pp rank its actions with start and end, from the first start on. ``has_seconds``: they are seconds by the
+    plan's cost; else units: a forward takes 1 and a backward 2."""
+
+    actions: tuple[tuple[tuple[Action, float, float], ...], ...]
+    duration: float
+    has_seconds: bool
+
+    def scaled(self, seconds: float) -> PlannedRun:
+        """A plan without seconds, scaled to take ``seconds`` in all."""
+        if self.has_seconds or not self.duration:
+            return self
+        by = seconds / self.duration
+        actions = tuple(tuple((a, by * start, by * end) for a, start, end in rank) for rank in self.actions)
+        return PlannedRun(actions, seconds, False)
+
+
+def planned_run(plan: Plan, cluster: str | None) -> PlannedRun:
+    """Of a plan that can run. ``cluster``: the file that its spec names. Messages between stages take no time."""
+    mesh, row = plan.mesh, plan.schedule
+    schedule = row.on(mesh)
+    seconds = None
+    if cluster is not None and plan.cost is not None:
+        spec = Spec.load({**plan.spec, "cluster": None})
+        seconds = planned_stage_seconds(plan.lowered(), spec, row, read_cluster(cluster))
+    run = simulate(schedule, seconds)
+    actions = tuple(
+        tuple((action, *span) for action, span in zip(order, spans, strict=True))
+        for order, spans in zip(schedule.orders, run.spans, strict=True)
+    )
+    return PlannedRun(actions, run.duration, seconds is not None)

@@ -1,1 +1,4 @@
-"""The report of a step to the user."""
+"""The report of a step to the user.
+
+Begin at `progress`. `step_report` is what a step says, `log` where it is written; `runs/` compares runs.
+"""

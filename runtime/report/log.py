@@ -1,4 +1,6 @@
-"""The log of a run: a line of JSON for each step, flushed at once. docs/watching.md lists its keys."""
+"""Where a run is logged: a line of JSON for each step, flushed at once (docs/watching.md lists its keys); TensorBoard
+and Weights & Biases, under the same names; and the loss as a picture. All but the log need optional packages.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,144 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
 from math import inf
 from pathlib import Path
+from typing import Any
 
-from passes.errors import PlanError, Where
+from passes.errors import PlanError, Where, first_line
 from planner.files.atomic import replaced_file
-from runtime.report.step_row import StepRow
+from planner.files.text import writing
+from planner.frozen_plan import Plan
+from runtime.report.step_report import StepReport
+
+_FIX = "free space there, or log to another place"
+
+
+_RECENT = 20  # steps that the time left is judged by
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan's figures of a step. ``flops``: of one device, model FLOPs of forward and backward, without
+    recomputation; ``peak``: its FLOPs per second, 0 without a cluster; ``bubble`` of the schedule.
+    """
+
+    flops: float
+    peak: float
+    bubble: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> Planned:
+        """Of a plan that can run."""
+        bubble = plan.schedule.bubble_fraction
+        return cls(plan.step_flops(), 0.0 if plan.cost is None else plan.cost.peak, bubble)
+
+
+class Pace:
+    """Owns when the last steps were shown, and how long the last batch took."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.data_seconds = 0.0
+        self._shown: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+
+    @contextmanager
+    def making_batch(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.data_seconds = time.perf_counter() - begun
+
+    def seconds_left(self, step: int) -> float | None:
+        """From now, when ``step`` is shown; None at the first one, which takes longer than others."""
+        now = time.perf_counter()
+        self._shown.append((step, now))
+        first, begun = self._shown[0]
+        return None if step == first else (now - begun) / (step - first) * (self.num_steps - step)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One line of the log. None: there is no such figure in this run, or it is not known yet.
+
+    ``imbalance``: of experts, the most tokens over the mean; ``dropped``: the share of choices that found no slot.
+    ``one_process_loss``: of the single process, if it runs too. ``slow_rank``: the rank that others wait for, and the
+    cost. ``loss_scale``: that the step ran with. ``validation_loss``: after this step, if due.
+    ``step_seconds``: of the step. ``data_share``: the batch's share of the time of a step with its batch.
+    ``flops_per_s``: of one device, model FLOPs of forward and backward over ``step_seconds``;
+    ``peak_share``: its share of a device's peak in the cluster file. ``memory_bytes``: the most that a rank has
+    held. ``bubble``: measured; ``planned_bubble``: of the plan's schedule. ``seconds_left``: until the last step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    skipped: bool = False
+    imbalance: float | None = None
+    dropped: float | None = None
+    one_process_loss: float | None = None
+    slow_rank: str | None = None
+    loss_scale: float | None = None
+    validation_loss: float | None = None
+    step_seconds: float | None = None
+    data_share: float | None = None
+    flops_per_s: float | None = None
+    peak_share: float | None = None
+    memory_bytes: int | None = None
+    bubble: float | None = None
+    planned_bubble: float | None = None
+    seconds_left: float | None = None
+
+
+def make_row(
+    step: int,
+    report: StepReport,
+    planned: Planned,
+    *,
+    one_process_loss: float | None = None,
+    data_seconds: float = 0.0,
+    seconds_left: float | None = None,
+    validation_loss: float | None = None,
+) -> StepRow:
+    """``data_seconds``: the time to make the step's batch. Waits for the device if the step still runs."""
+    is_alone = one_process_loss is None  # else rank 0 trains the single process too: that others wait for it is no news
+    seconds, bubble = report.seconds, report.bubble
+    flops_per_s = planned.flops / seconds if planned.flops and seconds else None
+    return StepRow(
+        step,
+        report.loss,
+        report.grad_norm,
+        report.lr,
+        report.tokens_per_s,
+        report.skipped,
+        imbalance=report.imbalance if report.expert_tokens else None,
+        dropped=report.dropped_share if report.drops else None,
+        one_process_loss=one_process_loss,
+        slow_rank=str(report.slow_rank) if report.slow_rank is not None and is_alone else None,
+        loss_scale=report.loss_scale,
+        validation_loss=validation_loss,
+        step_seconds=seconds or None,
+        data_share=data_seconds / (data_seconds + seconds) if seconds else None,
+        flops_per_s=flops_per_s,
+        peak_share=flops_per_s / planned.peak if flops_per_s and planned.peak else None,
+        memory_bytes=report.memory_bytes,
+        bubble=bubble,
+        planned_bubble=planned.bubble if bubble is not None else None,
+        seconds_left=seconds_left,
+    )
+
 
 _KEYS = tuple(field.name for field in dataclasses.fields(StepRow))
+SUFFIXES = (".png", ".svg", ".pdf")
+_SIZE = (7.0, 4.0)  # inches
+_FEW = 25  # steps that are also marked as points
 
 
 class Log:
@@ -27,20 +157,16 @@ class Log:
 
     def __init__(self, path: str, first: int = 0) -> None:
         self.path, self._first, self._has_begun = path, first, False
-        try:
+        with writing("the log", Where(file=path), _FIX):
             self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def write(self, row: StepRow, own: Mapping[str, float]) -> None:
         line = json.dumps({name: getattr(row, name) for name in _KEYS} | dict(own)) + "\n"
-        try:
+        with writing("the log", Where(file=self.path), _FIX):
             if not self._has_begun:
                 self._begin()
             self._file.write(line.encode())
             self._file.flush()
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def _begin(self) -> None:
         self._has_begun = True
@@ -56,13 +182,6 @@ class Log:
     def close(self) -> None:
         with suppress(OSError):  # failed writes were reported before
             self._file.close()
-
-    def _cannot_write(self, error: OSError) -> PlanError:
-        return PlanError(
-            f"cannot write the log: {error.strerror}",
-            where=Where(file=self.path),
-            fix="free space there, or log to another place",
-        )
 
 
 def rows_until(path: str | None, step: int) -> list[StepRow]:
@@ -85,3 +204,95 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return inf  # a line that a kill cut short
+
+
+def draw_curve(rows: Sequence[StepRow], path: str) -> None:
+    """Write the picture atomically: loss by step, also that of one process and of validation if there are any.
+
+    Raises PlanError, naming the file, if it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, points, style in _lines(rows):
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (mean over tokens)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    with writing("the picture", Where(file=path)), replaced_file(Path(os.path.realpath(path))) as file:
+        figure.savefig(file, dpi=150, format=Path(path).suffix.lower().removeprefix("."))
+
+
+def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], dict[str, Any]]]:
+    """The drawn lines: label, points, and style. The single process is dashed, so that equal lines are both visible."""
+    marker = "o" if len(rows) <= _FEW else None
+    wanted = (
+        ("training", "loss", {"color": "C0", "linewidth": 2.0, "marker": marker, "markersize": 3.5}),
+        ("one process", "one_process_loss", {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 3))}),
+        ("validation", "validation_loss", {"color": "C1", "linewidth": 1.6, "marker": "s", "markersize": 4.0}),
+    )
+    found = []
+    for label, name, style in wanted:
+        points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+        if points:
+            found.append((label, points, style))
+    return found
+
+
+class TensorBoard:
+    """Owns the writer of a directory. Of an earlier run there, steps after ``first`` are made again, and purged."""
+
+    def __init__(self, directory: str, first: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(directory, purge_step=first + 1 if first else None)
+
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None:
+        for name, value in _figures(row, own).items():
+            self._writer.add_scalar(name, value, row.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Owns a run of the project. ``place``: PROJECT, or PROJECT/NAME; ``name``: of the run, if that has none.
+
+    ``run_id``: a run with this id goes on. Raises PlanError for all that the package raises.
+    """
+
+    def __init__(self, place: str, name: str | None, config: Mapping[str, Any], run_id: str | None) -> None:
+        project, _, own = place.partition("/")
+        with _of_wandb():
+            init = import_module("wandb").init
+            self._run = init(project=project, name=own or name, config=dict(config), id=run_id, resume="allow")
+
+    def write(self, row: StepRow, own: Mapping[str, float]) -> None:
+        with _of_wandb():
+            self._run.log(_figures(row, own), step=row.step)
+
+    def close(self) -> None:
+        with _of_wandb():
+            self._run.finish()
+
+
+@contextmanager
+def _of_wandb() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        fix = "log in by `wandb login`, set WANDB_MODE=offline, or remove --wandb"
+        raise PlanError(f"Weights & Biases: {first_line(error)}", where="--wandb", fix=fix) from error
+
+
+def _figures(row: StepRow, own: Mapping[str, float]) -> dict[str, float]:
+    found = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in found.items() if name != "step"} | dict(own)

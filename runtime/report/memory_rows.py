@@ -52,8 +52,8 @@ class MemoryReport:
     """``rows`` and ``actions`` of every rank. ``notes``: for the reader."""
 
     rows: tuple[Compared, ...]
-    notes: tuple[str, ...] = ()
-    actions: tuple[ActionMemory, ...] = ()
+    notes: tuple[str, ...]
+    actions: tuple[ActionMemory, ...]
 
     @property
     def passed(self) -> bool:

@@ -6,13 +6,19 @@ Values of a device tensor on the host, without a wait for work that was queued a
     read    the host waits for that event, and reads its own memory
 
 ``tensor.tolist()`` would queue its copy when it is called: behind all of the next step.
+
+The rank that the others wait for is found from the seconds that each rank works in the actions of a step. Ranks that
+share a layer (tp, cp) wait inside of its collectives, which count as work: they have one figure and are named together.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import mean, median_low
 from typing import Any
 
 import torch
@@ -20,8 +26,10 @@ from torch import Tensor
 
 from planner.frozen_plan import Plan
 from runtime.distributed.marks import Marks
-from runtime.distributed.notes import Told
-from runtime.report.slow_rank import SlowRank, slowest
+from runtime.distributed.messages import Told
+
+SLOWER = 2.0  # than the median of those with the same work, to be named
+SLOWER_STAGE = 3.0  # than the median of the other stages, if no replica has the same work
 
 
 class PlanWarning(UserWarning):
@@ -86,7 +94,7 @@ class StepReport:
     ) -> None:
         """``figures``: norm, whether the update was skipped (0 or 1), loss, the tokens of each expert of each of
         ``layers`` (block, experts), how many were dropped of each of ``dropping`` layers that count it, and the notes
-        of ``runtime.distributed.notes``, on the device. ``drops``: whether a token may find no slot; None: not known.
+        of ``runtime.distributed.messages``, on the device. ``drops``: whether a token may find no slot; None: unknown.
 
         ``notes``: their number, and a function that gets them when figures are read. Raises that function's errors.
         ``places``: of each rank its (pp, dp), and the first rank of its pipeline. ``scale``: of the loss.
@@ -139,7 +147,7 @@ class StepReport:
 
     @property
     def has_orders(self) -> bool:
-        """Whether rank 0 has orders for all ranks (``runtime.training.callback``)."""
+        """Whether rank 0 has orders for all ranks (``runtime.training.showing``)."""
         return self.told.has_orders
 
     @property
@@ -247,3 +255,48 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.flatten().tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """``ranks`` work ``factor`` times as long in each step as others with their work: ``seconds`` more."""
+
+    ranks: tuple[int, ...]
+    factor: float
+    seconds: float
+
+    def __str__(self) -> str:
+        named = f"rank {self.ranks[0]} is" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))} are"
+        return f"{named} {self.factor:.1f}× slower: costs {self.seconds:.2g} s per step"
+
+
+def slowest(working: Sequence[float], places: Sequence[tuple[int, int]]) -> SlowRank | None:
+    """The ranks that cost the others most; None if all are about alike, or a figure is unknown (0).
+
+    ``working``: seconds of each rank. ``places``: coordinates (pp, dp) of each rank. Replicas of one pipeline stage
+    have the same work and are compared with each other. A stage without replicas is compared with all other stages,
+    which differ by nature, so there the threshold is higher.
+    """
+    if not working or not all(working):
+        return None
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, place in enumerate(places):
+        members[place].append(rank)
+    seconds = {place: mean(working[rank] for rank in ranks) for place, ranks in members.items()}
+    worst: dict[int, tuple[int, int]] = {}  # of each stage: what the others are compared with is no less
+    for place in seconds:
+        worst[place[0]] = max(worst.get(place[0], place), place, key=seconds.__getitem__)
+    found = [slow for place in worst.values() if (slow := _slow(place, members[place], seconds)) is not None]
+    return max(found, key=lambda slow: slow.seconds, default=None)
+
+
+def _slow(place: tuple[int, int], ranks: list[int], seconds: dict[tuple[int, int], float]) -> SlowRank | None:
+    others = {other: spent for other, spent in seconds.items() if other != place}
+    if not others:
+        return None
+    replicas = [spent for (stage, _), spent in others.items() if stage == place[0]]
+    usual = median_low(replicas or others.values())
+    factor = seconds[place] / usual
+    if factor < (SLOWER if replicas else SLOWER_STAGE):
+        return None
+    return SlowRank(tuple(ranks), factor, seconds[place] - usual)

@@ -1,4 +1,8 @@
-"""Data of a run: batches for training and validation, and their identity, which must not change on resume."""
+"""Data of a run: batches for training and validation, and their identity, which must not change on resume.
+
+--data a.tokens=0.7 --data b.tokens=0.3
+data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, without --data
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,12 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.data.buckets import BucketBatches, OfLength, batches_of, token_batches_in
-from runtime.data.reading import read_tokens
-from runtime.data.roles import length_of, roles_of
+from runtime.data.reading import check_vocabulary, read_tokens, split
 from runtime.data.stream import is_stream, stream_function
-from runtime.data.text.sources import STDLIB, files_of
+from runtime.data.text.documents import STDLIB, files_of
+from runtime.data.token_batches import length_of, roles_of
 from runtime.data.token_file import check_content, is_token_file, read_header
 from runtime.data.tokens import Tokens
-from runtime.data.validation_split import split
-from runtime.data.vocabulary import check_vocabulary
 from runtime.training.job import Job
 from runtime.training.validation import HeldOut
 
@@ -39,9 +41,6 @@ class RunData:
     identity: dict[str, Any]
     validate_every: int | None = None
     told: tuple[str, ...] = ()
-
-    def is_validated_after(self, step: int) -> bool:
-        return self.validate_every is not None and step % self.validate_every == 0
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
@@ -121,13 +120,12 @@ def check_stream(job: Job, spec: Spec) -> None:
             raise PlanError(what, where=where, fix=f"leave out {where}")
 
 
-def check_roles(spec: Spec) -> None:
-    """Raise PlanError for inputs that no text can feed."""
-    inputs = spec.longest.require_inputs()
-    try:
-        length_of(inputs, roles_of(inputs, spec.data.inputs))
-    except PlanError as error:
-        raise spec.locate(error) from None
+def check_roles(job: Job, spec: Spec) -> None:
+    """Raise PlanError for inputs that no text, or file of pairs, can feed."""
+    inputs, files = spec.longest.require_inputs(), map(Path, job.sources)
+    is_paired = any(is_token_file(path) and read_header(path).is_paired for path in files)
+    with spec.locating():
+        length_of(inputs, roles_of(inputs, spec.data.inputs), is_paired=is_paired)
 
 
 def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:
@@ -170,7 +168,69 @@ def _validation(texts: list[Tokens], weights: list[float], specs: list[Spec]) ->
 def _check_ids(tokens: Tokens, spec: Spec, plan: Plan) -> None:
     inputs = spec.require_inputs()
     ranges = plan.decisions.id_ranges if plan.decisions is not None else {}
-    try:
+    with spec.locating():
         check_vocabulary(tokens, inputs, roles_of(inputs, spec.data.inputs), ranges)
-    except PlanError as error:
-        raise spec.locate(error) from None
+
+
+def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The one text without a share, or the first of several and all of them with theirs.
+
+    Raises PlanError if a share is missing, or no positive number.
+    """
+    parts = [_part(text) for text in given]
+    if len(parts) == 1 and parts[0][1] is None:
+        return parts[0][0], ()
+    found = []
+    for source, weight in parts:
+        if weight is None or not 0 < weight < math.inf:
+            what = f"--data {source} has no share" if weight is None else f"--data {source}: {weight:g} is not a share"
+            raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each text: --data a.txt=0.7")
+        found.append((source, weight))
+    return found[0][0], tuple(found)
+
+
+def mixture_of_spec(path: str) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The same, of the spec at ``path``: paths are relative to the working directory, or to the spec's.
+
+    Raises PlanError if the spec names no text, or one that is not there.
+    """
+    spec = Spec.load(path)
+    shares = spec.data.mixture
+    if not shares:
+        fix = "add --data PATH, or `data: {mixture: {PATH: 1}}` to the spec"
+        raise PlanError("no text to train on", where="--data", fix=fix)
+    found = tuple((_place_of(source, spec, path), share) for source, share in shares.items())
+    return found[0][0], found
+
+
+def _place_of(source: str, spec: Spec, path: str) -> str:
+    beside = Path(path).parent / source
+    if source == STDLIB or Path(source).exists():
+        return source
+    if not beside.exists():
+        raise PlanError(
+            f"data.mixture: no file or directory {source}",
+            where=spec.location("data.mixture"),
+            fix="name a token file, a text file or a directory, relative to the working directory or to the spec's",
+        )
+    return str(beside)
+
+
+def _part(text: str) -> tuple[str, float | None]:
+    source, equals, weight = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return text, None
+    try:
+        return source, float(weight)
+    except ValueError:
+        return text, None
+
+
+def named_files(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """``NAME=FILE`` of ``--validation-data``. Raises PlanError for another form, or a name twice."""
+    found = [(name, file) for name, _, file in (text.partition("=") for text in given)]
+    for place, (name, file) in enumerate(found):
+        if not (name and file) or name in [other for other, _ in found[:place]]:
+            what = f"--validation-data {given[place]}: " + ("a name comes twice" if file else "no NAME=FILE")
+            raise PlanError(what, where="--validation-data", fix="write --validation-data NAME=FILE, each name once")
+    return tuple(found)

@@ -1,40 +1,30 @@
-"""Options of a training run, checked before anything starts."""
+"""The settings of a training run, checked before anything starts, and its plan: of model and spec, or a saved one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+from torch import nn
 
 from passes.errors import PlanError
+from planner.capture.model.reference import OPTION as OF_PEFT
+from planner.frozen_plan import Plan
+from planner.named_code import is_named
+from planner.saved_plan.plan_file import SAVED_BY, SUFFIX
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import check_writable, resolve, saves_in
-from runtime.report.step_row import StepRow
+from runtime.report.log import StepRow
+from runtime.shared_plan import Planned, planned
+from runtime.training.options import AUTO, OF_ONE_RANK, PLACE, TrainOptions
 
-AUTO = "auto"
-DEFAULT_SAVES = "checkpoints"
 DEFAULT_TRACE = "trace.json"
-GROUPS_TIMEOUT = 600.0  # seconds
-# of one rank alone, or compared by content: the plan with its spec, the data
-OWN = frozenset(
-    [
-        "model",
-        "spec",
-        "data",
-        "mixture",
-        "tokenizer",
-        "keep",
-        "compare",
-        "log",
-        "plot",
-        "tensorboard",
-        "callback",
-        "wandb",
-        "quiet",
-        "profile_to",
-        "timeout",
-        "planned",
-    ]
+OPTION = "--plan"
+FRESH = (
+    "MODEL has no weights: they are drawn as `initialization` of the spec says (without --plan the model's own code "
+    "draws them)"
 )
-PLACES = ("save", "resume", "plan", "save_adapters", "save_merged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,60 +37,23 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(TrainOptions):
     """The settings of a run; the same on every rank, except those of ``OWN``.
 
-    ``num_steps``: of the whole training, those before a resume included. ``save``: the directory of the saves, None
-    for none; ``save_every``: steps between two of them, None for one at the end alone; ``keep``: how many of the newest
-    stay, None for all. ``resume``: "auto" for the newest good save of ``save``, else a save or a directory of saves.
-    ``tokenizer``: a file that tokenizes the text of ``data``, None for its bytes or if ``data`` holds tokens already.
-    ``validate_every``: steps between two validations, None for none. ``sample_every``: steps after which the model
-    continues the texts ``sample_prompt``.
-    ``log``, ``plot``: files for the figures of each step, and for a picture of the loss; ``tensorboard``: a directory.
-    ``profile``: which steps, as ``runtime.profiling.window`` reads it; ``profile_to``: the file of the trace.
-    ``quiet``: no line of a step is shown. ``audit``: steps between two audits, in place of the spec's; None for those.
-    ``timeout``: seconds that a rank waits for others in an exchange.
-    ``mixture``: several texts in place of ``data``, with the share of each. ``keep_best``: the save with the least
-    validation loss stays; ``patience``: validations without a smaller one before the run ends, None for no such end.
-    ``callback``: ``file.py:function``, which gets each row; ``wandb``: the project that rows go to. ``plan``: a saved
-    plan that the ranks run in place of a capture; ``planned``: the file of the launcher's plan
-    (``runtime.shared_plan``). ``save_adapters``, ``save_merged``: directories for the adapters of
-    peft, and for the base with these merged, at the end. ``validation_data``: names and files of sets that every
-    validation reads; ``metric``: ``file.py:function``, for further figures of these.
+    ``num_steps``: of the whole training, those before a resume included. ``mixture``: several texts in place of
+    ``data``, with the share of each. ``planned``: the file of the launcher's plan (``runtime.shared_plan``).
+    ``sample_prompt``: texts that the model continues; ``validation_data``: names and files of sets that every
+    validation reads.
     """
 
-    model: str
-    spec: str
-    data: str
+    model: Annotated[str, OF_ONE_RANK]
+    spec: Annotated[str, OF_ONE_RANK]
+    data: Annotated[str, OF_ONE_RANK]
     num_steps: int
-    compare: bool = False
-    log: str | None = None
-    save: str | None = None
-    save_every: int | None = None
-    keep: int | None = None
-    resume: str | None = None
-    plot: str | None = None
-    tensorboard: str | None = None
-    tokenizer: str | None = None
-    validate_every: int | None = None
-    profile: str | None = None
-    profile_to: str | None = None
-    quiet: bool = False
-    audit: int | None = None
-    timeout: float = GROUPS_TIMEOUT
-    mixture: tuple[tuple[str, float], ...] = ()
-    keep_best: bool = False
-    patience: int | None = None
-    callback: str | None = None
-    wandb: str | None = None
-    plan: str | None = None
-    planned: str | None = None
-    save_adapters: str | None = None
-    save_merged: str | None = None
-    sample_every: int | None = None
+    mixture: Annotated[tuple[tuple[str, float], ...], OF_ONE_RANK] = ()
+    planned: Annotated[str | None, OF_ONE_RANK] = None
     sample_prompt: tuple[str, ...] = ()
     validation_data: tuple[tuple[str, str], ...] = ()
-    metric: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -111,19 +64,20 @@ class Job:
         return self.profile_to or DEFAULT_TRACE
 
 
+def _marked(mark: str) -> frozenset[str]:
+    hints = get_type_hints(Job, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if mark in getattr(hint, "__metadata__", ()))
+
+
+OWN, PLACES = _marked(OF_ONE_RANK), _marked(PLACE)
+
+
 def spec_of(job: Job) -> Spec:
     """The spec of the run: its file, and the options that replace keys of it."""
     spec = Spec.load(job.spec).of_run(job.num_steps)
     if job.audit is None:
         return spec
     return spec.model_copy(update={"audit": spec.audit.model_copy(update={"every": job.audit})})
-
-
-def saves_directory(
-    save: str | None, save_every: int | None, resume: str | None, keep_best: bool = False
-) -> str | None:
-    """The directory of saves: ``save``, or ``checkpoints`` if an option asks for saves without a directory."""
-    return save or (DEFAULT_SAVES if save_every is not None or resume == AUTO or keep_best else None)
 
 
 def check_saves(job: Job, *, goes_on: bool = False) -> None:
@@ -145,3 +99,61 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
             where="--save",
             fix="add --resume auto to resume from it, or use another directory",
         )
+
+
+def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], object] | None = None) -> Planned:
+    """The plan of a job, made here or by another process of the launch. ``check``: called with the model before it is
+    captured. Raises PlanError."""
+    if job.plan is not None:
+        return Planned(stored_plan(job, spec), None)
+    from planner.capture.model.reference import load_to_plan
+
+    model = load_to_plan(job.model, spec.seed)
+    if check is not None:
+        check(model)
+    return planned(model, spec, job.planned, job.timeout)
+
+
+def stored_plan(job: Job, spec: Spec) -> Plan:
+    """The saved plan of a job. Raises PlanError if it is of another spec, or an option needs the model itself."""
+    assert job.plan is not None
+    if not job.plan.endswith(SUFFIX):
+        what = f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}"
+        raise PlanError(what, where=OPTION, fix=SAVED_BY)
+    if OF_PEFT in job.model:
+        what, fix = (
+            "a saved plan does not hold the modules of peft",
+            f"leave out {OPTION}: ranks then plan by themselves",
+        )
+        raise PlanError(what, where=OPTION, fix=fix)
+    audit = "--audit" if job.audit is not None else "audit of the spec"
+    for option, is_set in (("--compare", job.compare), (audit, spec.audit.every is not None)):
+        if is_set:
+            raise PlanError(
+                f"{option} runs the model itself, and a saved plan does not hold its code",
+                where=OPTION,
+                fix=f"leave out {option} or {OPTION}",
+            )
+    found = Plan.load(job.plan, own_functions=True)  # those of the spec, as is compared next
+    if found.spec["optimizer"]["schedule"]["steps"] == "auto":
+        what = "the plan has optimizer.schedule.steps: auto, which is replaced by the steps of a run when it plans"
+        fix = f"write steps: {job.num_steps} in the spec and save the plan again, or leave out {OPTION}"
+        raise PlanError(what, where=OPTION, fix=fix)
+    lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
+    for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
+        raise PlanError(
+            f"the plan was made with {key}: {had}, the spec has {asked}",
+            where=job.plan,
+            fix="save the plan again with this spec, or train with the spec of the plan",
+        )
+    return found
+
+
+def differing(asked: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value of the spec, value of the plan) of each difference. The plan may have a number for auto or none, and
+    no name of a function."""
+    if isinstance(asked, Mapping) and isinstance(planned, Mapping):
+        for name in (*asked, *(n for n in planned if n not in asked)):
+            yield from differing(asked.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
+    elif asked != planned and (asked not in ("auto", None) or is_named(planned)):
+        yield key, asked, planned

@@ -1,78 +1,92 @@
-"""The training loop of one rank."""
+"""The training loop of one rank.
+
+An update with NaN or Inf changes nothing in either case. With a dynamic loss scale it is expected: the scale is halved
+and the next step runs. It is an error only if the scale cannot become smaller.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
-import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.capture.model.reference import pretrained_directory
-from planner.capture.model.with_adapters import OPTION, adapter_directory
-from planner.frozen_plan import Plan
+from planner.capture.model.reference import OPTION, adapter_directory, pretrained_directory
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
-from runtime.checkpoint.model_files import FOLDER, model_files, told_of, write_files
-from runtime.data.prefetch import Prefetched
+from runtime.checkpoint.conversion import FOLDER, model_files, told_of, write_files
 from runtime.data.stream import Stream
-from runtime.data.token_batches import Batches, OwnRows
+from runtime.data.token_batches import Batches, OwnRows, Prefetched
+from runtime.distributed.agreement import broadcast_json, of_kind
 from runtime.distributed.devices import launched
-from runtime.distributed.exchange_json import broadcast_json
-from runtime.distributed.same_options import require_same_data, told_to_all
+from runtime.distributed.same_options import require_same, told_to_all
 from runtime.distributed.stopping import Stopping, stop_requested
-from runtime.engine import Engine
-from runtime.profiling.profile import Profile
-from runtime.profiling.window import Window
+from runtime.engine.engine import Engine
+from runtime.profiling.profile import Profile, Window
 from runtime.report.step_report import StepReport
 from runtime.shared_plan import Planned
-from runtime.training.best import Best
-from runtime.training.callback import Orders
 from runtime.training.data import RunData, run_data
-from runtime.training.job import Job, Trained, spec_of
-from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
-from runtime.training.planned import FRESH, plan_of
-from runtime.training.samples import Samples
-from runtime.training.saving import RunSaves
-from runtime.training.showing import Seen, Showing
-from runtime.training.validation import Metric, Validation, validate
+from runtime.training.job import FRESH, Job, Trained, plan_of, spec_of
+from runtime.training.saving import RunSaves, say
+from runtime.training.showing import Orders, Samples, Seen, Showing
+from runtime.training.validation import Best, Metric, TextMetric, Validation, metric_of, validate
 from runtime.verify.reference import OneProcess, with_values
 
 LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
+RUN_ID = "run of Weights & Biases"  # in the extra data of saves
 STREAM = "stream"  # its position, in the extra data of saves
+MOST_SKIPPED = 100  # steps in a row, with `precision.nonfinite: skip` and no loss scale that would end it before
 
 
+@dataclass
 class _Run:
     """One rank's run. Owns the reports that the device still works on.
 
-    A GPU works on the next step while this one's figures come.
+    A GPU works on the next step while this one's figures come. ``failure``: the same on every rank.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        data: RunData,
-        rows: OwnRows | Stream,
-        showing: Showing,
-        stopping: Stopping,
-        saves: RunSaves,
-        beside: OneProcess | None,
-        profile: Profile | None,
-    ) -> None:
-        self.engine, self.data, self.showing, self.stopping, self.beside = engine, data, showing, stopping, beside
-        self.saves, self.profile, self.rows = saves, profile, rows
-        self.is_stopped = self.is_over = False
-        self.validation: Validation | None = None
-        self.failure: PlanError | None = None  # the same on every rank
-        self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
-        self._guard = NonFiniteGuard(engine)
-        self._metric = None if showing.job.metric is None else Metric(showing.job.metric)
-        self._lag = int(engine.groups.device.type != "cpu")
+    engine: Engine
+    data: RunData
+    rows: OwnRows | Stream
+    showing: Showing
+    stopping: Stopping
+    saves: RunSaves
+    beside: OneProcess | None
+    profile: Profile | None
+    metric: Metric | TextMetric | None
+    is_stopped: bool = False
+    is_over: bool = False
+    validation: Validation | None = None
+    failure: PlanError | None = None
 
-    def step(self, batch: dict[str, Tensor]) -> None:
+    def __post_init__(self) -> None:
+        self._waiting: list[tuple[dict[str, Tensor], StepReport, Seen]] = []
+        self._guard = NonFiniteGuard(self.engine)
+        self._lag = int(self.engine.groups.device.type != "cpu")
+
+    def steps(self, job: Job, samples: Samples, best: Best) -> None:
+        """All that are left, until a reason to end."""
+        with Prefetched(self.rows, self.engine.step_index, job.num_steps) as batches:
+            while self.engine.step_index < job.num_steps and not (self.is_stopped or self.is_over or best.is_over):
+                if (batch := self._next_batch(batches)) is None:
+                    told = f"{job.data} has ended: training ends after step {self.engine.step_index}"
+                    say(told, leads=self.engine.groups.rank == 0)
+                    break
+                self._step(batch)
+                samples.after_step(self.engine)
+                best.see(None if self.validation is None else self.validation.loss)
+                self.saves.after_step()
+        self._show()
+        if self.profile is not None:
+            self.profile.finish()
+
+    def _step(self, batch: dict[str, Tensor]) -> None:
         if self.profile is not None:
             self.profile.before_step(self.engine.step_index + 1)
         report = self.engine.train_step(batch, local=self.rows.is_local)
@@ -85,9 +99,9 @@ class _Run:
         place = self.engine.place_of(batch)
         seen = Seen(self.engine.step_index, alone, self.showing.pace.data_seconds, self.validation, place)
         self._waiting.append((batch, report, seen))
-        self.show(self._lag)
+        self._show(self._lag)
 
-    def next_batch(self, batches: Batches) -> dict[str, Tensor] | None:
+    def _next_batch(self, batches: Batches) -> dict[str, Tensor] | None:
         """The batch of the next step; None behind the end of a stream. The same call on every rank."""
         step = self.engine.step_index
         with self.showing.pace.making_batch():
@@ -98,24 +112,19 @@ class _Run:
     def _validated(self) -> Validation | None:
         """By the running mean of the weights if there is one. None after most steps. A metric that fails ends the run
         after this step, with a save."""
-        if not self.data.is_validated_after(self.engine.step_index):
+        every = self.data.validate_every
+        if every is None or self.engine.step_index % every:
             return None
         with nullcontext() if self.engine.optimizer.average is None else self.engine.averaged_weights():
             try:
-                return validate(self.data.held_out, self.engine, self._metric)
+                return validate(self.data.held_out, self.engine, self.metric)
             except PlanError as error:
-                if self._metric is None or error.where == "batch":
+                if self.metric is None or error.where == "batch":
                     raise
                 self.failure, self.is_over = error, True
                 return None
 
-    def finish(self) -> None:
-        """After the last step."""
-        self.show()
-        if self.profile is not None:
-            self.profile.finish()
-
-    def show(self, lag: int = 0) -> None:
+    def _show(self, lag: int = 0) -> None:
         """Shows the steps except the last ``lag``. Sets ``is_stopped`` on all ranks if one was asked to stop."""
         while len(self._waiting) > lag:
             batch, report, seen = self._waiting.pop(0)
@@ -130,7 +139,7 @@ class _Run:
     def _obey(self) -> None:
         """The orders of rank 0, at the same step on every rank."""
         leads = self.engine.groups.rank == 0
-        orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, Orders.of_json)
+        orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, of_kind(Orders))
         self.is_over |= orders.stop
         self.saves.is_asked |= orders.save
         if orders.changes_lr:
@@ -146,67 +155,65 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
     rank ends it after a complete step, with a save if the job has saves.
     """
     with told_to_all():
-        spec = spec_of(job)
-        weights = pretrained_directory(job.model)
-        leads = not launched(os.environ).rank
+        spec, leads = spec_of(job), not launched(os.environ).rank
         made = made or plan_of(job, spec)
         decided, model = made.plan, made.model
         alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
         made.model = model = None
         data = run_data(job, spec, decided)
-        _say("\n".join(data.told), leads=leads)
+        say("\n".join(data.told), leads=leads)
         showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
-        profile = _profile_of(job, decided, spec, leads=leads)
+        profile, metric = None, metric_of(job, spec, decided)
+        if job.profile is not None:
+            window = Window.parse(job.profile, job.num_steps)
+            profile = Profile(window, job.trace, decided, spec.cluster, leads=leads)
         engine = Engine(decided, timeout_seconds=job.timeout)
     with engine, RunSaves(engine, job, data.identity) as saves:
         made.forget_file()
-        require_same_data(str(data.identity["data"]), engine.groups)
+        require_same("the data (by content)", str(data.identity["data"]), engine.groups)
         if leads and job.save is not None:
-            write_files(model_files(job.model.partition(OPTION)[0], job.sources), Path(job.save, FOLDER))
-        save, best = saves.resumed(), Best(engine, job, data.identity)
-        best.go_on(saves.taken)
-        if isinstance(rate := saves.taken.get(LR), float):
-            saves.extra[LR] = rate
-            engine.set_learning_rate(rate)
-        if save is None and weights is not None:
-            engine.load_pretrained(weights)
-        if save is None and (trained := adapter_directory(job.model)) is not None:
-            engine.load_adapters(trained)
-        if save is None and weights is None and job.plan is not None:
-            _say(FRESH, leads=leads)
+            write_files(_files_of(job), Path(job.save, FOLDER))
+        best = Best(engine, job, data.identity)
+        _take_weights(engine, job, saves, best)
         # after the engine has taken its weights: the one process trains the model itself
-        one = None if alone is None else OneProcess(alone, spec, None, decided.parameters)
-        beside = None if one is None or data.training is None else _caught_up(one, data.training, engine.step_index)
+        beside = None if alone is None else OneProcess(alone, spec, None, decided.parameters)
+        if beside is not None and data.training is not None:
+            for step in range(engine.step_index):  # it has no saves: the steps before a resume are made again
+                beside.train_step(data.training.batch(step))
         if profile is not None:
             profile.attach(engine)
-        with showing.from_step(engine.step_index), Stopping() as stopping:
+        if run_id := saves.taken.get(RUN_ID) or (job.wandb and secrets.token_hex(4)):
+            saves.extra[RUN_ID] = run_id
+        with showing.from_step(engine.step_index, run_id), Stopping() as stopping:
             rows = _rows_of(job, spec, data, engine, saves)
-            run = _Run(engine, data, rows, showing, stopping, saves, beside, profile)
-            ahead = Prefetched(run.rows, engine.step_index, job.num_steps)
+            run = _Run(engine, data, rows, showing, stopping, saves, beside, profile, metric)
             try:
-                with ahead as batches:
-                    while engine.step_index < job.num_steps and not (run.is_stopped or run.is_over or best.is_over):
-                        if (batch := run.next_batch(batches)) is None:
-                            _say(f"{job.data} has ended: training ends after step {engine.step_index}", leads=leads)
-                            break
-                        run.step(batch)
-                        samples.after_step(engine)
-                        best.see(None if run.validation is None else run.validation.loss)
-                        saves.after_step()
-                run.finish()
+                run.steps(job, samples, best)
             except (NonFiniteError, AuditError) as error:  # of all ranks at the same step
                 return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()
-            if job.save_adapters is not None:
-                engine.save_adapters(job.save_adapters)
-            if job.save_merged is not None:
-                engine.save_merged(job.save_merged)
-            if leads:
-                _write_files(job)
+            _write_models(job, engine)
     if (failure := showing.failure or run.failure) is not None:
         raise failure
     return Trained(showing.rows, stopped)
+
+
+def _take_weights(engine: Engine, job: Job, saves: RunSaves, best: Best) -> None:
+    """The state of the save that the run resumes from, else the weights that MODEL and its adapters name."""
+    save, weights = saves.resumed(), pretrained_directory(job.model)
+    best.go_on(saves.taken)
+    if isinstance(rate := saves.taken.get(LR), float):
+        saves.extra[LR] = rate
+        engine.set_learning_rate(rate)
+    if save is not None:
+        return
+    if weights is not None:
+        engine.load_pretrained(weights)
+    if (trained := adapter_directory(job.model)) is not None:
+        engine.load_adapters(trained)
+    if weights is None and job.plan is not None:
+        say(FRESH, leads=engine.groups.rank == 0)
 
 
 def _rows_of(job: Job, spec: Spec, data: RunData, engine: Engine, saves: RunSaves) -> OwnRows | Stream:
@@ -215,32 +222,61 @@ def _rows_of(job: Job, spec: Spec, data: RunData, engine: Engine, saves: RunSave
         return OwnRows(data.training, engine.layout)
     stream = Stream(job.data, spec, engine.layout, keeps=job.save is not None)
     stream.go_on(saves.taken.get(STREAM))
-    _say(stream.told, leads=engine.groups.rank == 0)
+    say(stream.told, leads=engine.groups.rank == 0)
     saves.position = lambda: {STREAM: stream.saved(engine.groups, engine.step_index)}
     return stream
 
 
-def _say(text: str, *, leads: bool) -> None:
-    if leads and text:
-        print(text, file=sys.stderr, flush=True)
+def _write_models(job: Job, engine: Engine) -> None:
+    """The directories of adapters and of the merged model, with tokenizer and configs beside the weights."""
+    if job.save_adapters is not None:
+        engine.save_adapters(job.save_adapters)
+    if job.save_merged is not None:
+        engine.save_merged(job.save_merged)
+    for directory in filter(None, (job.save_adapters, job.save_merged)) if engine.groups.rank == 0 else ():
+        write_files(files := _files_of(job), Path(directory))
+        say(told_of(files, directory), leads=True)
 
 
-def _write_files(job: Job) -> None:
-    """Tokenizer and configs, into every directory that the run has written."""
-    files = model_files(job.model.partition(OPTION)[0], job.sources)
-    for directory in filter(None, (job.save_adapters, job.save_merged)):
-        write_files(files, Path(directory))
-        _say(told_of(files, directory), leads=True)
+def _files_of(job: Job) -> dict[str, bytes]:
+    return model_files(job.model.partition(OPTION)[0], job.sources)
 
 
-def _profile_of(job: Job, decided: Plan, spec: Spec, *, leads: bool) -> Profile | None:
-    if job.profile is None:
-        return None
-    return Profile(Window.parse(job.profile, job.num_steps), job.trace, decided, spec.cluster, leads=leads)
+class NonFiniteError(RuntimeError):
+    """Training cannot continue: loss or gradients of a step are NaN or infinite. The same on every rank."""
 
 
-def _caught_up(beside: OneProcess, batches: Batches, num_steps: int) -> OneProcess:
-    """The single process has no saves: it makes the steps before a resume again."""
-    for step in range(num_steps):
-        beside.train_step(batches.batch(step))
-    return beside
+class NonFiniteGuard:
+    """Looks at each report. Owns the number of steps that were skipped one after another.
+
+    Every rank asks it about every step, in order; all of them stop at the same step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.num_skipped = engine, 0
+
+    def check(self, batch: Mapping[str, Tensor], report: StepReport, step: int, *, local: bool = False) -> None:
+        """``batch`` and ``report``: of the step with this index, the first of a training being 0.
+
+        Raises NonFiniteError on every rank, with the first value of the step that is not finite.
+        """
+        self.num_skipped = self.num_skipped + 1 if report.skipped else 0
+        if self.num_skipped and self._is_over():
+            raise NonFiniteError(self._words(batch, report, step, local))
+
+    def _is_over(self) -> bool:
+        precision, scale = self.engine.spec.precision, self.engine.loss_scale
+        if precision.loss_scale == "dynamic":
+            return scale.is_exhausted or precision.nonfinite == "stop"
+        return precision.nonfinite != "skip" or self.num_skipped >= MOST_SKIPPED
+
+    def _words(self, batch: Mapping[str, Tensor], report: StepReport, step: int, local: bool) -> str:
+        first = self.engine.find_nonfinite(batch, local=local, step=step)
+        row = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
+        figures = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
+        found = first or "in a rerun, every value is finite: the step is not reproducible, or a sum overflowed"
+        return (
+            f"step {step + 1} has NaN or Inf{row} ({figures}); its update was skipped, and training stops\n  "
+            f"{found}\n  fix: lower the learning rate, warm up, or clip; see docs/limits.md; set "
+            "precision.nonfinite to continue after such steps"
+        )

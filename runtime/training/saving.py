@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from passes.errors import PlanError
 from runtime.checkpoint.lines import Line, line_of_run
 from runtime.checkpoint.saves import by_newest, on_line, owned, prune, saves_in, without_manifest
-from runtime.distributed.agreement import agreed
-from runtime.distributed.exchange_json import broadcast_json
-from runtime.engine import Engine
-from runtime.training.job import AUTO, Job, check_saves
+from runtime.distributed.agreement import agreed, broadcast_json, of_kind
+from runtime.engine.engine import Engine
+from runtime.training.job import Job, check_saves
+from runtime.training.options import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,6 @@ class _Origin:
     own: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     is_named: bool = False
-
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> _Origin:
-        return cls(tuple(given["saves"]), tuple(given["own"]), tuple(given["skipped"]), given["is_named"])
 
 
 class RunSaves:
@@ -95,8 +91,8 @@ class RunSaves:
         Raises PlanError on every rank if the named save, or every one that there is, cannot be taken.
         """
         with agreed(self.engine.groups):
-            found = asdict(self._origin()) if self.engine.groups.rank == 0 else None
-        origin = broadcast_json(self.engine.groups, found, _Origin.of_json)
+            found = self._origin() if self.engine.groups.rank == 0 else None
+        origin = broadcast_json(self.engine.groups, found, of_kind(_Origin))
         taken = self._first_good(origin)
         line = self.engine.saver.line
         if taken is None:
@@ -190,16 +186,26 @@ class RunSaves:
         self._say(f"warning: step {step} is not saved: {error}")
 
     def _prune(self) -> None:
-        """Old saves that cannot be removed only take space: training and its saves continue."""
-        if self.job.keep is not None and self.job.save is not None and self.engine.groups.rank == 0:
-            try:
-                prune(self.job.save, self.job.keep, self.engine.saver.line)
-            except PlanError as error:
-                self._say(f"warning: {error}")
+        if self.job.keep is not None and self.job.save is not None:
+            prune_on_rank_0(self.engine, self.job.save, self.job.keep)
 
     def _say(self, text: str) -> None:
-        if self.engine.groups.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+        say(text, leads=self.engine.groups.rank == 0)
+
+
+def say(text: str, *, leads: bool) -> None:
+    """One line of rank 0."""
+    if leads and text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def prune_on_rank_0(engine: Engine, directory: str, keep: int) -> None:
+    """Old saves that cannot be removed only take space: training and its saves continue."""
+    if engine.groups.rank == 0:
+        try:
+            prune(directory, keep, engine.saver.line)
+        except PlanError as error:
+            say(f"warning: {error}", leads=True)
 
 
 def _listed(saves: list[Path], most: int = 5) -> str:

@@ -1,26 +1,42 @@
-"""Output of rank 0, step by step and at the end of a run. Other ranks print nothing."""
+"""Output of rank 0, step by step and at the end of a run. Other ranks print nothing.
+
+``--callback FILE.py:FUNCTION``: a function of the user's that gets each row of the run, on rank 0.
+
+    function(row)         reads
+    function(row, run)    also asks: ``run.stop()``, ``run.set_lr(x)``, ``run.save()``, ``run.log(name, value)``
+
+Rank 0 alone knows what was asked; the sum of the next update says that something was, and all ranks then get it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
-from passes.errors import PlanError
+from passes.errors import PlanError, first_line
 from planner.frozen_plan import Plan
-from runtime.report.curve import draw_curve
-from runtime.report.log import Log, rows_until
-from runtime.report.pace import Pace, Planned
+from planner.named_code import NamedCode, line_of
+from planner.spec.spec import Spec
+from runtime.distributed.stopping import announce_orders
+from runtime.engine.engine import Engine
+from runtime.engine.prompts import codec_of, fitted, tokens_of
+from runtime.report.log import Log, Pace, Planned, StepRow, TensorBoard, WandB, draw_curve, make_row, rows_until
 from runtime.report.progress import Progress, Sink
 from runtime.report.step_report import StepReport
-from runtime.report.step_row import StepRow, make_row
-from runtime.report.trackers import TensorBoard, WandB
-from runtime.training.callback import Callback, Run
 from runtime.training.job import Job
-from runtime.training.validation import Validation
+from runtime.training.validation import Validation, tokenizer_of
+
+FORMS = (
+    "FILE.py:FUNCTION, a function of the row of a step (loss, validation_loss, step …) and, if it takes two arguments, "
+    "of the run (stop, set_lr, save, log)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,7 @@ class Showing:
         self.failure: PlanError | None = None
         self.pace = Pace(job.num_steps)
         self._planned = [Planned.of(each) for each in plan.of_all_lengths] if leads else []
-        self._first = 0
+        self._first, self._run_id, self._spec = 0, None, plan.spec
         self._before: list[StepRow] = []
         self._imbalance: float | None = plan.spec.get("experts", {}).get("imbalance")
         self._ep = plan.mesh.ep
@@ -60,9 +76,10 @@ class Showing:
         self._callback = Callback(job.callback) if leads and job.callback is not None else None
         self.run = Run(job.num_steps, has_saves=job.save is not None, is_compared=job.compare)
 
-    def from_step(self, step: int) -> Self:
-        """An earlier run made ``step`` steps: the display begins there, and the log keeps their rows."""
-        self._first = step
+    def from_step(self, step: int, run_id: str | None) -> Self:
+        """An earlier run made ``step`` steps: the display begins there, and the log keeps their rows. ``run_id``: of
+        Weights & Biases, which goes on with that run."""
+        self._first, self._run_id = step, run_id
         return self
 
     def __enter__(self) -> Self:
@@ -129,5 +146,124 @@ class Showing:
         if self.job.tensorboard is not None:
             found.append(TensorBoard(self.job.tensorboard, self._first))
         if self.job.wandb is not None:
-            found.append(WandB(self.job.wandb))
+            config = {"model": self.job.model, "data": self.job.data, "steps": self.job.num_steps, "spec": self._spec}
+            name = None if self.job.save is None else Path(self.job.save).name
+            found.append(WandB(self.job.wandb, name, config, self._run_id))
         return found
+
+
+class Samples:
+    """``leads``: this rank prints. Raises PlanError for prompts that the plan does not take."""
+
+    def __init__(self, job: Job, spec: Spec, decided: Plan, *, leads: bool) -> None:
+        self._every, self._texts, self._leads = job.sample_every, job.sample_prompt, leads
+        check_samples(job, spec)
+        if self._texts:
+            self._codec = codec_of(tokenizer_of(job, "--sample-prompt"))
+            self._tokens, self._count = tokens_of(self._texts, self._codec, spec, decided)
+
+    def after_step(self, engine: Engine) -> None:
+        """Continue the prompts if it is time. The same call on every rank."""
+        if self._every is None or engine.step_index % self._every:
+            return
+        found = engine.generate(self._tokens, self._count, stop=self._codec.ends)
+        for text, tokens in zip(self._texts, found.tokens, strict=True) if self._leads else ():
+            written = f"{text}{self._codec.text(tokens.tolist())}"
+            print(f"step {engine.step_index} continues: {written}", file=sys.stderr, flush=True)
+
+
+def check_samples(job: Job, spec: Spec) -> None:
+    """Raise PlanError for prompts that no plan of ``spec`` takes."""
+    if (job.sample_every is None) != (not job.sample_prompt):
+        missing = "--sample-prompt TEXT" if job.sample_every is not None else "--sample-every N"
+        what = "samples need prompts, and a number of steps between them"
+        raise PlanError(what, where="--sample-every", fix=f"add {missing}")
+    if job.sample_prompt:
+        fitted(job.sample_prompt, codec_of(tokenizer_of(job, "--sample-prompt")), spec)
+
+
+@dataclass
+class Orders:
+    """What a callback has asked for since the last time. ``lr``: None, if ``changes_lr``: the schedule again."""
+
+    stop: bool = False
+    save: bool = False
+    changes_lr: bool = False
+    lr: float | None = None
+
+
+class Run:
+    """The run, for a callback. All ranks do what it asks after the next step, on a GPU after the one behind it;
+    after the last step, nothing but ``log`` has an effect.
+    """
+
+    def __init__(self, num_steps: int, *, has_saves: bool, is_compared: bool) -> None:
+        self.num_steps = num_steps
+        self._has_saves, self._is_compared = has_saves, is_compared
+        self._orders, self._figures = Orders(), dict[str, float]()
+
+    def stop(self) -> None:
+        """End the training, as after its last step: with a save, if it has saves."""
+        self._orders.stop = True
+        announce_orders(True)
+
+    def save(self) -> None:
+        if not self._has_saves:
+            raise ValueError("run.save() needs a directory: add --save DIR")
+        self._orders.save = True
+        announce_orders(True)
+
+    def set_lr(self, lr: float | None) -> None:
+        """A learning rate in place of the schedule's, from then on; None: the schedule again. Saves keep it."""
+        if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"run.set_lr({lr}): a learning rate is a number, 0 or more")
+        if self._is_compared:
+            raise ValueError("run.set_lr: the one process of --compare trains by the schedule; remove --compare")
+        self._orders.changes_lr, self._orders.lr = True, None if lr is None else float(lr)
+        announce_orders(True)
+
+    def log(self, name: str, value: float) -> None:
+        """A figure of this step, for the log, TensorBoard and Weights & Biases."""
+        if name in StepRow.__dataclass_fields__:
+            raise ValueError(f"run.log({name!r}): every row has a figure of this name")
+        self._figures[str(name)] = float(value)
+
+    def orders(self) -> Orders:
+        """None are left."""
+        found, self._orders = self._orders, Orders()
+        announce_orders(False)
+        return found
+
+    def figures(self) -> dict[str, float]:
+        """Of this step; none are left."""
+        found, self._figures = self._figures, {}
+        return found
+
+
+class Callback:
+    """Owns the function. Whatever it raises is a PlanError that names its file and line; then all ranks end."""
+
+    def __init__(self, reference: str) -> None:
+        """Runs the file. Raises PlanError if that fails, or has no such function."""
+        self._function: Callable[..., Any] = NamedCode(reference, "--callback", FORMS).load()
+        self._takes_run = _takes_two(self._function)
+
+    def __call__(self, row: StepRow, run: Run) -> None:
+        try:
+            self._function(row, run) if self._takes_run else self._function(row)
+        except Exception as error:
+            what = f"the callback failed after step {row.step}: {first_line(error)}"
+            fix = "correct it, or remove --callback"
+            raise PlanError(what, where=line_of(error) or "--callback", fix=fix) from error
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin
+        return False
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True

@@ -4,31 +4,50 @@
     first      its loss is the validation loss, which --keep-best and --patience follow; others are loss/NAME
     metric     function(log_probs, labels, batch) -> {name: (sum, count)}, of the rows of one dp rank in one batch;
                the figure is Σ sum / Σ count over batches and dp ranks: name, and name/NAME of the other sets
+    texts      FILE.py:FUNCTION:texts, with --prompts FILE: function(prompts, texts, rows) -> {name: (sum, count)}, of
+               the texts with which the model continues the prompts, once a validation, on rank 0
 
 log_probs [rows, length] (float64): log P of each label, 0 where the loss takes none. labels: the batch's own tensor.
+
+The save of the least validation loss stays, and a run that finds no smaller one for long ends.
+
+DIR/best/step-00000040      the save after step 40; an earlier one goes once this is written
+DIR/best_adapters           with --peft, the adapters of that step, as peft writes them
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from passes.errors import PlanError, first_line
+from planner.capture.model.reference import OPTION
+from planner.frozen_plan import Plan
 from planner.named_code import NamedCode, line_of
+from planner.spec.spec import Spec
 from runtime.data.buckets import BucketBatches, OfLength
+from runtime.data.text.documents import STDLIB, rows_of, text_of
+from runtime.data.text.encoders import BYTES
 from runtime.data.token_batches import OwnRows
-from runtime.distributed.agreement import agree
-from runtime.distributed.exchange_json import all_gather_json
-from runtime.engine import Engine
-from runtime.report.step_row import StepRow
+from runtime.data.token_file import files_in, is_token_file, open_token_file
+from runtime.distributed.agreement import agree, agreed, all_gather_json, broadcast_json
+from runtime.engine.engine import Engine
+from runtime.engine.prompts import codec_of, fitted, tokens_of
+from runtime.report.log import StepRow
+from runtime.training.job import Job
+from runtime.training.saving import prune_on_rank_0, say
 
 MOST_VALIDATED = 16  # batches of one validation
 Sums = dict[str, tuple[float, float]]
+DIRECTORY, ADAPTERS = "best", "best_adapters"
+TEXTS = ":texts"  # the end of the name of a metric of texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +66,7 @@ class Validation:
     figures: Mapping[str, float]
 
 
-def validate(sets: tuple[HeldOut, ...], engine: Engine, metric: Metric | None) -> Validation:
+def validate(sets: tuple[HeldOut, ...], engine: Engine, metric: Metric | TextMetric | None) -> Validation:
     """Over the same batches each time: all of a set, or a part of it. The same call on every rank.
 
     Raises PlanError, on every rank, if the metric fails on one.
@@ -60,10 +79,86 @@ def validate(sets: tuple[HeldOut, ...], engine: Engine, metric: Metric | None) -
         losses.append(fmean(engine.evaluate(batch, local=rows.is_local) for batch in batches))
         if place:
             figures[f"loss{behind}"] = losses[-1]
-        if metric is not None:
+        if isinstance(metric, Metric):
             found = metric.of(batches, engine, is_local=rows.is_local)
             figures |= {f"{name}{behind}": value for name, value in found.items()}
+    if isinstance(metric, TextMetric):
+        figures |= metric.of(engine)
     return Validation(losses[0], figures)
+
+
+def metric_of(job: Job, spec: Spec, decided: Plan) -> Metric | TextMetric | None:
+    """Raises PlanError for prompts that the plan does not take, or code that has no such function."""
+    if job.metric is None:
+        return None
+    return TextMetric(job, spec, decided) if job.prompts is not None else Metric(job.metric)
+
+
+def check_metric(job: Job, spec: Spec) -> None:
+    """Raise PlanError for options that do not go together, or prompts that no plan of ``spec`` takes."""
+    is_of_texts = job.metric is not None and job.metric.endswith(TEXTS)
+    if is_of_texts != (job.prompts is not None):
+        what = f"prompts are for a metric of texts, FILE.py:FUNCTION{TEXTS}, and that needs prompts"
+        raise PlanError(
+            what, where="--prompts", fix=f"give --prompts FILE and --metric FILE.py:FUNCTION{TEXTS}, or none"
+        )
+    if job.metric is not None:
+        _function_of(job.metric)
+    if job.prompts is not None:
+        fitted(_prompts_of(job.prompts)[0], codec_of(tokenizer_of(job, "--prompts")), spec)
+
+
+def _function_of(reference: str) -> Callable[..., Any]:
+    return NamedCode(reference.removesuffix(TEXTS), "--metric").load()
+
+
+def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts, and their rows: each a JSON object with a prompt. Raises PlanError."""
+    rows = list[dict[str, Any]]()
+    for row in rows_of([Path(file)], None, lambda num_bytes: None):
+        with row.fields() as fields:
+            text_of(fields, "prompt")
+            rows.append(fields)
+    if not rows:
+        raise PlanError(f"{file} has no prompt", where="--prompts", fix='give lines like {"prompt": "2 + 2 ="}')
+    return [row["prompt"] for row in rows], rows
+
+
+class TextMetric:
+    """Owns the user's function and the prompts."""
+
+    def __init__(self, job: Job, spec: Spec, decided: Plan) -> None:
+        assert job.metric is not None and job.prompts is not None  # noqa: PT018
+        self._function, (self._prompts, self._rows) = _function_of(job.metric), _prompts_of(job.prompts)
+        self._codec = codec_of(tokenizer_of(job, "--prompts"))
+        self._tokens, self._count = tokens_of(self._prompts, self._codec, spec, decided)
+
+    def of(self, engine: Engine) -> dict[str, float]:
+        """The same call on every rank. Raises PlanError on all."""
+        found = engine.generate(self._tokens, self._count, stop=self._codec.ends).tokens
+        sums: Sums = {}
+        with agreed(engine.groups, rank_0_is_long=True):
+            if engine.groups.rank == 0:
+                texts = [self._codec.text(tokens.tolist()) for tokens in found]
+                sums = _sums(self._function, self._prompts, texts, self._rows)
+        return _quotients([broadcast_json(engine.groups, sums, dict)])
+
+
+def tokenizer_of(job: Job, option: str) -> str | None:
+    """The tokenizer of prompts; a token file of samples holds its own. Raises PlanError for one without."""
+    for source in job.sources:
+        if source == STDLIB or not is_token_file(Path(source)):
+            continue
+        if files_in(Path(source)):
+            return source
+        name = open_token_file(Path(source), source).tokenization.name
+        if name != BYTES.name:
+            raise PlanError(
+                f"{source} has the tokens of {name}, and a run on a token file has no tokenizer for prompts",
+                where=option,
+                fix="train on the text with --tokenizer FILE, or continue prompts with meshwright generate --load DIR",
+            )
+    return job.tokenizer
 
 
 class Metric:
@@ -71,27 +166,28 @@ class Metric:
 
     def __init__(self, reference: str) -> None:
         """Runs its file. Raises PlanError if that fails, or has no such function."""
-        self._function: Callable[..., Any] = NamedCode(reference, "--metric").load()
+        self._function = _function_of(reference)
 
     def of(self, batches: list[dict[str, Tensor]], engine: Engine, *, is_local: bool) -> dict[str, float]:
         of_batches, error = list[Sums](), None
         for batch in batches:
             scores = engine.score(batch, local=is_local)
             try:
-                of_batches.append(self._sums(self._function(scores.log_probabilities, batch[scores.key], batch)))
+                with engine.groups.faults.activity.at_most(engine.groups.timeout):
+                    of_batches.append(_sums(self._function, scores.log_probabilities, batch[scores.key], batch))
             except PlanError as refused:
                 error = error or refused
-            except Exception as raised:
-                what = f"--metric failed: {first_line(raised)}"
-                fix = "correct it, or remove --metric"
-                error = error or PlanError(what, where=line_of(raised) or "--metric", fix=fix)
         agree(engine.groups, error)
         # every rank of a dp coordinate has the same; without own rows, all have
         own = [engine.mesh.dp_rank if is_local else 0, _added(of_batches)]
         of_dp = dict(all_gather_json(engine.groups, own))
         return _quotients(of_dp.values())
 
-    def _sums(self, found: Any) -> Sums:
+
+def _sums(function: Callable[..., Any], *arguments: Any) -> Sums:
+    """Raises PlanError, at the user's line, for all that the function raises, and for another result than sums."""
+    try:
+        found = function(*arguments)
         pairs = found.items() if isinstance(found, Mapping) else [("", found)]
         for name, pair in pairs:
             is_pair = isinstance(name, str) and name and isinstance(pair, tuple | list) and len(pair) == 2
@@ -100,6 +196,11 @@ class Metric:
                 fix = "return {name: (sum, count)}, with names that the log does not have yet"
                 raise PlanError(what, where="--metric", fix=fix)
         return {name: (float(total), float(count)) for name, (total, count) in pairs}
+    except PlanError:
+        raise
+    except Exception as error:
+        what, fix = f"--metric failed: {first_line(error)}", "correct it, or remove --metric"
+        raise PlanError(what, where=line_of(error) or "--metric", fix=fix) from error
 
 
 def _added(parts: Iterable[Mapping[str, Any]]) -> Sums:
@@ -121,3 +222,67 @@ def _quotients(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             what = f"--metric: {name} is {total[name][0]:g} / {total[name][1]:g}"
             raise PlanError(what, where="--metric", fix="return a finite sum, and a count above 0 in some batch")
     return found
+
+
+class Best:
+    """Owns the least loss, its step, and the number of validations since. All ranks see the same losses."""
+
+    def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
+        """``extra``: stored in every save, not only in the best; it holds the best loss so far."""
+        self._engine, self._job, self._extra = engine, job, extra
+        self._leads = engine.groups.rank == 0
+        self.loss, self.step, self.num_since = math.inf, 0, 0
+
+    def go_on(self, saved: dict[str, Any]) -> None:
+        """After a resume from a save with this ``extra``."""
+        told = saved.get("best")
+        if isinstance(told, dict) and all(
+            isinstance(told.get(name), int | float) for name in ("loss", "step", "since")
+        ):
+            self.loss, self.step, self.num_since = float(told["loss"]), int(told["step"]), int(told["since"])
+            self._tell()
+
+    @property
+    def is_over(self) -> bool:
+        return self._job.patience is not None and self.num_since >= self._job.patience
+
+    def see(self, loss: float | None) -> None:
+        """The validation loss after a step, None if there was none."""
+        if loss is None:
+            return
+        is_best = loss < self.loss
+        if is_best:
+            self.loss, self.step = loss, self._engine.step_index
+        self.num_since = 0 if is_best else self.num_since + 1
+        self._tell()
+        if is_best and self._job.keep_best:
+            self._save()
+        if self.is_over:
+            told = f"stopped after step {self._engine.step_index}: {self.num_since} validations without a lower loss"
+            say(f"{told} than {self.loss:.6f} after step {self.step}", leads=self._leads)
+
+    def _tell(self) -> None:
+        if math.isfinite(self.loss) and (self._job.keep_best or self._job.patience is not None):
+            self._extra["best"] = {"loss": self.loss, "step": self.step, "since": self.num_since}
+
+    def _save(self) -> None:
+        """As a save on the way: one that fails is a warning."""
+        assert self._job.save is not None
+        directory = str(Path(self._job.save) / DIRECTORY)
+        try:
+            self._engine.save(directory, extra=self._extra)
+            if OPTION in self._job.model:
+                with nullcontext() if self._engine.optimizer.average is None else self._engine.averaged_weights():
+                    self._engine.save_adapters(Path(self._job.save) / ADAPTERS)
+        except PlanError as error:
+            say(f"warning: the best step so far, {self.step}, is not saved: {error}", leads=self._leads)
+            return
+        prune_on_rank_0(self._engine, directory, 1)
+
+
+def check_best(job: Job) -> None:
+    """Raise PlanError for options that need a validation if there is none."""
+    for option, is_asked in (("--keep-best", job.keep_best), ("--patience", job.patience is not None)):
+        if is_asked and job.validate_every is None:
+            fix = "add --validate-every N, and --validation-data NAME=FILE"
+            raise PlanError(f"{option} needs a validation loss, but nothing is validated", where=option, fix=fix)

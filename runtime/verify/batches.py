@@ -8,7 +8,7 @@ from torch import Tensor
 from planner.documents import telling_values
 from planner.forms import given_by
 from planner.frozen_plan import Plan
-from planner.spec.roles import role_of
+from planner.spec.inputs import role_of
 from planner.spec.sections import InputSpec
 from planner.spec.spec import Spec
 

@@ -1,6 +1,6 @@
 """Plans that are wrong on purpose: a comparison with one process that stays green then would prove nothing.
 
-One exchange of the lowered graphs missing (also of rows with experts), or one parameter frozen.
+One exchange of the lowered graphs missing (also of rows with experts).
 
 Exchanges are numbered over all stages, in the order of each stage's graph. A missing one changes no shape:
 sums stay partial, and shards of other ranks are filled with this rank's own.
@@ -9,30 +9,27 @@ sums stay partial, and shards of other ranks are filled with this rank's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes.base import RankProgram, StageModule
 from passes.errors import PlanError
 from passes.ops import collectives, context, meeting, slots
+from passes.ops.attention import causal_attention
 from passes.ops.axis import AxisHandle
-from passes.ops.causal_attention import causal_attention
-from passes.ops.column_linear import column_linears, gathered_linears
 from passes.ops.documents import Masked
 from passes.ops.gathered_attention import gathered_attention
+from passes.ops.linear import column_linears, gathered_linears
 from passes.ops.meeting import Meeting
 from passes.ops.recompute import BlockCall
 from passes.ops.slots import placed, share_of
 from passes.ops.vocabulary import vocabulary_cross_entropy
-from passes.stage_module import RankProgram, StageModule
 from passes.types.types import Placement
 from planner.frozen_plan import Plan
 from planner.lower import lower
-from planner.sharding.shards import decide_shards
-from planner.spec.spec import Spec
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
@@ -41,7 +38,9 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
     for stage, program in _all_stages(plan, rank):
         nodes = exchanges(stage)
         if total <= number < total + len(nodes):
-            _take_out(*nodes[number - total])
+            module, node = nodes[number - total]
+            node.target = STAND_INS[node.target]
+            module.recompile()
         total += len(nodes)
         mine = program if plan.mesh.pp_rank_of(program.stages[0].index) == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
@@ -52,25 +51,6 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         )
     assert mine is not None
     return mine
-
-
-def freeze_parameter(plan: Plan, fqn: str) -> Plan:
-    """The plan with a trainable parameter as a constant, as of a capture that loses it; ``plan`` itself is used up.
-
-    Raises PlanError if the program reads no such parameter.
-    """
-    source, _ = plan.to_run()
-    program, values = source.program, {} if plan.model is None else dict(plan.model.named_parameters())
-    name = next((node for node, parameter in program.parameters.items() if parameter == fqn), None)
-    if name is None or fqn not in values:
-        raise PlanError(
-            f"there is no parameter {fqn} to freeze",
-            where="freeze_parameter",
-            fix=f"name one of {', '.join(list(program.parameters.values())[:8])}",
-        )
-    del program.parameters[name]
-    program.constants[name] = values[fqn].detach().clone().to(program.node(name).meta["val"].dtype)
-    return replace(plan, shards=decide_shards(Spec.load({**plan.spec, "cluster": None}), source))
 
 
 def num_collectives(plan: Plan) -> int:
@@ -100,11 +80,6 @@ def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgra
     for index in range(mesh.pp * mesh.vpp):
         program = programs[mesh.pp_rank_of(index)]
         yield program.stages[mesh.chunk_of(index)], program
-
-
-def _take_out(module: fx.GraphModule, node: fx.Node) -> None:
-    node.target = STAND_INS[node.target]
-    module.recompile()
 
 
 def _through(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
@@ -169,9 +144,9 @@ def _own_tokens_as_rows(tokens: Tensor, here: Meeting) -> Tensor:
     return tokens[torch.arange(int(here.counts.sum()), device=tokens.device) % len(tokens)]
 
 
-def _summed_by_none(rows: Tensor, here: Meeting) -> Tensor:
+def _summed_by_none(rows: Tensor, here: Meeting, dtype: torch.dtype) -> Tensor:
     assert here.tokens is not None
-    return _as_many(rows, here.tokens.num_tokens)
+    return _as_many(rows.to(dtype), here.tokens.num_tokens)
 
 
 def _own_slots(

@@ -20,17 +20,17 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.canonical.masks import simplify_masks
+from passes.dropout import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
 from passes.errors import PlanError, Where
-from passes.ops.counted import Place, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
+from passes.ops.dropout import SampleElements, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
 from passes.ops.random_state import RandomState
-from passes.partition.options.table import has_rule
+from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import aten
 from passes.program.source_lines import frames_of, where_of
-from passes.rng.places import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
-from passes.types.draw import Draw
+from passes.types.types import Draw
 from planner.capture.export import capture
-from planner.capture.gradients.call_sites import CallSites
-from planner.capture.own_loss.with_loss import apply_loss
+from planner.capture.own_loss import apply_loss
+from planner.capture.user_lines import CallSites
 from planner.spec.spec import Spec
 
 DROPOUT = "dropout"
@@ -45,7 +45,7 @@ class Named:
     the user's code."""
 
     kind: str
-    place: Place
+    place: SampleElements
     p: float
     where: Where
     frames: tuple[tuple[str, int], ...] = ()
@@ -84,7 +84,11 @@ def _named(node: fx.Node) -> Named:
     p: Any = node.args[1] if is_dropout else 0.0
     kind = DROPOUT if is_dropout else KINDS[node.target]
     return Named(
-        kind, Place(draw.site, draw.shape, whole, draw.batch, draw.by_sample), p, where_of(node), frames_of(node)
+        kind,
+        SampleElements(draw.site, draw.shape, whole, draw.batch, draw.by_sample),
+        p,
+        where_of(node),
+        frames_of(node),
     )
 
 
@@ -98,11 +102,6 @@ class NamedDraws(TorchDispatchMode):
         self._random = RandomState(seed, tp_rank=0)
         self._left: deque[Named] = deque()
         self._is_forward = True
-
-    @property
-    def num_draws(self) -> int:
-        """Of one forward."""
-        return max(map(len, self.draws.values()))
 
     @contextmanager
     def forward(self, step: int, batch: Mapping[str, Tensor]) -> Iterator[None]:
@@ -141,14 +140,12 @@ class NamedDraws(TorchDispatchMode):
                     where=self._sites.here(),
                     fix=f"turn off checkpointing in the model, or {_FIX}",
                 )
-            if self._left and _fits(self._left[0], func, made, args) and self._is_at(self._left[0].frames):
+            # These lines draw now, in this order; around and between them others may be, which a capture lacks.
+            here = iter(self._sites.frames_here())
+            is_next = self._left and _fits(self._left[0], func, made, args)
+            if is_next and all(frame in here for frame in self._left[0].frames):
                 made.copy_(self._values(self._left.popleft(), made, args))
         return made
-
-    def _is_at(self, frames: tuple[tuple[str, int], ...]) -> bool:
-        """Whether these lines draw now, in this order; around and between them others may be, which a capture lacks."""
-        here = iter(self._sites.frames_here())
-        return all(frame in here for frame in frames)
 
     def _values(self, named: Named, made: Tensor, args: Any) -> Tensor:
         random, place = self._random, named.place

@@ -11,26 +11,30 @@ The object itself needs no such assumption, and ``Untouched`` checks that nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.capture.model.caches import caches_off
-from planner.capture.model.compiled import in_eager_mode
+from passes.program.matrices import Matrices
+from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.reference import load_model
-from planner.capture.own_loss.with_loss import apply_loss
+from planner.capture.own_loss import apply_loss
 from planner.frozen_plan import Plan
 from planner.sharding.parameters import ParameterPlan
+from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
+from planner.spec.update_rules import PREFIX, UPDATE_RULES, class_of, options_of
+from planner.updates import Settings, base_of, settings_of
 from runtime.audit.own_module import loss_of
-from runtime.distributed.fingerprint import fingerprint_of_model
-from runtime.optimizer.lr import LearningRate
-from runtime.verify.optimizers import optimizer_of
+from runtime.optimizer.scalars import LearningRate
+from runtime.weights.initial_weights import fingerprint_of_model
 from runtime.weights.sources import weight_source
 
 if TYPE_CHECKING:
@@ -144,3 +148,153 @@ class OneProcess:
         loss = self.forward_backward(batch)
         self.update()
         return loss
+
+
+class _Own(torch.optim.Optimizer):
+    """Called as torch's own are: groups, and defaults by name."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+
+
+class Lion(_Own):
+    """Chen et al. 2023: the sign of a mean of gradients, with decoupled weight decay."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(first * mean + (1 - first) * p.grad))
+                mean.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+class ScheduleFree(_Own):
+    """Defazio et al. 2024, AdamW: the parameters are y, and z and the sum of squared learning rates are kept."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            (first, second), lr = group["betas"], group["lr"]
+            for y in (p for p in group["params"] if p.grad is not None):
+                state = self.state[y]
+                z, mean = state.setdefault("z", y.clone()), state.setdefault("mean", torch.zeros_like(y))
+                state["count"], state["sum"] = state.get("count", 0) + 1, state.get("sum", 0.0) + lr * lr
+                mean.mul_(second).addcmul_(y.grad, y.grad, value=1 - second)
+                update = y.grad / ((mean / (1 - second ** state["count"])).sqrt() + group["eps"])
+                update.add_(y, alpha=group["weight_decay"])
+                share = lr * lr / state["sum"] if state["sum"] else 1.0
+                x = (y - (1 - first) * z) / first
+                z.sub_(update, alpha=lr)
+                x.lerp_(z, share)
+                y.copy_((1 - first) * z + first * x)
+
+
+class WholeMatrices(_Own):
+    """torch's Muon over the matrices that a weight is made of (passes.program.matrices), each by itself.
+
+    A group has ``matrices``, of each of its parameters.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p, matrices in zip(group["params"], group["matrices"], strict=True):
+                if p.grad is not None:
+                    self._update(p, matrices, group)
+
+    def _update(self, p: Tensor, matrices: Matrices, group: dict[str, Any]) -> None:
+        places = list(_places(tuple(p.shape), matrices))
+        parts = [torch.cat([p[box] for box in boxes], dim) for dim, boxes in places]
+        if "own" not in self.state[p]:
+            given = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
+            made = torch.optim.Muon([nn.Parameter(x) for x in parts], adjust_lr_fn=group["adjust_lr"], **given)
+            self.state[p]["own"] = made
+        own: torch.optim.Optimizer = self.state[p]["own"]
+        own.param_groups[0]["lr"] = group["lr"]
+        held = own.param_groups[0]["params"]
+        for part, now, (dim, boxes) in zip(held, parts, places, strict=True):
+            part.copy_(now)
+            part.grad = torch.cat([p.grad[box] for box in boxes], dim)  # pyright: ignore[reportOptionalSubscript]
+        own.step()
+        for part, (dim, boxes) in zip(held, places, strict=True):
+            for box, value in zip(boxes, part.chunk(len(boxes), dim), strict=True):
+                p[box] = value
+
+
+def _places(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+    """Of each matrix its boxes of the weight, and the dim along which they lie one after another."""
+    dim = matrices.dim - (len(shape) - 2)
+    for place in product(*(range(n) for n in shape[:-2])):
+        for index in range(len(matrices.sizes)):
+            runs = [slice(a, b) for a, b in matrices.ranges(index)]
+            yield dim, [(*place, run) if dim == 0 else (*place, slice(None), run) for run in runs]
+
+
+class Several:
+    """Optimizers of disjoint parameters that act as one."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices]) -> Several:
+    """Over the trained parameters; each group also has the ``factor`` of its learning rate.
+
+    ``matrices``: of the weights that a rule of matrices updates, by name.
+    """
+    by_rule: dict[str, list[dict[str, Any]]] = {}
+    for settings, group in _groups(model, o, matrices):
+        by_rule.setdefault(settings.rule, []).append(group)
+    return Several([_of_rule(rule, groups, o) for rule, groups in by_rule.items()])
+
+
+def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch.optim.Optimizer:
+    lr = o.lr
+    if rule.startswith(PREFIX):
+        own = [{key: group[key] for key in ("params", "factor", "weight_decay")} for group in groups]
+        made: Any = class_of(rule)
+        return made(own, lr=lr, **dict(options_of(o)))
+    own_classes: dict[str, Any] = {"lion": Lion, "schedule_free_adamw": ScheduleFree, "muon": WholeMatrices}
+    made = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
+    return made(groups, lr=lr)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+    matrices: Matrices | None
+
+
+def _groups(
+    model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices]
+) -> Iterator[tuple[Settings, dict[str, Any]]]:
+    """The trained parameters, by their settings, as torch takes them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    named = {names[id(p)][0]: p for p in model.parameters()}
+    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:]), matrices.get(name)) for name, p in named.items()]
+    own, base = settings_of(optimizer, rows), base_of(optimizer)
+    found: dict[Settings, list[str]] = {}
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            found.setdefault(own.get(name, base), []).append(name)
+    keys = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust_lr")
+    for settings, held in found.items():
+        made = {"params": [named[name] for name in held], "factor": settings.factor(base)}
+        made |= {key: getattr(settings, key) for key in keys}
+        yield settings, made | {"matrices": [matrices.get(name) for name in held]}

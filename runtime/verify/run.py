@@ -1,9 +1,9 @@
 """Does the plan equal one process? Run both on the same random batches, update by update, and compare the loss, the
 norm, every gradient and every parameter after each of them.
 
-The truth is the user's unmodified model on the full global batch, the object itself and no copy (verify.reference).
-With ``dropout: layout_invariant`` both sides draw by name (verify.named_draws). Else dropout is off on both: its masks
-depend on the order in which a process draws them.
+The truth is the user's unmodified model on the full global batch, the object itself and no copy
+(runtime.verify.reference). With ``dropout: layout_invariant`` both sides draw by name (runtime.verify.named_draws).
+Else dropout is off on both: its masks depend on the order in which a process draws them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from passes.base import RankProgram
 from passes.errors import PlanError
-from passes.stage_module import RankProgram
-from planner.capture.model.compiled import in_eager_mode
+from planner.capture.model.eager import in_eager_mode
 from planner.capture.model.reference import load_to_plan, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
@@ -28,16 +27,14 @@ from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import batch_notes
 from runtime.checkpoint.pretrained_load import check_pretrained
-from runtime.compiled.compiler import check_compiler_here
-from runtime.cuda_graphs.choice import check_backend_here
+from runtime.compiled.requirements import check_machine
 from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.shared_plan import Planned, planned, shared
 from runtime.verify.batches import random_batch
-from runtime.verify.beside import Beside, EngineStep
-from runtime.verify.comparison import Row
-from runtime.verify.mutants import freeze_parameter, without_collective
+from runtime.verify.comparison import Beside, EngineStep, Row
+from runtime.verify.mutants import without_collective
 from runtime.verify.named_draws import NamedDraws, draws_of_lengths
 from runtime.verify.reference import OneProcess, Untouched, in_its_dtype, with_values
 
@@ -56,21 +53,14 @@ class VerifyJob:
     num_steps: int = 1
     remove_collective: int | None = None
     tolerance: float | None = None
-    freeze_parameter: str | None = None
     planned: str | None = None
 
 
-class _Made(NamedTuple):
+def _made(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
     """The plan, and the weights of its model as they were before it was planned."""
-
-    planned: Planned
-    untouched: Untouched
-
-    @classmethod
-    def of(cls, job: VerifyJob, spec: Spec) -> _Made:
-        model = load_to_plan(job.model, spec.seed)
-        untouched = Untouched(in_mode(model, spec))
-        return cls(planned(model, spec, job.planned), untouched)
+    model = load_to_plan(job.model, spec.seed)
+    untouched = Untouched(in_mode(model, spec))
+    return planned(model, spec, job.planned), untouched
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +107,29 @@ def verify(
     steps: int = 1,
     remove_collective: int | None = None,
     tolerance: float | None = None,
-    freeze_parameter: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> VerifyReport:
     """Start the plan's ranks here and compare ``steps`` updates with one process.
 
     ``remove_collective``: take the n-th inserted collective out of the lowered graphs, to see the comparison turn red.
-    ``freeze_parameter``: make this trainable parameter of the captured program a constant, likewise.
     ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise PlanError(f"a tolerance of {tolerance} compares nothing", where="--tolerance", fix="give 0 or more: 1e-6")
     spec = Spec.load(spec_path).of_run(STEPS)
-    check_backend_here(spec)
-    check_compiler_here(spec)
-    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance, freeze_parameter)
-    made = _Made.of(job, spec)
-    decided = made.planned.plan
+    check_machine(spec)
+    job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance)
+    made, untouched = _made(job, spec)
+    decided = made.plan
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
     world_size = decided.mesh.world_size
     if world_size == 1:
-        return verify_rank(job, made)
-    assert made.planned.model is not None
-    made.untouched.check(made.planned.model)
+        return verify_rank(job, (made, untouched))
+    assert made.model is not None
+    untouched.check(made.model)
     with shared(decided) as file:
         del made, decided  # with the model: each rank builds its own
         return _launched(replace(job, planned=file), world_size, timeout_seconds)
@@ -162,15 +149,13 @@ def _last_error(text: str) -> str:
     return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
-def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
+def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -> VerifyReport:
     """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty.
     ``made``: the plan, if this process has it."""
     spec = Spec.load(job.spec).of_run(STEPS)
-    of_rank, untouched = made or _Made.of(job, spec)
+    of_rank, untouched = made or _made(job, spec)
     decided, model = of_rank.plan, of_rank.model
     assert model is not None
-    if job.freeze_parameter is not None:
-        decided = freeze_parameter(decided, job.freeze_parameter)
     notes = batch_notes(decided.decisions) if decided.decisions is not None else ()
     warned = tuple(note.what for note in notes if note.level == "warning")
     num_steps = max(job.num_steps, len(decided.of_all_lengths), BATCHES_IF_WARNED if warned else 0)
@@ -200,22 +185,20 @@ def verify_rank(job: VerifyJob, made: _Made | None = None) -> VerifyReport:
 
 def one_process(model: nn.Module, spec: Spec, parameters: Iterable[ParameterPlan] = ()) -> OneProcess:
     """``model`` itself, which draws by name if the plan does. ``parameters``: the plan's rows."""
-    draws = NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if _draws_by_name(spec) else None
+    is_mapped = spec.dropout == "layout_invariant"
+    draws = NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if is_mapped else None
     return OneProcess(model, spec, draws, parameters)
-
-
-def _draws_by_name(spec: Spec) -> bool:
-    return spec.dropout == "layout_invariant"
 
 
 def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
     """The model in the mode of the comparison: with dropout if its draws are mapped."""
-    return model.train(_draws_by_name(spec))
+    return model.train(spec.dropout == "layout_invariant")
 
 
 def _note_of_dropout(model: nn.Module, draws: NamedDraws | None, batch: dict[str, Tensor]) -> list[str]:
     if draws is not None:
-        return [f"dropout is on: one process uses the same mapped random numbers, {draws.num_draws} draws per forward"]
+        number = max(map(len, draws.draws.values()))
+        return [f"dropout is on: one process uses the same mapped random numbers, {number} draws per forward"]
     if not _draws_in_training(model, {name: rows[:1] for name, rows in batch.items()}):
         return []
     return [

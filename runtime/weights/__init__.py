@@ -1,1 +1,4 @@
-"""A rank's shards: the sources of their values, and the gathering of full tensors."""
+"""A rank's shards: the sources of their values, and the gathering of full tensors.
+
+Begin at `shards`; `sources` and `initial_weights` are where values come from.
+"""

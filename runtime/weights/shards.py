@@ -3,31 +3,39 @@
     full [.., n, ..] --pad--> [.., n + padding, ..] --Part.ranges--> shard        and the same way back
 
 A rank asks its source for one full tensor at a time and keeps only its shard.
+
+Back, every rank walks the rows of the plan in one order. Of equal copies, over dp or edp, tp or etp and the stages of a
+tied weight, the first one sends. Shards go from host memory to host memory: no communicator of the device is made for
+each sender, and rank 0's device never holds a full tensor. A rank sends when rank 0 asks for it, so that no copies pile
+up while rank 0 writes, and none waits for less than that takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.base import StageModule
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
-from passes.stage_module import StageModule
-from planner.capture.hub.assembly import Assembly
+from planner.capture.model.assembly import Assembly
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
+from planner.sharding.boxes import Box, Part, Ranges, part_of, pieces
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part, Ranges, part_of
-from runtime.weights.sources import WeightSource
+from runtime.distributed.agreement import call, wait_for_rank_0
+from runtime.distributed.groups import Groups
+from runtime.weights.sources import ModelWeights
 
 
 def fill(
     stages: Iterable[StageModule],
-    source: WeightSource,
+    source: ModelWeights,
     mesh: Mesh,
     place: Mapping[str, int],
     device: torch.device,
@@ -62,7 +70,7 @@ def fill(
 @torch.no_grad()
 def fill_later(
     stages: Iterable[StageModule],
-    source: WeightSource,
+    source: ModelWeights,
     mesh: Mesh,
     place: Mapping[str, int],
     later: Collection[str],
@@ -85,6 +93,16 @@ def share(trained: StageModule, other: StageModule, device: torch.device) -> Non
     _place_constants(other.module, device)
 
 
+def in_place_of(stages: Sequence[StageModule], lowered: StageModule | None, device: torch.device) -> list[StageModule]:
+    """``stages`` with the stage that was lowered again, if this rank has it, over their tensors."""
+    if lowered is None:
+        return list(stages)
+    for stage in stages:
+        if stage.index == lowered.index:
+            share(stage, lowered, device)
+    return [lowered if stage.index == lowered.index else stage for stage in stages]
+
+
 def without_gradients(stages: Sequence[StageModule]) -> None:
     """Parameters of stages that only evaluate: none has a gradient, and the copies of a tied one are one tensor."""
     first: dict[str, tuple[StageModule, str]] = {}
@@ -100,7 +118,7 @@ def without_gradients(stages: Sequence[StageModule]) -> None:
 @torch.no_grad()
 def initialise(
     fresh: Iterable[tuple[StageModule, LocalParameter]],
-    source: WeightSource,
+    source: ModelWeights,
     mesh: Mesh,
     place: Mapping[str, int],
     opened: Callable[[str], None] = lambda name: None,
@@ -111,7 +129,7 @@ def initialise(
         stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, part_of(parameter, mesh, place)))
 
 
-def fresh_shard(source: WeightSource, parameter: LocalParameter, part: Part) -> Tensor:
+def fresh_shard(source: ModelWeights, parameter: LocalParameter, part: Part) -> Tensor:
     """This rank's shard, on the CPU: if it is one run of rows, as those of experts are, no other rows are drawn."""
     shape, dtype = tuple(parameter.global_shape), parameter.dtype
     of_rows = part.ranges.get(0, ())
@@ -124,7 +142,7 @@ def fresh_shard(source: WeightSource, parameter: LocalParameter, part: Part) -> 
     return _cut(_padded(rows, part, dims={part.placement.dim} - {0}), {d: r for d, r in part.ranges.items() if d != 0})
 
 
-def _values(source: WeightSource, parameter: LocalParameter, part: Part, device: torch.device) -> Tensor:
+def _values(source: ModelWeights, parameter: LocalParameter, part: Part, device: torch.device) -> Tensor:
     full = source.parameter(parameter.fqn, parameter.global_shape, parameter.dtype)
     if tuple(full.shape) != tuple(parameter.global_shape):
         raise PlanError(
@@ -151,12 +169,14 @@ class Kept:
     names: dict[str, Assembly] = field(default_factory=dict)
 
 
-def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: int) -> Kept:
+def keep(plan: Plan, stages: Iterable[StageModule], source: ModelWeights, rank: int) -> Kept:
     """Copies for rank 0 on the CPU; nothing elsewhere."""
     if rank != 0:
         return Kept()
     held = {parameter.fqn for stage in stages for parameter in stage.parameters}
-    rows = [row for row in plan.parameters if 0 in row.stages and row.name not in held and _is_near(row, plan)]
+    ep = plan.mesh.ep, plan.mesh.place(0)["ep"]  # an expert's own may lie on another rank of the stage
+    near = [row for row in plan.parameters if row.expert is None or row.expert.is_held(*ep)]
+    rows = [row for row in near if 0 in row.stages and row.name not in held]
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     parameters = {
         row.name: source.parameter(row.name, row.shape, dtypes[row.name]).to("cpu", dtypes[row.name], copy=True)
@@ -168,11 +188,6 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: WeightSource, rank: 
     return Kept(
         parameters, {n: b.to(getattr(torch, cast)) if cast and b.is_floating_point() else b for n, b in buffers.items()}
     )
-
-
-def _is_near(row: ParameterPlan, plan: Plan) -> bool:
-    """Whether rank 0 would hold the parameter if it is of rank 0's stage: an expert's own may lie on another rank."""
-    return row.expert is None or row.expert.is_held(plan.mesh.ep, plan.mesh.place(0)["ep"])
 
 
 def shard(full: Tensor, part: Part) -> Tensor:
@@ -216,3 +231,107 @@ def _place_constants(module: nn.Module, device: torch.device, later: Collection[
                 f"the constant {name} of the model has no values: the model was built on the meta device",
                 fix="build the model inside `with meshwright.meta_parameters():`, which keeps other tensors real",
             )
+
+
+Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
+
+
+class OwnParameters(Mapping[str, Tensor]):
+    """This rank's part of each parameter, by name; ``opened`` brings one here when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], opened: Callable[[str], None]) -> None:
+        self._tensors, self._opened = tensors, opened
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._opened(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def collect(
+    rows: Iterable[ParameterPlan], own: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], groups: Groups
+) -> dict[str, Tensor]:
+    """Full tensors on the CPU of rank 0, by name, ``{}`` elsewhere. ``own``: this rank's shards by name.
+
+    ``dtypes``: the dtype to send of each row; rows without one are left out. Every rank calls it with the same rows and
+    dtypes.
+    """
+    found = {row.name: whole(row, own, dtypes[row.name], groups) for row in rows if row.name in dtypes}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
+    """The full tensor of one row on the CPU of rank 0, None elsewhere."""
+    target = torch.empty(row.shape, dtype=dtype, device="cpu" if groups.rank == 0 else "meta")
+    fetch(row, own, Box((0,) * len(row.shape), tuple(row.shape)), target, groups)
+    return target if groups.rank == 0 else None
+
+
+def fetch(row: ParameterPlan, own: Mapping[str, Tensor], box: Box, target: Tensor, groups: Groups) -> None:
+    """Copy ``box`` of one row to ``target`` on rank 0. Every rank calls it for the same boxes, in one order."""
+    own.get(row.name)  # on every rank that has a part of it: it may be shared by several, which have to bring it here
+    runs = {rank: runs_in(part, row.shape, box) for rank, part in senders_of(row, groups.mesh).items()}
+    if groups.rank == 0:
+        _receive({rank: of_rank for rank, of_rank in runs.items() if of_rank}, row, own, target, groups)
+    elif runs.get(groups.rank):
+        held = own[row.name].detach()
+        wait_for_rank_0(groups)
+        sent = [held[local].reshape(-1).cpu() for local, _ in runs[groups.rank]]
+        dist.send(torch.cat(sent) if len(sent) > 1 else sent[0].contiguous(), 0, group=groups.host)
+
+
+def _receive(
+    runs: Mapping[int, Runs], row: ParameterPlan, own: Mapping[str, Tensor], target: Tensor, groups: Groups
+) -> None:
+    """On rank 0: all receives are posted, then awaited."""
+    others = [rank for rank in runs if rank != 0]
+    sizes = {rank: [target[place].numel() for _, place in of_rank] for rank, of_rank in runs.items()}
+    parts = {rank: torch.empty(sum(sizes[rank]), dtype=target.dtype) for rank in others}
+    works: list[Any] = [dist.irecv(parts[rank], rank, group=groups.host) for rank in others]
+    call(groups, others)
+    for work in works:
+        work.wait()
+    for rank, of_rank in runs.items():
+        received = parts[rank].split(sizes[rank]) if rank else [own[row.name].detach()[local] for local, _ in of_rank]
+        for (_, place), values in zip(of_rank, received, strict=True):
+            target[place].copy_(values.view_as(target[place]) if rank else values)
+
+
+def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
+    """The first rank that holds each part, with the part: all tp coordinates, or those of experts (etp and ep)."""
+    pp, axis, expert = mesh.pp_rank_of(min(row.stages)), row.axis, row.expert
+    cuts = range(mesh.size(axis) if row.dim is not None else 1)
+    if expert is None:
+        ranks = [mesh.rank_of(tp=tp, pp=pp) for tp in cuts]
+    else:
+        owners = range(mesh.ep) if expert.dim >= 0 else [expert.owner(mesh.ep)]
+        ranks = [mesh.expert.rank_of({"tp": etp, "ep": ep, "dp": 0, "pp": pp}) for ep in owners for etp in cuts]
+    return {rank: part_of(row, mesh, mesh.place(rank)) for rank in ranks}
+
+
+def runs_in(part: Part, shape: Sequence[int], box: Box) -> Runs:
+    """The elements of ``box`` that a part of a tensor of ``shape`` has: slices of the part, and of the box."""
+    found: Runs = []
+    for whole, local in pieces(part.ranges):
+        start, stop, shift = list(box.start), list(box.stop), [0] * len(shape)
+        for dim, (first, last) in whole.items():
+            start[dim], stop[dim] = max(start[dim], first), min(stop[dim], last, shape[dim])
+            shift[dim] = local[dim][0] - first
+        if all(a < b for a, b in zip(start, stop, strict=True)):
+            held = tuple(slice(a + n, b + n) for a, b, n in zip(start, stop, shift, strict=True))
+            found.append((held, Box(tuple(start), tuple(stop)).slices_in(box)))
+    return found
+
+
+def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the model's order, tied parameters under each of their names; tensors without a row come last."""
+    named = {}
+    for row in rows:
+        if row.name in tensors:
+            named.update(dict.fromkeys((row.name, *row.aliases), tensors[row.name]))
+    return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}

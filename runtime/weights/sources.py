@@ -6,14 +6,24 @@ built with ``values_later`` has the values of its construction, whatever the met
 N(0, std)                                  matrices
 N(0, std / sqrt(number of residual writes))    matrices that write into the residual
 1, 0                                       scales of norms, biases
+
+Fresh normal values, drawn in blocks: each rank draws the blocks that its shard is in, on several threads.
+
+    flat tensor    | block 0 | block 1 | … | block n |      64 Ki elements each, the last one shorter
+    block b        N(0, std) from a generator of (seed, name, b)
+
+So a value depends on the seed, the name, the shape and its place alone: not on the layout, the number of threads or the
+device. Drawn in float32 whatever the dtype: precisions start from the same weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +32,44 @@ from passes.errors import PlanError
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.model.recorded import RecordedValues, recorded_values
 from planner.frozen_plan import Plan
+from planner.saved_plan.model import Skeleton
 from planner.spec.spec import Spec
-from planner.stored.skeleton import Skeleton
-from runtime.weights.fresh import normal
+from runtime.distributed.devices import launched
 from runtime.weights.own_methods import OwnMethods
 
-
-class WeightSource(Protocol):
-    """A source of full tensors, by the user's dotted names.
-
-    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some; ``rows`` makes those of some
-    rows alone.
-    """
-
-    def is_fresh(self, fqn: str) -> bool: ...
-
-    def release(self) -> None: ...
-
-    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-    def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int]) -> Tensor: ...
-
-    def buffer(self, fqn: str) -> Tensor: ...
+BLOCK = 1 << 16
 
 
 class ModelWeights:
-    """The values that the user's module holds now. Raises PlanError for a tensor on meta that cannot be recreated."""
+    """Full tensors by the user's dotted names: the values that the module holds; subclasses make those of parameters on
+    meta.
+
+    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some; ``rows`` makes those of some
+    rows alone. Raises PlanError for a tensor on meta that cannot be recreated.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: nn.Module | None = model
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def is_fresh(self, fqn: str) -> bool:
-        return False
+        return self._parameters[fqn].is_meta
 
     def release(self) -> None:
         """Release the user's model: full weights must not outlive the copying of shards."""
         self._model, self._parameters = None, {}
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return _real(self._parameters[fqn].detach(), f"parameter {fqn}")
+        held = self._parameters.get(fqn)
+        return self.made(fqn, shape, dtype) if held is None or held.is_meta else held.detach()
+
+    def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The fresh values of a parameter on the meta device."""
+        raise PlanError(
+            f"parameter {fqn} has no values: the model was built on the meta device",
+            fix="build buffers on a real device (parameters may stay on meta), or load weights with "
+            "load_pretrained(dir)",
+        )
 
     def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
         return self.parameter(fqn, shape, dtype)[rows[0] : rows[1]]
@@ -72,57 +80,41 @@ class ModelWeights:
 
 
 class OwnWeights(ModelWeights):
-    """Fresh weights for parameters on the meta device by the model's own methods; real tensors are used unchanged."""
+    """Fresh weights by the model's own methods; these keep the model, and run when fresh values are needed."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__(model)
         self._own = OwnMethods(model, seed)
 
-    def is_fresh(self, fqn: str) -> bool:
-        return self._parameters[fqn].is_meta
-
-    def release(self) -> None:
-        """The model stays: its methods run when fresh values are needed."""
-
-    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self._parameters[fqn].is_meta:
-            return self._parameters[fqn].detach()
+    def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._own.value(fqn, shape, dtype)
 
 
 class RecordedWeights(ModelWeights):
-    """The values that the model's construction would have drawn, made one parameter at a time."""
+    """The values that the model's construction would have drawn, made one parameter at a time.
+
+    ``recorded`` also knows the values of a wrapped base, which its files hold, and those that come of such values.
+    """
 
     def __init__(self, model: nn.Module, recorded: RecordedValues) -> None:
         super().__init__(model)
-        self._recorded = recorded
+        self.recorded = recorded
 
-    def is_fresh(self, fqn: str) -> bool:
-        return self._parameters[fqn].is_meta
-
-    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        held = self._parameters.get(fqn)
-        return self._recorded.value(fqn) if held is None or held.is_meta else held.detach()
+    def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.recorded.value(fqn)
 
     def is_of_base(self, fqn: str) -> bool:
         """Whether it is a tensor of the wrapped base, unchanged: its files hold it."""
-        return fqn in self._recorded and self._recorded.is_of_base(fqn)
+        return fqn in self.recorded and self.recorded.is_of_base(fqn)
 
     def waits_for_base(self, fqn: str) -> bool:
-        return fqn in self._recorded and self._recorded.waits_for_base(fqn)
-
-    def reading(self, read: Callable[[str], Tensor]) -> AbstractContextManager[None]:
-        """Inside, values that come of the base's are made; ``read`` gives those by their names in the base."""
-        return self._recorded.reading(read)
+        return fqn in self.recorded and self.recorded.waits_for_base(fqn)
 
 
 class WeightsToLoad(ModelWeights):
     """No values: those of a plan that was loaded without its model, until an engine loads some."""
 
-    def is_fresh(self, fqn: str) -> bool:
-        return self._parameters[fqn].is_meta
-
-    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise PlanError(
             f"parameter {fqn} has no values: a loaded plan does not hold the code that draws those of your model",
             where="initialization.method",
@@ -131,9 +123,7 @@ class WeightsToLoad(ModelWeights):
 
 
 class InitialWeights(ModelWeights):
-    """Fresh weights for parameters on the meta device; real tensors of the model are used unchanged.
-
-    N(0, std) for matrices, divided by sqrt(number of residual writes) for those that write into the residual; 1 for
+    """N(0, std) for matrices, divided by sqrt(number of residual writes) for those that write into the residual; 1 for
     the scales of norms and 0 for biases. Seeded by (seed, fqn): the values do not depend on the layout.
     """
 
@@ -142,17 +132,10 @@ class InitialWeights(ModelWeights):
     ) -> None:
         super().__init__(model)
         num_residual = sum(role == "residual" for role in roles.values())
-        self._roles = roles
-        self._seed = seed
+        self._roles, self._seed = roles, seed
         self._std = {"": std, "residual": std / math.sqrt(num_residual) if num_residual and residual_scale else std}
 
-    def is_fresh(self, fqn: str) -> bool:
-        return self._parameters[fqn].is_meta
-
-    def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        held = self._parameters.get(fqn)
-        if held is not None and not held.is_meta:
-            return held.detach()
+    def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.rows(fqn, shape, dtype, None)
 
     def rows(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int] | None) -> Tensor:
@@ -163,7 +146,7 @@ class InitialWeights(ModelWeights):
         return normal(fqn, shape, dtype, seed=self._seed, std=self._std[role], rows=rows)
 
 
-def weight_source(plan: Plan, spec: Spec) -> WeightSource:
+def weight_source(plan: Plan, spec: Spec) -> ModelWeights:
     """The weights of the model that was planned, fresh ones if it is on meta. Raises PlanError if it is gone."""
     decisions, model = plan.to_run()[0], plan.model
     if model is None:
@@ -185,11 +168,43 @@ def weight_source(plan: Plan, spec: Spec) -> WeightSource:
     )
 
 
-def _real(tensor: Tensor, what: str) -> Tensor:
-    if tensor.is_meta:
-        raise PlanError(
-            f"{what} has no values: the model was built on the meta device",
-            fix="build buffers on a real device (parameters may stay on meta), or load weights with "
-            "load_pretrained(dir)",
-        )
-    return tensor
+def normal(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    std: float,
+    rows: tuple[int, int] | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """The full tensor [shape], or its ``rows`` (half open) along dim 0, on the CPU."""
+    size, row = prod(shape), prod(shape[1:])
+    start, stop = (0, size) if rows is None else (rows[0] * row, rows[1] * row)
+    drawn = torch.empty(stop - start, dtype=dtype)
+
+    def draw(block: int) -> None:
+        first, last = block * BLOCK, min((block + 1) * BLOCK, size)
+        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(last - first, generator=generator, dtype=torch.float32)
+        low, high = max(first, start), min(last, stop)
+        drawn[low - start : high - start].copy_(values[low - first : high - first].mul_(std))
+
+    blocks = blocks_of(start, stop)
+    if num_threads is None:  # this rank's part of the cores that the process may use
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, cores // (launched(os.environ).local_world_size or 1))
+    num_threads = min(len(blocks), num_threads)
+    if num_threads > 1:  # drawing releases the interpreter lock
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(draw, blocks))
+    else:
+        for block in blocks:
+            draw(block)
+    return drawn.view(shape if rows is None else (rows[1] - rows[0], *shape[1:]))
+
+
+def blocks_of(start: int, stop: int) -> range:
+    """The blocks that hold the elements from ``start`` to before ``stop``."""
+    return range(start // BLOCK, -(-stop // BLOCK)) if stop > start else range(0)

@@ -8,7 +8,7 @@ import typer
 
 from passes.errors import PlanError
 from runtime.commands import fuzz
-from runtime.fuzz.prepare import prepare
+from runtime.fuzz.forks import prepare
 from tests.fuzz.drawing import COMMAND, campaign_of, read_case
 
 

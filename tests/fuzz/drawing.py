@@ -11,8 +11,7 @@ from typing import Any
 from runtime.fuzz import specs
 from runtime.fuzz.campaign import SPECS_OF_A_MODEL, Campaign
 from runtime.fuzz.case import Case, Model
-from runtime.fuzz.fields import Choices, Options, draw, listed, simpler, told
-from runtime.fuzz.fitting import Facts
+from runtime.fuzz.specs import Choices, Facts, Options, draw, listed, simpler, told
 from tests.fuzz.drawn import models
 
 COMMAND = "python -m tests.fuzz"

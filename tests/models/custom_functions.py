@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import Function
+
+from passes.program.ops.own_backward import OwnBackward
 
 
 class Rounded(Function):
@@ -152,3 +155,8 @@ class NoisyRound(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def calls_in(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph that are Functions with a backward of their own."""
+    return (node for node in graph.nodes if isinstance(node.target, OwnBackward))

@@ -113,6 +113,33 @@ class Captioned(Diffusion):
         return F.mse_loss(self.end(x).sum((1, 2)), labels.mean((1, 2, 3)))
 
 
+class Joint(nn.Module):
+    """A text before patches: a stream with weights for each, which meet in one attention, then both in one stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.stem, self.places = nn.Linear(6, WIDTH), nn.Conv2d(4, WIDTH, 2, 2), nn.Linear(1, WIDTH)
+        self.qkv, self.out, self.up = (
+            nn.ModuleList(nn.Linear(*sizes) for _ in range(2))
+            for sizes in ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))
+        )
+        self.blocks, self.norm, self.end = blocks(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
+
+    def forward(self, text: Tensor, noisy: Tensor, labels: Tensor) -> Tensor:
+        dtype = self.end.weight.dtype
+        given, x = self.text(text.to(dtype)), of_convolution(noisy.to(dtype), self.stem)
+        streams = zip(self.qkv, (given, x), strict=True)
+        q, k, v = torch.cat([layer(self.norm(x)) for layer, x in streams], 1).chunk(3, -1)
+        places = torch.arange(q.shape[1], device=q.device)[:, None].to(q.dtype).cos()
+        attended = F.scaled_dot_product_attention(q * places, k * places, v)
+        of_text, of_image = attended.split([given.shape[1], x.shape[1]], 1)
+        given, x = given + self.up[0](self.out[0](of_text)).tanh(), x + self.up[1](self.out[1](of_image)).tanh()
+        x = torch.cat([given, x], 1)
+        for block in self.blocks:
+            x = block(x + self.places(places), None)
+        return F.mse_loss(self.end(x[:, given.shape[1] :]).sum((1, 2)), labels.mean((1, 2, 3)))
+
+
 class Seen(nn.Module):
     """Patches before the tokens of a text, in one sequence; ``marks`` go with the patches, and are left out then."""
 
@@ -130,6 +157,10 @@ class Seen(nn.Module):
         for block in self.blocks:
             x = block(x, None)
         return F.cross_entropy(self.head(x[:, seen.shape[1] :]).flatten(0, 1), labels.flatten())
+
+
+def joint(length: int) -> Entry:
+    return Entry(Joint().double(), {"text": ((length, 6), torch.float64, None), "noisy": NOISE, "labels": NOISE})
 
 
 def _of_images(*modules: nn.Module, patches: Callable[..., Tensor] = of_convolution, last: bool = False) -> Entry:
@@ -163,5 +194,7 @@ MODELS: dict[str, Callable[[], Entry]] = {
     ),
     "sound": lambda: Entry(Spoken().double(), {"sound": ((6, 16), torch.float64, None)} | TEXT),
     "images of 20 tokens before text": lambda: Entry(Seen(4).double(), {"images": IMAGES["images"]} | TEXT),
+    "5 tokens and an image": lambda: joint(5),
+    "7 tokens and an image": lambda: joint(7),
     "images of 17 tokens before text": lambda: Entry(Seen(1).double(), {"images": IMAGES["images"]} | TEXT),
 }

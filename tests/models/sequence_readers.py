@@ -91,6 +91,28 @@ class Attention(nn.Module):
 # ---- mixing of tokens: (h [b, s, n], module) → h
 
 
+def _chunked_scan(h: Tensor, size: int) -> Tensor:
+    """y[t] = q[t] S[t], S[t] = a[t] S[t-1] + k[t] v[t]: within chunks, and over the states [b, chunks + 1, k, n]
+    between them.
+    """
+    rest = -h.shape[1] % size
+    of_tokens = (h[..., :4], h[..., 4:8], h, F.logsigmoid(h[..., 8:9]))
+    q, k, v, decay = (F.pad(x, (0, 0, 0, rest)).unflatten(1, (-1, size)) for x in of_tokens)
+    inner = decay.squeeze(-1).cumsum(2)  # [b, chunks, size]
+    y = (q @ k.mT * _decays(inner)) @ v
+    ends = (k * (inner[:, :, -1:] - inner).exp()[..., None]).mT @ v
+    states = torch.cat([torch.zeros_like(ends[:, :1]), ends], 1)
+    between = _decays(F.pad(inner[:, :, -1], (1, 0)).cumsum(1))
+    begins = torch.einsum("bzc,bckn->bzkn", between, states)[:, :-1]
+    return (y + q * inner.exp()[..., None] @ begins).flatten(1, 2)[:, : h.shape[1]]
+
+
+def _decays(sums: Tensor) -> Tensor:
+    """exp(sums[l] - sums[m]) for m ≤ l: [.., l, m] of [.., l]."""
+    later = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool).triu(1)
+    return (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -math.inf).exp()
+
+
 MIXING: dict[str, Callable[[Tensor, Block], Tensor]] = {
     "none": lambda h, m: h,
     "shift by pad": lambda h, m: h + m.mix * F.pad(h, (0, 0, 1, -1)),
@@ -100,6 +122,8 @@ MIXING: dict[str, Callable[[Tensor, Block], Tensor]] = {
     "flip": lambda h, m: h + h.flip(1),
     "cumsum": lambda h, m: h + h.cumsum(1) / 10,
     "softmax over tokens": lambda h, m: h + (h.softmax(1) * h).sum(1, keepdim=True),
+    "scan of 4 chunks": lambda h, m: h + _chunked_scan(h, 4),
+    "scan of 3 chunks": lambda h, m: h + _chunked_scan(h, 6),
     "fft": lambda h, m: h + torch.fft.fft(h, dim=1).real / 10,
     "even, odd": lambda h, m: torch.stack([h[:, 0::2], h[:, 1::2]], 2).flatten(1, 2),
     "mean of tokens": lambda h, m: h + h.mean(1, keepdim=True),

@@ -225,7 +225,7 @@ CHOICES: dict[Way, int] = {switch: 1, chunks: 1, as_deepspeed: 1}  # of a token,
 REFUSED: dict[Way, str] = {
     centered: "one slot of one expert depends on others",
     competing: "one slot of one expert depends on others",
-    shared: "has no dim of experts",
+    shared: "which does not belong to one expert",
     dropped_out: "dropout inside experts draws for slots",
     apart: "apparent expert layer is not recognized",
 }

@@ -12,10 +12,9 @@ import pytest
 from torch import nn
 
 from passes.moe import exchange
-from passes.partition.options import experts as options
-from passes.partition.options.base import Option, Site
-from passes.partition.options.forms import Form
-from passes.partition.options.table import RULES
+from passes.partition.typings import experts as options
+from passes.partition.typings.base import Form, Option, Site
+from passes.partition.typings.table import RULES
 from passes.types.types import I
 from planner import PlanError, plan
 from tests.models import sorted_experts, stacked_experts
@@ -45,7 +44,7 @@ def hold(way: str, kind: type[nn.Module], layout: str, **options: object) -> Non
 
 
 @pytest.mark.check
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("way", WAYS)

@@ -16,8 +16,6 @@ pytest.importorskip("peft")
 SEQUENCE_PARALLEL = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, {}),
-    ({"tp": 4}, {}),
-    ({"dp": 4}, {}),
     ({"tp": 2, "dp": 2}, SEQUENCE_PARALLEL),
     ({"pp": 2, "vpp": 2, "dp": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),
     ({"cp": 2, "tp": 2}, {}),
@@ -27,6 +25,7 @@ PRECISION = {"mixtral-lora-experts": {"precision": {"parameters": "float32"}}}
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize(("mesh", "rest"), LAYOUTS, ids=[name_of(mesh) for mesh, _ in LAYOUTS])
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str, int], rest: dict[str, Any]) -> None:
@@ -34,6 +33,15 @@ def test_an_adapted_model_equals_one_process(lab: Lab, kind: str, mesh: dict[str
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 4}], ids=name_of)
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_an_adapted_model_over_four_ranks_of_an_axis(lab: Lab, kind: str, mesh: dict[str, int]) -> None:
+    assert lab.check(Case(kind, mesh, PRECISION.get(kind, {}))).wrong == []
+
+
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh",
@@ -45,6 +53,7 @@ def test_adapted_stacks_of_experts_equal_one_process(lab: Lab, mesh: dict[str, i
     assert lab.check(Case(kind, mesh, PRECISION[kind])).wrong == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt", "gpt2-prefix"])
 def test_an_adapted_model_with_its_base_in_shards_equals_one_process(lab: Lab, kind: str) -> None:

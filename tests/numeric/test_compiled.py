@@ -13,8 +13,7 @@ from torch import Tensor
 
 from planner import Plan
 from runtime import Engine
-from tests.tools.comparison import NUM_STEPS
-from tests.tools.laboratory import Case, Lab
+from tests.tools.laboratory import NUM_BATCHES, Case, Lab
 from tests.tools.limits import HANG_SECONDS
 
 COMPILE = {"compile": True}
@@ -61,7 +60,7 @@ def test_a_compiled_step_in_float32_is_within_its_tolerance_and_runs_every_piece
     for name, expected in eager["gradients"].items():
         assert (found["gradients"][name] - expected).norm() <= 1e-5 * expected.norm() + 1e-9, name
     num_microbatches = 4
-    runs = {(piece, "compiled"): NUM_STEPS * num_microbatches for piece in found["own"]}
+    runs = {(piece, "compiled"): NUM_BATCHES * num_microbatches for piece in found["own"]}
     runs |= {(piece, "eager"): num_microbatches for piece in found["own"]}  # the evaluation
     assert found["own"]
     assert found["counts"] == runs

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "convolutions of whole sequences": ("state-space", {"cp": 2, "tp": 2}, SEQUENCE),
     "convolutions, computed again": ("state-space", {"cp": 2, "pp": 2}, {"recompute": "full"}),
     "patches of an image": ("diffusion", {"cp": 2, "tp": 2}, SEQUENCE),
+    "a text of 5 tokens joined to patches": ("5 tokens and an image", {"cp": 2, "tp": 2}, SEQUENCE),
     "frames, then places": ("space and time", {"cp": 2, "dp": 2}, {"recompute": "full"}),
     "sound before text": ("sound", {"cp": 2, "pp": 2}, {"pipeline": {"schedule": "zero_bubble", "split": [1, 1]}}),
     "one chunk after another": ("gpt2", {"cp": 2, "pp": 2, "vpp": 2}, {"pipeline": {"schedule": "interleaved_1f1b"}}),

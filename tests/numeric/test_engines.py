@@ -61,6 +61,7 @@ def test_other_precisions_equal_one_process_to_their_rounding(
     assert report.of("loss", "gradient") == []
 
 
+@pytest.mark.thorough
 def test_bits_of_a_run_do_not_depend_on_dp_where_the_microbatches_are_the_same(lab: Lab) -> None:
     one, two = (lab.run(Case("gpt", {"dp": dp}))[0] for dp in (1, 2))
     assert compare(two, one).wrong == []

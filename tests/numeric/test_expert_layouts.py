@@ -43,6 +43,18 @@ def built(layer: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def hold(way, folding):
+    """A layer of experts equals one process under a folding."""
+    mesh = FOLDINGS[folding]
+    make = lambda: built(partial(layer_of, way))  # noqa: E731
+    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+
+
+def in_blocks(layer: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return experts.Blocks(layer).double()
+
+
 def layer_of(way: Callable[..., Tensor]) -> nn.Module:
     if way in (*selected_rows.WAYS, selected_rows.overwritten):
         return selected_rows.Selecting(way)
@@ -88,14 +100,13 @@ def check(
     assert rows.sum() == sum(row.top_k for row in layers) * batch["input_ids"].numel()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.check
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("way", LOOPS, ids=lambda w: w.__name__)
 def test_a_loop_over_experts_under_every_folding(way, folding):
-    mesh = FOLDINGS[folding]
-    make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+    hold(way, folding)
 
 
 @pytest.mark.thorough
@@ -109,7 +120,7 @@ def test_every_spelling_of_a_loop(way):
 @pytest.mark.parametrize("folding", ["tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2", "tp2·ep2, etp 1"])
 def test_sequence_parallelism_cuts_no_rows_of_experts(folding):
     mesh, cut = FOLDINGS[folding], {"sequence_parallel": True, "vocabulary_multiple": 8}
-    make = lambda: built(partial(layer_of, experts.masks))  # noqa: E731
+    make = lambda: in_blocks(partial(experts.Layer, experts.masks))  # noqa: E731
     check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, tensor_parallel=cut)
 
 
@@ -132,27 +143,26 @@ FEW = ("tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2")  # all foldings: of loops
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", STACKED, ids=lambda w: w.__name__)
 def test_stacks_that_every_token_meets_or_that_are_looked_up(way, folding):
-    mesh = FOLDINGS[folding]
-    make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+    hold(way, folding)
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("way", [*TOGETHER, experts.picked, selected_rows.beside_shared], ids=lambda w: w.__name__)
 def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
-    mesh = FOLDINGS[folding]
-    make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+    hold(way, folding)
 
 
 CHANGED = (*LOOPS, *selected_rows.WAYS, *STACKED)
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("change", [changed_weights.squashed, changed_weights.normed], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("way", CHANGED, ids=lambda w: w.__name__)
 def test_experts_and_routers_with_computed_weights(way, change):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner import Plan, plan
-from planner.tables.rows import Diagnostic
-from runtime.engine import Engine
+from planner.tables.tables import Diagnostic
+from runtime.engine.engine import Engine
 from tests.models import experts, selected_rows
 from tests.numeric.test_expert_layouts import OPENED, batch_of, built, check, layer_of
 from tests.tools.simulated_mesh import spec_of
@@ -45,7 +45,8 @@ def notes(found: Plan) -> list[Diagnostic]:
 
 
 @pytest.mark.check
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("mesh", ["one", "tp2", "dp2·tp2"])
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_trains_as_one_process(way, mesh):
@@ -61,6 +62,7 @@ def test_two_layers_beside_a_shared_expert(mesh, more):
     check(two_layers, batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10, **more)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_products_of_experts_are_those_of_the_chosen_rows(recompute: str):
@@ -91,6 +93,7 @@ def test_the_plan_says_why_experts_compute_every_token():
     assert dense.fix == "remove cuda_graphs, or set mesh.ep"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.parametrize("mesh", ["one", "dp2·tp2"])
 def test_a_loop_that_is_not_understood_stays_as_it_is(mesh):

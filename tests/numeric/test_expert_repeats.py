@@ -34,7 +34,8 @@ def make(way: Callable[..., Tensor]) -> Callable[[], nn.Module]:
     return lambda: built(partial(Repeated, partial(layer_of, way)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
 def test_every_time_is_as_in_one_process(way: Callable[..., Tensor], folding: str) -> None:
@@ -55,14 +56,14 @@ def test_without_ep_each_time_computes_the_rows_that_chose_an_expert(way: Callab
     check(make(way), batch_of(2), {"tp": 2}, 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_rows_sorted_by_expert(way: Callable[..., Tensor]) -> None:
     layer = partial(sorted_experts.Sorting, way)
     check(lambda: built(partial(Repeated, layer)), batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_slots(way: Callable[..., Tensor]) -> None:
     """Tokens compete within the one microbatch."""

@@ -95,6 +95,7 @@ def tokens_of_experts(make: Callable[[], Routed], input_ids: Tensor) -> list[int
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @OVER
 @WAYS
 def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
@@ -106,6 +107,7 @@ def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @OVER
 @WAYS
 def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
@@ -117,6 +119,7 @@ def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @OVER
 @WAYS
 def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) -> None:
@@ -131,6 +134,7 @@ def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) 
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("top_k", [1, 4])
 @OVER
 @WAYS
@@ -147,6 +151,7 @@ def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("top_k", [1, 2])
 @OVER
 def test_one_token_a_rank(folding: str, top_k: int) -> None:
@@ -176,7 +181,8 @@ def test_rows_that_tp_does_not_divide(way: Experts, length: int, top_k: int) -> 
     assert len(sent) > 1, "one tp rank sends a row more than the other"
 
 
-@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
+@pytest.mark.covering(1, pairs=2)
 @OVER
 @WAYS
 def test_a_router_that_finds_all_experts_equal(way: Experts, folding: str) -> None:
@@ -197,7 +203,8 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("which", FROZEN)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 1", "dp4·etp2·ep2"])
 @WAYS
@@ -211,7 +218,7 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
     check(make, batch, mesh)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, pairs=2)
 @OVER
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 5e-2)])
 def test_grouped_products_of_the_kernel(folding: str, dtype: torch.dtype, loss: float, gradient: float) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.partition.options.base import Option
 from passes.partition.sequence.sorted_rows import SortedRows
+from passes.partition.typings.base import Option
 from planner import PlanError
 from tests.models import experts, hugging_face, slots, sorted_experts, stacked_experts
 from tests.numeric.test_expert_layouts import FAMILIES, OPENED, STACKED, batch_of, built, check, family, layer_of
@@ -43,6 +43,7 @@ def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("layout", FEW)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None:
@@ -58,7 +59,7 @@ def test_a_loop_under_every_layout(layout: str) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
@@ -100,6 +101,7 @@ def test_matrices_of_each_pair_whose_token_a_constant_names() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("layout", ["cp2", *FEW])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, layout: str) -> None:

@@ -78,6 +78,7 @@ def check(way: Way, batch: Mapping[str, Tensor], mesh: Mapping[str, int], capaci
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("folding", FOLDINGS)
 @pytest.mark.parametrize("change", [LowRank, Added, Normed], ids=lambda change: change.__name__)
 def test_slots_of_experts_with_computed_stacks(change: type[nn.Module], folding: str) -> None:
@@ -92,6 +93,7 @@ def test_every_spelling_of_slots(way):
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("folding", [name for name in FOLDINGS if name != "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", [slots.one_hot, slots.unbound], ids=lambda w: w.__name__)
 def test_slots_under_every_folding(way, folding):

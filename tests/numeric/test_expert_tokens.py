@@ -45,6 +45,7 @@ def sends_of(model, batch, mesh, **given) -> set[str]:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("num_experts", [4, 8])
 @pytest.mark.parametrize("mesh", [OVER_NODES, ONE_A_NODE], ids=str)
 @pytest.mark.parametrize("way", SENDS, ids=lambda w: w.__name__)
@@ -69,6 +70,7 @@ def test_one_choice_and_all(way, top_k):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_family_over_nodes(name, more):

@@ -48,6 +48,7 @@ def expected(model: str) -> list[list[int]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_greedy_tokens_are_those_of_hugging_face(lab: Lab, model: str, mesh: dict[str, int]) -> None:

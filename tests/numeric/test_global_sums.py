@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner import Plan
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.models import families
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
@@ -57,6 +57,7 @@ def test_experts_of_a_family_with_their_loss(lab: Lab) -> None:
     assert lab.check(case).wrong == []
 
 
+@pytest.mark.thorough
 def test_means_of_each_microbatch_are_another_training(lab: Lab) -> None:
     rest = {"batch": {"global": 8, "micro": 1, "statistics": "microbatch"}}
     assert lab.check(Case("spread-loss", {}, rest, num_sequences=8, micro=1)).wrong

@@ -20,6 +20,7 @@ def test_held_weights_train_as_in_one_process(lab: Lab, model: str, layout: str)
     assert [p.name for p in lab.plan(case).parameters if "gradient" in p.reason and "no" in p.reason.split()] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["tied-in-lambda", "tied-in-partial"])
 def test_a_head_tied_by_a_closure_is_one_parameter_on_both_stages(lab: Lab, model: str) -> None:
     rows = [p for p in lab.plan(Case(model, LAYOUTS["tp2-pp2"])).parameters if p.style == "vocab"]

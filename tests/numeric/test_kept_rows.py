@@ -99,6 +99,7 @@ FALLBACKS: dict[str, tuple[str, dict[str, int], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FALLBACKS)

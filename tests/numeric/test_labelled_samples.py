@@ -14,11 +14,10 @@ import torch.nn.functional as F
 import yaml
 
 from examples.gpt import GPT
-from planner.spec.data import DataSpec
+from planner.spec.inputs import DataSpec
 from runtime.data.objectives.next_token import next_token
-from runtime.data.text.pieces import Piece
 from runtime.data.token_writer import TokenWriter
-from runtime.data.tokens import LABEL, ROW, Tokens
+from runtime.data.tokens import LABEL, ROW, Piece, Tokens
 from runtime.distributed.launch import launch
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
@@ -91,7 +90,7 @@ def job_in(folder: Path, mesh: dict[str, int], size: int = len(LABELS), zero: in
         for begin, end in zip([0, *made.ends[:-1]], made.ends, strict=True):
             marks = np.asarray(made.marks[begin:end])
             writer.add([Piece(np.asarray(made.ids[begin:end]), marks, int((marks & LABEL > 0).sum()), has_end=True)])
-        writer.finish(1, {})
+        writer.finish({})
     ids = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
     spec = {
         "mesh": mesh,
@@ -123,6 +122,7 @@ def losses_of_plain_pytorch() -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "zero"),

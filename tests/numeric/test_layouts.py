@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.pipeline.split import layout_of
+from planner.pipeline.layout import layout_of
 from tests.tools.laboratory import Case, Lab, name_of
 
 LAYOUTS = [

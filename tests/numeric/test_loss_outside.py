@@ -117,6 +117,7 @@ def test_dpo_and_grpo_train_as_in_one_process(lab: Lab, case: str) -> None:
             close(given, whole, msg=lambda text, p=parameter, n=name: f"{n}, {p}: {text}")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_each_dp_rank_may_give_its_own_rows(lab: Lab) -> None:
     entry = build("gpt")

@@ -12,7 +12,7 @@ from tests.models import families
 from tests.tools.laboratory import session_lab
 from tests.tools.optimizer_ranks import trained
 
-STEPS = 5
+STEPS = 3
 RULE = {"name": "muon", "lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip_grad_norm": 1.0}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"mesh": {}},
@@ -117,6 +117,7 @@ def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw",
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "gpt_neox", "llama"])
 def test_muon_is_that_of_torch_on_whole_matrices(name: str, layout: str) -> None:
@@ -135,6 +136,7 @@ def test_heads_are_updated_one_by_one(name: str, layout: str) -> None:
     check(name, {**LAYOUTS[layout], "optimizer": {"split": "heads"}})
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_are_updated_one_by_one(layout: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import plan
+from planner.capture.gradients.applications import LowestPrecision
 from runtime import Engine
-from runtime.audit.tolerance import lowest_precision
 from tests.models import (
     adapted,
     counted,
@@ -94,7 +94,7 @@ def truth_of(name: str, batch: dict[str, Tensor], precision: torch.dtype = torch
     entry = families.build(name)
     entry.model.to(GPU, precision)
     batch = {key: x.to(GPU) for key, x in batch.items()}
-    with lowest_precision() as seen:
+    with LowestPrecision() as seen:
         loss = entry.loss(entry.model(**batch))
         loss.backward()
     return Truth(loss.item(), {n: p.grad for n, p in entry.model.named_parameters() if p.grad is not None}, seen.dtype)

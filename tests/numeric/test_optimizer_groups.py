@@ -79,6 +79,7 @@ def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
     assert len(set(groups.values())) > 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_groups_of_experts_that_may_rest() -> None:
     layout = {"mesh": {"ep": 2, "dp": 2}}

@@ -48,6 +48,7 @@ def test_one_ranks_overflow_skips_the_step_on_every_rank_and_halves_the_scale(la
     check(lab.run(Case("gpt2", {"tp": 2, "pp": 2}, FLOAT16, job=with_an_overflow, job_arguments=(bad_rank,))))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_overflow_in_one_ranks_experts_skips_the_step_on_every_rank(lab: Lab) -> None:
     case = Case("experts", {"dp": 2, "ep": 2}, FLOAT16, job=with_an_overflow, job_arguments=(1, "experts"))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.ops import documents as ops
-from passes.ops.document_blocks import CAUSAL, WHOLE, Block
+from passes.ops.document_blocks import CAUSAL, WHOLE, KeyBlock
 from passes.program.ops.aten import tensors_of
 from planner.lower import lower
-from planner.spec.data import DataSpec
-from planner.spec.roles import NAMES
+from planner.spec.inputs import NAMES, DataSpec
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokens
 from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, Attention, build
@@ -75,12 +74,12 @@ def one_by_one(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[KeyBlock]:
     """Those that attention computes one by one, however small they are."""
-    found: list[Block] = []
+    found: list[KeyBlock] = []
     attended = ops._attended
 
-    def seen(block: Block, *given: Any) -> Tensor:
+    def seen(block: KeyBlock, *given: Any) -> Tensor:
         found.append(block)
         return attended(block, *given)
 
@@ -89,7 +88,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     return found
 
 
-def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -> None:
+def check_blocks(blocks: list[KeyBlock], of_chunks: bool, is_bidirectional: bool) -> None:
     """Those of the run: causal ones of chunks read keys of chunks before them."""
     if is_bidirectional:  # and some layers have a window of both sides
         assert WHOLE in {block.band for block in blocks}
@@ -101,6 +100,7 @@ def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "name",
@@ -110,7 +110,7 @@ def check_blocks(blocks: list[Block], of_chunks: bool, is_bidirectional: bool) -
         "modernbert",
     ],
 )
-def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str, blocks: list[Block]) -> None:
+def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str, blocks: list[KeyBlock]) -> None:
     mesh, more = LAYOUTS[layout]
     batch = packed(by_hand(*documents(1)), INPUTS.get(name, OF_HUGGING_FACE), 2 * mesh.get("dp", 1))
     ran, model = run_mesh(lambda: build(name), batch, mesh, data={"packing": "documents"}, **more), build(name)

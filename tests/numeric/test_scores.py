@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.scores import Scores
+from runtime.engine.log_probs import Scores
 from tests.models.families import IGNORED, build
 from tests.tools.laboratory import Case, Lab
 from tests.tools.score_jobs import Alone, exchanged_for_scores, measured, scores_of, text
@@ -59,6 +59,7 @@ def test_scores_of_every_rank_are_those_of_one_process(lab: Lab, case: str) -> N
         assert after[1] < before[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_one_sum_over_all_ranks_joins_the_scores(lab: Lab) -> None:
     for seen, planned in lab.run(Case("gpt2", {"tp": 2, "dp": 2}, job=exchanged_for_scores)):

@@ -30,6 +30,7 @@ CASES += [("frozen", layout, 3) for layout in LAYOUTS[::2]]
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize(("model", "layout", "zero"), CASES, ids=str)
 def test_sharded_gradients_and_weights_equal_one_process(
     lab: Lab, model: str, layout: dict[str, int], zero: int
@@ -104,6 +105,7 @@ def test_files_of_weights_bring_one_bucket_at_a_time(lab: Lab, tmp_path: Path, l
     assert all(0 < found["whole"] <= found["largest"] for found in ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_one_microbatch_gives_the_bits_of_zero_1(lab: Lab, zero: int) -> None:

@@ -94,6 +94,7 @@ def on_four_ranks(host: Any, shared: bool) -> tuple[list[float], dict[str, Tenso
     return host.run_ranks(4, trained, plan(build(shared), SPEC))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])

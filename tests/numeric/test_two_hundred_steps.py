@@ -21,7 +21,7 @@ from runtime import Engine
 from runtime.audit.own_module import loss_of
 from runtime.data.reading import read_tokens
 from runtime.data.token_batches import Batches, token_batches
-from runtime.optimizer.lr import learning_rate
+from runtime.optimizer.scalars import learning_rate
 from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.ops import collectives
-from passes.ops.scores import COUNT, LOG_PROBABILITY
-from passes.partition.options import reduction
-from passes.partition.options.base import Option, Site
-from passes.partition.options.forms import Form
-from passes.program.ops.aten import reduced_dims
-from passes.types.types import P
+from passes.ops.loss_head import COUNT, LOG_PROBABILITY
+from passes.partition.typings.base import Form
+from passes.partition.typings.reduction import Along
+from passes.partition.typings.table import GIVES, RULES
 from planner import PlanError
 from tests.models import uneven
 from tests.models.families import IGNORED, build
@@ -139,14 +138,13 @@ def test_padding_of_another_kind_gives_other_gradients(monkeypatch: pytest.Monke
 
 @pytest.mark.thorough
 def test_a_sum_that_counts_padding_gives_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    def summed(site: Site, form: Form) -> list[Option]:
-        x = site.inputs[0]
-        along = [cut for cut in site.candidates(x) if cut.dim in reduced_dims(site.node)]
-        return [site.option(P, {x: cut}, form) for cut in along]
-
     alone = _ran("uneven:mean of 17", {})
     assert _is_equal(_ran("uneven:mean of 17", {"tp": 2}, **SEQUENCE_PARALLEL), alone)
-    monkeypatch.setattr(reduction, "_partial_sums", summed)
+    for op, rule in list(RULES.items()):
+        if isinstance(rule, Along) and rule.form in (Form.SUM, Form.MEAN):
+            padded = replace(rule, is_padded=True)
+            monkeypatch.setitem(RULES, op, padded)
+            monkeypatch.setitem(GIVES, padded, GIVES[rule])
     assert not _is_equal(_ran("uneven:mean of 17", {"tp": 2}, **SEQUENCE_PARALLEL), alone)
 
 

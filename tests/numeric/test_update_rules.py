@@ -14,12 +14,11 @@ from planner import plan
 from planner.spec.update_rules import UPDATE_RULES
 from runtime import Engine
 from tests.models import families
-from tests.tools.comparison import NUM_STEPS
-from tests.tools.laboratory import Case, session_lab
+from tests.tools.laboratory import NUM_BATCHES, Case, session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.optimizer_ranks import spec_of, trained
 
-STEPS = 8
+STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
     "adam": {"name": "adam", "lr": 1e-3, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6},
     "sgd": {"name": "sgd", "lr": 0.1, "weight_decay": 0.01},
@@ -174,7 +173,7 @@ def test_a_schedule_free_rule_evaluates_the_mean_of_its_steps(mesh: dict[str, in
     entry = families.build("gpt")
     keys = {name: value for name, value in rule.items() if name not in ("name", "schedule", "clip_grad_norm")}
     update = ScheduleFree(list(entry.model.parameters()), {"betas": [0.9, 0.95], **keys})
-    for step in range(NUM_STEPS):
+    for step in range(NUM_BATCHES):
         update.param_groups[0]["lr"] = rule["lr"] * min(1.0, (step + 1) / WARMUP)
         update.zero_grad()
         entry.loss(entry.model(**entry.batch(8, step))).backward()

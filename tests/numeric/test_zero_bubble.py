@@ -61,6 +61,7 @@ def test_experts_and_unusual_graphs_equal_one_process(lab: Lab, model: str) -> N
     assert lab.check(Case(model, {"tp": 2, "pp": 2}, rest(), *SIZES)).wrong == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_sequences", [2, 3])
 def test_fewer_microbatches_than_ranks_equal_one_process(lab: Lab, num_sequences: int) -> None:

@@ -106,5 +106,6 @@ def test_a_layer_that_runs_again_does_so_in_compiled_pieces(case: str):
     assert compiled.bytes <= BAR * spelled.bytes
 
 
+@pytest.mark.thorough
 def test_the_kernel_of_a_norm_computes_what_is_spelled_out():
     assert step(2, "fused")[1] == pytest.approx(step(2, "spelled")[1], rel=1e-3)

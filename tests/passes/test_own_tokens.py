@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.ops.own_tokens import of_gathered
+from passes.ops.gathered_attention import of_gathered
 from planner.lower import lower
 from tests.models.families import Entry, build
 from tests.tools.saved_memory import measured

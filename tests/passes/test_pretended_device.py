@@ -16,14 +16,14 @@ from torch import Tensor
 
 import passes.dropout
 import passes.lower
-import runtime.build
-import runtime.update
+import runtime.engine.build
+import runtime.engine.update
 from passes.ops.dropout import stream_dropout
 from passes.peephole import place_devices
 from planner.mesh import Mesh
 from runtime.optimizer import zero1
-from runtime.optimizer.loss_scale import LossScale
-from runtime.optimizer.norm import squared_norm
+from runtime.optimizer.main_shards import squared_norm
+from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights import shards
 from tests.models import families
@@ -104,12 +104,12 @@ def _buffers_on_the_host(patch: pytest.MonkeyPatch) -> None:
                 module._buffers[name] = None if value is None else value.cpu()
         return fresh
 
-    patch.setattr(runtime.build, "fill", fill)
+    patch.setattr(runtime.engine.build, "fill", fill)
 
 
 def _scale_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The loss scale lies on the host: a tensor without dims, which torch lets stand among those of a device."""
-    patch.setattr(runtime.update, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
+    patch.setattr(runtime.engine.update, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
 
 
 def _number_up(patch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.base import RankProgram
 from passes.ops import recompute
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import BlockCall
-from passes.stage_module import RankProgram
 from planner import Plan
 from planner.lower import lower
-from planner.saved.lowered import Lowered
+from planner.trace.lowered import Lowered
 from runtime.verify import mutants
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights

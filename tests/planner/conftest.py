@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from passes.program.stages import BoundaryPlan
-from passes.types.collectives import CollectivePlan
+from passes.program.program import BoundaryPlan
+from passes.types.conversions import CollectivePlan
 from passes.types.types import I, Placement, Segment, V
+from planner.cost.layout import CostPlan
 from planner.cost.memory import MemoryRow
-from planner.cost.step_time import CostPlan
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.regions.regions import GraphRegion
 from planner.regions.static_memory import GraphSlots
+from planner.sharding.boxes import Part
 from planner.sharding.buffers import BucketPlan, BufferPlan, OptimizerPlan
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part
-from planner.tables.rows import Diagnostic, StagePlan, Summary
+from planner.tables.tables import Diagnostic, StagePlan, Summary
 
 SPEC = {"mesh": {"tp": 2, "pp": 2}, "batch": {"global": 8, "micro": 2}, "optimizer": {"betas": (0.9, 0.95)}}
 HIDDEN = BoundaryPlan("add_1", (2, 16, 8), "float32", 1024)

@@ -35,6 +35,7 @@ def spec(length: int = 12, *names: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MIXED)
 def test_an_op_that_reads_tokens_of_another_document_is_refused_with_its_line(name: str) -> None:
     with pytest.raises(PlanError, match="lets a token change the loss of another document") as error:
@@ -44,6 +45,7 @@ def test_an_op_that_reads_tokens_of_another_document_is_refused_with_its_line(na
     assert "several lengths" in error.value.fix
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", APART)
 def test_an_op_that_masks_what_it_reads_of_another_document_is_accepted(name: str) -> None:
     plan(Mixing(APART[name]), spec())
@@ -132,6 +134,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "mamba2": ({"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}, "conv1d"),
     "bamba": (MAMBA | {"attn_layer_indices": []}, "conv1d"),
     "falcon_h1": (MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8}, "conv1d"),
+    "granitemoehybrid": (MAMBA | {"layer_types": ["mamba"], "shared_intermediate_size": 32}, "conv1d"),
+    "nemotron_h": (
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "chunk_size": 8}
+        | {"n_groups": 2, "layers_block_type": ["mamba"]},
+        "conv1d",
+    ),
     "qwen3_5_text": (HYBRID, "conv1d"),
     "qwen3_next": (HYBRID | EXPERTS | {"shared_expert_intermediate_size": 16}, "conv1d"),
     "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent"], "attention_window_size": 8}, "conv1d"),

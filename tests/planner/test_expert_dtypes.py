@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from passes.moe import exchange
 from planner import Plan
-from planner.exchanges.rows_of_experts import exchanges_of
+from planner.exchanges.collectives import exchanges_of
 from tests.models import hugging_face
 from tests.models.hugging_face import MOE
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import spec_of
 
-DTYPES = ("float32", "bfloat16", "float16")
+HALF = cycle(("bfloat16", "float16"))  # one of the two, as both are half precision to a decision
+CASES = [(name, dtype) for name in MOE for dtype in ("float32", next(HALF))]
 TOKENS = "tokens sorted by expert; tokens, once to a rank: dispatch_tokens, dispatch {weights}, combine"
 ROWS = "tokens sorted by expert; rows: dispatch, give_back"
 TOP_1 = "the rows that chose it; rows: dispatch, dispatch, give_back"
@@ -50,8 +53,7 @@ def _exchanges(made: Plan, dtype: str) -> list[str]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_family_decides_alike_in_each_dtype(name: str, dtype: str) -> None:
     is_wide = name in IN_FLOAT32 and dtype != "float32"
     words = OTHERWISE.get(name, TOKENS).replace(" {weights}", " float32" if is_wide else "")

@@ -13,7 +13,7 @@ from planner import PlanError, plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.stream import Stream
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.batches import random_batch
 from tests.tools.paths import ROOT
 

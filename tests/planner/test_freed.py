@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.freed import give_back_freed
+from planner.capture.model.meta_init import give_back_freed
 
 PIECE, COUNT = 100_000, 1_000  # bytes: too small for glibc to ask the system for each
 

@@ -12,14 +12,15 @@ from expecttest import assert_expected_inline
 
 import meshwright
 from passes.errors import PlanError
-from passes.types.collectives import CollectivePlan
+from passes.types.conversions import CollectivePlan
 from passes.types.types import I, Placement, Segment
 from planner.cost.memory import MemoryRow
 from planner.frozen_plan import Plan
+from planner.pipeline.actions import Action
 from planner.pipeline.schedule import SchedulePlan
+from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part
-from planner.tables.rows import Diagnostic, Summary
+from planner.tables.tables import Diagnostic, Summary
 
 # The keys of "Plan as JSON" in the public contract; a row may have more.
 CONTRACT = {
@@ -198,7 +199,7 @@ def test_rows_that_contradict_themselves_are_refused(small_plan: Plan):
     with pytest.raises(PlanError, match="unknown level fatal"):
         Diagnostic("fatal", "x")
     with pytest.raises(PlanError, match="does not run each forward and its backward once"):
-        SchedulePlan("1f1b", 1, ((("F", 0, 0),),))
+        SchedulePlan("1f1b", 1, ((Action("F", 0, 0),),))
 
 
 def test_tables_that_contradict_each_other_are_refused(small_plan: Plan):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from passes.errors import PlanError
 from planner.mesh import Mesh, all_groups
 from planner.ranks import DENSE_TOKENS, EXPERT_TOKENS
-from planner.tables.codec import decode, encode
+from planner.tables.tables import decode, encode
 from tests.tools.paths import ORACLES
 
 pytestmark = pytest.mark.check
@@ -73,8 +73,8 @@ def test_dp_groups_of_tp4_pp2_dp2_stride_by_four():
 def test_expert_groups_of_etp1_ep4_pp2_on_16_ranks():
     mesh = Mesh.from_world_size(16, tp=4, pp=2, etp=1, ep=4)
     assert mesh.edp == 2
-    assert mesh.expert_groups("ep")[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert mesh.expert_groups("dp")[:2] == [[0, 4], [1, 5]]
+    assert mesh.expert.groups("ep")[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.expert.groups("dp")[:2] == [[0, 4], [1, 5]]
 
 
 def test_etp_left_out_is_tp():
@@ -172,14 +172,14 @@ def test_members_of_a_group_differ_only_in_the_axes_of_its_token(mesh):
 @given(meshes())
 def test_a_rank_s_place_among_those_that_share_parameters_is_its_place_in_their_group(mesh):
     for rank in range(min(mesh.world_size, 64)):
-        assert mesh.place(rank)[mesh.data_axis] == mesh.group_of(mesh.data_axis, rank).index(rank)
+        assert mesh.place(rank)[mesh.data_axis] == mesh.dense.group_of(mesh.data_axis, rank).index(rank)
         assert mesh.size(mesh.data_axis) == mesh.dp * mesh.cp
 
 
 @settings(deadline=None)
 @given(meshes())
 def test_both_generators_have_the_same_pp_groups(mesh):
-    assert mesh.groups("pp") == mesh.expert_groups("pp")
+    assert mesh.groups("pp") == mesh.expert.groups("pp")
 
 
 def test_16384_ranks_have_all_their_groups():

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import PlanError
-from passes.ops.causal_attention import causal_attention
+from passes.ops.attention import causal_attention
 from passes.ops.gathered_attention import gathered_attention
 from planner import Plan
 from planner.lower import lower
 from runtime import Engine
-from runtime.attention import check_attention
 from runtime.distributed.groups import Groups
+from runtime.engine.checks import check_attention
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.cudnn_stand_in import stand_in

@@ -11,7 +11,7 @@ import torch
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
@@ -91,6 +91,7 @@ def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
     assert caught.value.fix == "plan the model again, or save the plan as .pt"
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ def run_in_own_group() -> tuple[float, bool]:
     return loss, still_there
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_users_own_default_group_is_used_and_left_alone():
     results = launch(run_in_own_group, 2, timeout_seconds=HANG_SECONDS)

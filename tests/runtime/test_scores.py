@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.gpt import GPT
-from passes.ops import scores
-from passes.ops.scores import COUNT, IS_TOP, LOG_PROBABILITY
+from passes.ops import loss_head
+from passes.ops.loss_head import COUNT, IS_TOP, LOG_PROBABILITY
 from planner import Plan, PlanError, plan
-from planner.exchanges.scores import score_rows
 from runtime import Engine
 from tests.models.own_losses import class_weights_loss, logsumexp_loss, masked_loss, several_losses
+from tests.tools.exchanged_rows import score_rows
 from tests.tools.scored_ranks import scores_on
 from tests.tools.simulated_mesh import spec_of
 
@@ -220,12 +220,12 @@ def test_what_is_exchanged_is_what_the_rows_say(layout):
 @pytest.mark.parametrize("lost", [torch.distributed.ReduceOp.MAX, None], ids=["maximum", "sums"])
 @torch.no_grad()
 def test_without_an_exchange_the_scores_are_wrong(monkeypatch, lost):
-    whole = scores.all_reduce
+    whole = loss_head.all_reduce
 
     def without(x, axis, phase, op=None, *, owned=False):
         return x if op == lost else whole(x, axis, phase, op, owned=owned)
 
-    monkeypatch.setattr(scores, "all_reduce", without)
+    monkeypatch.setattr(loss_head, "all_reduce", without)
     batch = gpt_batch()
     decided, found, _ = scores_on(gpt, batch, {"tp": 2})
     assert is_vocabulary_cut(decided)

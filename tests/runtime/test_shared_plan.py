@@ -20,16 +20,14 @@ from planner.capture.model.reference import load_model, pretrained_directory
 from planner.spec.spec import Spec
 from runtime.audit.audit import check_audit
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
-from runtime.evaluation.run import Evaluation, evaluate
-from runtime.evaluation.weights import Weights
-from runtime.generation.run import Generation, generate
-from runtime.memory.run import compare_memory
-from runtime.next_tokens.choice import Choice
+from runtime.engine.engine import Engine
+from runtime.engine.next_tokens import Choice
+from runtime.evaluation.run import Evaluation, Generation, Weights, evaluate, generate
+from runtime.profiling.memory import compare_memory
 from runtime.shared_plan import NONE, read_shared, shared
-from runtime.train import train
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.training.run import train
 from runtime.verify.run import verify
 from tests.tools import pretrained_ranks as ranks
 
@@ -140,6 +138,7 @@ def first_step(made: Plan, model: str) -> tuple[float, float, dict[str, Tensor]]
         return report.loss, report.grad_norm, engine.gather_parameters()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["on meta", "seeded", "own op", "hf", "config", "lora"])
 def test_the_first_step_is_that_of_a_rank_that_plans_by_itself(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,7 +221,7 @@ def vars_of(job: Job) -> dict[str, Any]:
 
 
 COMMANDS: dict[str, Callable[[str, str, str], Any]] = {
-    "evaluate": lambda model, spec, text: evaluate(Evaluation(model, spec, text)).to_dict()["log_probability"],
+    "evaluate": lambda model, spec, text: evaluate(Evaluation(Weights(model), spec, text)).to_dict()["log_probability"],
     "generate": lambda model, spec, text: [*chain(*(each.tokens for each in generate(prompted(model, spec))))],
     "memory": lambda model, spec, text: compare_memory(model, spec).passed,
     "verify": lambda model, spec, text: verify(model, spec).passed,
@@ -242,6 +241,7 @@ def found_by(command: str, directory: Path, mesh: dict[str, int]) -> Any:
     return COMMANDS[command](reference("exported outside", directory), str(spec), str(text))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_one_rank_captures_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, export = [], torch.export.export

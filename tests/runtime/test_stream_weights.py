@@ -14,7 +14,7 @@ from torch import Tensor
 from examples.gpt import GPT
 from planner import Plan, PlanError, plan
 from runtime import Engine
-from runtime.engine_stream import StreamWarning
+from runtime.engine.stream import StreamWarning
 
 LENGTH, VOCABULARY = 8, 64
 

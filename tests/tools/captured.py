@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from passes.partition.options.table import has_rule
+from passes.partition.typings.table import has_rule
 from planner.capture.export import capture as capture_with
 
 capture = partial(capture_with, has_rule=has_rule)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.blocks.blocks import find_blocks
-from passes.partition.options.table import Option
+from passes.partition.typings.table import Option
 from passes.peephole import place
 from passes.program.program import Program
 from planner.placement.candidates import Candidates

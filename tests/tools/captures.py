@@ -24,17 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.program.copied import copied
-from passes.program.program import Program
+from passes.program.program import Program, copied
 from planner import Captured, Plan, capture, plan
-from planner.capture.kept.sources import our_sources
-from planner.capture.kept.values import Uncertain
 from planner.captured import dtype_of, inputs_of
+from planner.saved_plan.plan_file import our_sources
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
 from tests.tools import kept_programs
 from tests.tools.captured import capture as export
-from tests.tools.kept_programs import digest_of
+from tests.tools.model_digest import Uncertain, digest_of
 from tests.tools.paths import ROOT
 
 PLACE = ROOT / ".pytest_cache" / "meshwright"

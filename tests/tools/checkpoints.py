@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from planner.spec.spec import Spec
 from runtime.checkpoint.safetensors_files import SINGLE
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.captures import plan_again
 
 pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.ops.compiled import CompiledCall
-from passes.stage_module import RankProgram
+from passes.base import RankProgram
+from passes.ops.region import CompiledCall
 from runtime.compiled import functions
 from runtime.compiled.functions import calls_of, signature_of
 from tests.tools.kernels import Kernels

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from passes.ops import collectives, experts
-from passes.ops.runs import ALL_GATHER, REDUCE_SCATTER
+from passes.ops.axis import ALL_GATHER, REDUCE_SCATTER
 from planner import Plan
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups, expert_axes
-from runtime.engine import Engine
-from runtime.optimizer import buffers, scattered, whole_weights, zero1
+from runtime.engine.engine import Engine
+from runtime.optimizer import buffers, whole_weights, zero1
 from tests.tools.limits import HANG_SECONDS
 
 STEPS = 2
@@ -59,7 +59,7 @@ class Calls:
         self._wrap(buffers, "reduce_scatter", "reduce_scatter", 1)
         self._wrap(buffers, "all_gather", "all_gather", 0)
         self._wrap(zero1, "all_gather", "all_gather", 0)
-        self._wrap(scattered, "reduce_scatter", "reduce_scatter", 1)
+        self._wrap(whole_weights, "reduce_scatter", "reduce_scatter", 1)
         self._wrap(whole_weights, "all_gather", "all_gather", 0)
         return self
 

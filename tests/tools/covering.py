@@ -7,12 +7,17 @@ from itertools import combinations
 from zlib import crc32
 
 
-def cover(cases: Mapping[str, Iterable[str]], strength: int) -> set[str]:
+def cover(cases: Mapping[str, Iterable[str]], strength: int, wholes: Iterable[Iterable[str]] | None = None) -> set[str]:
     """The ids of a covering array, found greedily: any ``strength`` values that meet in a case meet in a chosen one.
 
     ``cases``: id -> values, each with the name of its parameter. A case of fewer values counts as what it has.
+    ``wholes``: of each case, more that stands in a chosen one, by itself.
     """
-    open_tuples = {case: _tuples(sorted(values), strength) for case, values in cases.items()}
+    singles = ([] for _ in cases) if wholes is None else wholes
+    open_tuples = {
+        case: _tuples(sorted(values), strength) | _tuples(sorted(single), 1)
+        for (case, values), single in zip(cases.items(), singles, strict=True)
+    }
     chosen: set[str] = set()
     while any(open_tuples.values()):
         best = min(open_tuples, key=lambda case: (-len(open_tuples[case]), _shuffled(case)))

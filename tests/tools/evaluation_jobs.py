@@ -8,9 +8,9 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from runtime import Engine
-from runtime.memory.evaluation import held_bytes, measured_evaluation
+from runtime.engine.log_probs import Scores
+from runtime.profiling.memory import held_bytes, measured_evaluation
 from runtime.report.memory_rows import Compared
-from runtime.scores import Scores
 from tests.tools.jobs import Batches
 from tests.tools.limits import HANG_SECONDS
 

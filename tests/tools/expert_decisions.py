@@ -27,8 +27,7 @@ from passes.moe.find import find_experts
 from passes.moe.open import open_experts
 from passes.moe.token_rows import check_places
 from passes.partition.sequence.cut import cut_sequence
-from passes.program.copied import copied
-from passes.program.program import Program
+from passes.program.program import Program, copied
 from passes.program.source_lines import where_of
 from passes.program.walks import ancestors
 from planner import Captured, Plan, PlanError, plan

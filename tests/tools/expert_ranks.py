@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
+from planner.sharding.boxes import Part, part_of
 from planner.sharding.buffers import buffers_of_rank
-from planner.sharding.parts import Part, part_of
 from planner.spec.optimizer import OptimizerSpec
 from runtime.distributed.opening import open_groups
+from runtime.fuzz.forks import StoreHost
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.shards import shard
 from tests.tools.limits import HANG_SECONDS
@@ -91,6 +92,10 @@ def settings(zero: int, bucket_size: int | None) -> OptimizerSpec:
     return OptimizerSpec(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=0.7, **given)
 
 
+def on_ranks(host: StoreHost) -> list[dict[Any, list[dict[str, Any]]]]:
+    return host.run_ranks(WORLD, run_cases)
+
+
 def run_cases() -> dict[Any, list[dict[str, Any]]]:
     """Every case on this rank, in one order."""
     found: dict[Any, list[dict[str, Any]]] = {}
@@ -125,7 +130,7 @@ def _steps(
         launches = [planned[b].reduced_over for b, _ in optimizer.buffers.launches]
         optimizer.reduce_gradients()
         gradients = optimizer.gather_gradients()
-        norm = optimizer.step(1e-2 / (step + 1)).grad_norm
+        norm = float(optimizer.step(1e-2 / (step + 1)).figures[0])
         optimizer.wait_parameters()
         yield {
             "gradients": gradients,

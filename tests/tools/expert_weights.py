@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from planner import meta_parameters
 from planner.frozen_plan import Plan
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
+from runtime.fuzz.forks import StoreHost
 from tests.models import experts, hugging_face
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS
@@ -22,6 +24,7 @@ LENGTH = min(experts.LENGTH, hugging_face.LENGTH)
 VOCABULARY = min(experts.VOCABULARY, hugging_face.VOCABULARY)
 
 LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
     "dp4, ep2": {"dp": 4, "ep": 2},
     "tp2 dp2, ep2 etp1": {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
     "tp2 dp2, ep2": {"tp": 2, "dp": 2, "ep": 2},
@@ -34,7 +37,8 @@ CASES: dict[str, list[str]] = {
 }
 
 
-def plan_of(kind: str, layout: dict[str, int]) -> Plan:
+@cache
+def plan_of(kind: str, name: str) -> Plan:
     with meta_parameters():
         is_loop = kind == "a loop"
         model = experts.Net(experts.Layer(experts.masks)) if is_loop else hugging_face.build("mixtral")
@@ -42,7 +46,7 @@ def plan_of(kind: str, layout: dict[str, int]) -> Plan:
     return plan_again(
         model,
         {
-            "mesh": layout,
+            "mesh": LAYOUTS[name],
             "batch": {"global": 8, "micro": 2},
             "inputs": {"input_ids": ids, "labels": ids},
             "tensor_parallel": {"vocabulary_multiple": 4},
@@ -55,9 +59,9 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randint(2, VOCABULARY, (8, LENGTH), generator=generator) for n in ("input_ids", "labels")}
 
 
-def write_and_read(kind: str, layout: dict[str, int], source: Path | None, target: Path) -> dict[str, Any]:
+def write_and_read(kind: str, name: str, source: Path | None, target: Path) -> dict[str, Any]:
     """Fresh values, saved to ``target``; then, after an update, those of ``source`` (left out: ``target``)."""
-    with Engine(plan_of(kind, layout), timeout_seconds=HANG_SECONDS) as engine:
+    with Engine(plan_of(kind, name), timeout_seconds=HANG_SECONDS) as engine:
         fresh = engine.gather_parameters()
         engine.save_pretrained(target)
         engine.train_step(batch())
@@ -70,6 +74,13 @@ def directory_of(directory: Path, kind: str, name: str) -> Path:
     return directory / f"{kind} {name}".replace(", ", "_").replace(" ", "_")
 
 
+def on_ranks(host: StoreHost, directory: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What rank 0 finds. Each layout is planned here, for all its ranks."""
+    for case in cases:
+        plan_of(*case)
+    return host.run_ranks(4, run_cases, directory, cases)[0]
+
+
 def run_cases(directory: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
     """Each layout in turn reads what the one before it has written; the first what one process wrote."""
     found = {}
@@ -77,6 +88,6 @@ def run_cases(directory: Path, cases: list[tuple[str, str]]) -> dict[tuple[str, 
         source = directory_of(directory, kind, "one")
         for name in (n for n in names if (kind, n) in cases):
             target = directory_of(directory, kind, name)
-            found[kind, name] = write_and_read(kind, LAYOUTS[name], source, target)
+            found[kind, name] = write_and_read(kind, name, source, target)
             source = target
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from passes.errors import PlanError
 from runtime.checkpoint import saver
 from runtime.distributed.stopping import Stopping
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from passes.errors import PlanError
 from planner import Captured, Plan, plan
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import read_cluster
 from planner.cost.estimate import at_least, estimate
 from planner.cost.layout import Layout
-from planner.cost.work import cut_work
+from planner.cost.planned import cut_work
 from planner.search.search import search
 from planner.spec.spec import Spec
 from tests.models import deep, hugging_face

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from planner.exchanges.next_rows import next_token_rows
-from planner.one_position import kept_bytes, one_position_rows
+from planner.lower import kept_bytes, one_position
 from runtime import Engine
-from runtime.next_tokens.kept import KeptPositions
+from runtime.engine.next_tokens import KeptPositions
+from tests.tools.exchanged_rows import next_token_rows
 from tests.tools.jobs import Batches
 from tests.tools.limits import HANG_SECONDS
 
@@ -133,13 +133,11 @@ def of_one_position(plan: Any, batches: Batches) -> dict[str, Any]:
         KeptPositions.free = noted
         two, three = seen(2), seen(3)
         KeptPositions.free = freed
-        stages, times = {stage.index for stage in engine.program.stages}, engine.layout.num_microbatches
+        times = engine.layout.num_microbatches
         kept.append(engine.kept_bytes())
         kept.append(kept_bytes(plan)[engine.mesh.pp_rank])
-    planned: dict[tuple[str, str], int] = {}
-    for row in one_position_rows(plan):
-        if row.stage in stages and row.axis == "tp":
-            planned[row.kind, row.phase] = planned.get((row.kind, row.phase), 0) + row.bytes * row.count * times
+        program = list(one_position(plan))[engine.mesh.pp_rank][1]
+    planned = {key: size * times for key, size in program.axes["tp"].bytes.items()}
     found = {key: three[key] - two[key] for key in three if three[key] != two[key]}
     return {"seen": found, "planned": planned, "kept": kept[0], "measured and planned": kept[-2:], "times": times}
 

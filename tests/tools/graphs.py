@@ -7,12 +7,11 @@ from typing import Any, cast
 import torch
 
 from passes.base import LowerContext, StageGraph, text_of
-from passes.extract import extract
-from passes.lower import PASSES, run_passes
+from passes.lower import PASSES, extract, run_passes
 from passes.lowering import Lowering
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.partition.placements import Placements
+from passes.partition.type_changes import Placements
 from planner import Plan
 from planner.lower import context_of, passes_text
 

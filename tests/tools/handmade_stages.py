@@ -13,25 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from passes.base import RankProgram, StageModule
 from passes.lowering import Lowering
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.parameters import LocalParameter
-from passes.program.program import Program
-from passes.program.stages import BoundaryPlan
-from passes.stage_module import RankProgram, StageModule
+from passes.program.program import BoundaryPlan, Program
 from passes.types.types import I
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.model_owner import ModelOwner
 from planner.pipeline.schedule import SchedulePlan, build_schedule
+from planner.saved_plan.model import ModelOwner
+from planner.sharding.boxes import Part
 from planner.sharding.buffers import buffers_of_rank
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
-from planner.tables.rows import StagePlan
+from planner.tables.tables import StagePlan
 
 WIDTH = 6
 NUM_MIDDLE = 4
@@ -182,7 +181,7 @@ def build_plan(
         parameters=tuple(parameters),
         collectives=(),
         stages=tuple(StagePlan(i, i % pp, i // pp, (), 0) for i in range(num_stages)),
-        schedule=SchedulePlan(kind, spec.num_microbatches, tuple(tuple(map(tuple, o)) for o in schedule.orders)),
+        schedule=SchedulePlan(kind, spec.num_microbatches, schedule.orders),
         decisions=_decisions(mesh),
         shards=_shards(model, mesh, spec),
         owner=ModelOwner(model),

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from passes.stage_module import RankProgram
+from passes.base import RankProgram
 
 ROOT = Path(__file__).parents[2]
 STOPS = ("_local_scalar_dense", "is_nonzero", "nonzero", "nonzero_static", "equal", "masked_select", "unique_dim")

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.assembled import read_ranges
-from runtime.checkpoint.pretrained_load import find
+from runtime.checkpoint.hub_tensors import read_ranges
+from runtime.checkpoint.pretrained_load import find_in
 from runtime.checkpoint.safetensors_files import SINGLE
 from runtime.checkpoint.weight_files import WeightFiles
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from runtime.verify.reference import OneProcess
-from runtime.weights.gather import senders_of
-from runtime.weights.shards import shard
+from runtime.weights.shards import senders_of, shard
 from tests.models.hub_families import FAMILIES
 from tests.models.hugging_face import LENGTH, VOCABULARY, made
 from tests.tools.captures import plan_again
@@ -63,7 +62,7 @@ def assert_ranks_read_their_parts(decided: Plan, directory: Path) -> None:
     """Against transformers' own loading."""
     wanted = load_model(f"hf:{directory}", materialize=True).state_dict()
     with WeightFiles(directory) as files:
-        found = find(files, decided)
+        found = find_in(files, decided.hub, decided.parameters)
         for row in decided.parameters:
             for part in senders_of(row, decided.mesh).values():
                 value = torch.zeros(row.local_shape, dtype=wanted[row.name].dtype)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import planner
+from passes.base import RankProgram
 from passes.errors import PlanError
 from passes.ops.dropout import stream_dropout
-from passes.stage_module import RankProgram
 from planner.lower import lower
 from planner.mesh import Mesh
 from planner.sharding.buckets import lay_out

@@ -5,52 +5,24 @@ A program with a part that has no such form (a function of the user's own, a con
 
 from __future__ import annotations
 
-import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
+from torch import Tensor
 
 from passes.program.program import Program
-from planner.capture.kept.values import HOOKS, OF_MODULES, UNWRITABLE, Uncertain, Writer
-from planner.capture.model.global_hooks import GLOBAL_HOOKS
 from planner.files import values
 from planner.files.atomic import replaced_file
+from tests.tools.model_digest import Uncertain
 
-META = {"val", "grad", "stopped", "parameter", "nn_module_stack", "stack_trace"}
+META = {"val", "grad", "known", "stopped", "parameter", "nn_module_stack", "stack_trace"}
 OVER = {"constant", "selected"}  # read only while the graph is brought into canonical form
 MOST_FILES = 64
 
 Kept = tuple[dict[str, Any], dict[str, Tensor]]
-
-
-def digest_of(model: nn.Module) -> str:
-    """Of all that a forward may read of it. Raises Uncertain if a part of ``model`` has no certain form."""
-    if any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
-        raise Uncertain("modules have global hooks")
-    found = hashlib.sha256()
-    writer = Writer(model, found)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, module in model.named_modules(remove_duplicate=False):
-                writer.dump((name, type(module), *_parts(name, module)))
-    except UNWRITABLE as error:
-        raise Uncertain(f"the model holds state without a certain form: {error}") from error
-    return found.hexdigest()
-
-
-def _parts(name: str, module: nn.Module) -> list[Any]:
-    for hooks in HOOKS:
-        if getattr(module, hooks, None):
-            raise Uncertain(f"{name or 'the model'} has hooks")
-    attributes = {key: value for key, value in vars(module).items() if key not in (*OF_MODULES, *HOOKS)}
-    return [attributes, *(list(getattr(module, kind).items()) for kind in OF_MODULES)]
 
 
 def encode(program: Program) -> Kept:

@@ -31,6 +31,7 @@ from tests.tools.captures import captured_again
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
 from tests.tools.limits import HANG_SECONDS
 
+NUM_BATCHES = 3  # of a job that is not held against one process
 CALL_SECONDS = 2 * HANG_SECONDS  # of many runs, of which at most one hangs
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "clip_grad_norm": 1.0}
 
@@ -214,7 +215,7 @@ class Bench:
 
 
 def _bench(connection: Connection, other: Connection, host: StoreHost, first: Case) -> None:
-    from runtime.distributed.fingerprint import fingerprint_of_model
+    from runtime.weights.initial_weights import fingerprint_of_model
     from tests.models import families
 
     other.close()
@@ -269,7 +270,7 @@ def _answer(kind: str, model: Any, entry: Any, host: StoreHost, case: Case, trut
     decided = plan(model, spec_of(entry, case))
     if kind == "plan":
         return type(decided).of(decided)
-    batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
+    batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_BATCHES if kind == "run" else NUM_STEPS)]
     host.begin(token)
     results = host.run_ranks(case.world_size, case.job or steps, decided, batches, *case.job_arguments)
     if kind == "run":
@@ -305,8 +306,8 @@ def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
     The bench captured it before; that it left it as it was built is checked. A copy would be another model where a
     closure or a hook holds weights.
     """
-    from runtime.audit.tolerance import lowest_precision
-    from runtime.distributed.fingerprint import fingerprint_of_model
+    from planner.capture.gradients.applications import LowestPrecision
+    from runtime.weights.initial_weights import fingerprint_of_model
 
     model = entry.model
     assert fingerprint_of_model(model) == built, "planning has changed the model"
@@ -318,7 +319,7 @@ def one_process(entry: Any, case: Case, built: dict[str, int]) -> Found:
     update = torch.optim.AdamW(trained, options["lr"], options["betas"], weight_decay=options["weight_decay"])
     losses, norms, gradients = [], [], {}
     batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_STEPS)]
-    with lowest_precision() as seen:
+    with LowestPrecision() as seen:
         entry.loss(model(**batches[0]))
     for batch in batches:
         update.zero_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from runtime import Engine
-from runtime.loss_outside import LossFunction
+from runtime.engine.log_probs import LossFunction
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.loss_outside_rows import rows_with_loss_outside
 

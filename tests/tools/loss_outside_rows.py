@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from passes.blocks.places import Places
-from passes.lower import LOCAL_LOG_PROBS
+from passes.blocks.blocks import Places
+from passes.lower import LOCAL, with_head
+from passes.ops.loss_head import LOG_P
 from passes.pieces import Piece
-from passes.types.collectives import CollectivePlan
+from passes.types.conversions import CollectivePlan
 from planner.decisions import Decisions
-from planner.exchanges.collectives import rows_of_stages
-from planner.exchanges.scores import check_scored
-from planner.exchanges.weights import weight_rows
+from planner.exchanges.collectives import check_scored, rows_of_stages, weight_rows
 from planner.pipeline.schedule import SchedulePlan
-from planner.saved.lowered import Lowered
 from planner.sharding.shards import Shards
+from planner.trace.lowered import Lowered
 
 
 def rows_with_loss_outside(
@@ -32,9 +31,9 @@ def rows_with_loss_outside(
     """One row for each exchange of a step. Raises PlanError for a loss that gives no target a probability."""
     check_scored(decisions)
     places = Places(decisions.blocks)
-    lowered = Lowered(decisions, shards, passes=LOCAL_LOG_PROBS)
-    rows = rows_of_stages(lowered, places, recomputed)
+    lowered = Lowered(decisions, shards, recomputed=tuple(recomputed), passes=with_head(LOCAL, LOG_P))
+    rows = rows_of_stages(lowered, places)
     if decisions.terms.in_turn > 1:  # the forwards of the model's own loss run first, for its sums
-        own = rows_of_stages(replace(lowered, passes=Lowered.passes, _stages={}, _traces={}), places)
+        own = rows_of_stages(replace(lowered, recomputed=(), passes=Lowered.passes, _stages={}, _traces={}), places)
         rows += [row for row in own if row.phase == "forward"]
     return (*rows, *shards.at_step, *weight_rows(lowered, schedule))

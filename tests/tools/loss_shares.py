@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.partition.batch.two_captures import wider
+from passes.partition.batch.align_exports import wider
 from passes.partition.loss.counts import LossTerms
 from passes.partition.loss.shares import share_loss
 from passes.program.program import Program

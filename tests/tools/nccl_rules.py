@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from runtime.distributed import first_use, links, nccl_options
+from runtime.distributed import opening
 from runtime.pipeline import p2p
 
 
@@ -233,7 +233,7 @@ def run_ranks(
     """``work(rank, rules)`` on ``size`` ranks; to links, first use and p2p ``rules`` is ``torch.distributed``."""
     rules = NcclRules(size, lazy=lazy, tells_ends=tells_ends)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (links, nccl_options, first_use, p2p):
+        for module in (opening, p2p):
             patch.setattr(module, "dist", rules)
         rules.turns.run(lambda rank: work(rank, rules))
     turns = rules.turns

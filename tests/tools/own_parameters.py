@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from runtime import Engine
-from runtime.build import parameters_of
+from runtime.engine.build import parameters_of
 
 
 def own_parameters(engine: Engine) -> dict[str, Tensor]:

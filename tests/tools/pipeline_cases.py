@@ -16,9 +16,8 @@ from passes.ops.random_state import RandomState
 from planner.mesh import Mesh
 from planner.pipeline.links import Message
 from planner.pipeline.schedule import KINDS, Action, Order, Schedule, build_schedule
-from runtime.distributed.first_use import use_each_once
 from runtime.distributed.groups import Groups
-from runtime.distributed.links import make_links
+from runtime.distributed.opening import make_links, use_each_once
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Transport
 from tests.tools.limits import HANG_SECONDS
@@ -88,7 +87,7 @@ class CapOfFour(Transport):
     """A mutant, what once was: a fifth send waits for the first."""
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        if self.num_sending == 4:
+        if len(self._sending) == 4:
             self._sending.pop(next(iter(self._sending))).wait()
         super().send(message, tensors)
 

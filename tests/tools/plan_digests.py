@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from planner import Plan, plan
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import read_cluster
 from planner.lower import lower
 from planner.search.search import search
-from planner.search.table import result_sections
+from planner.search.winner import result_sections
 from tests.models import deep, families, hugging_face
 from tests.tools.simulated_mesh import spec_of
 

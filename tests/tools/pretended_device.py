@@ -26,15 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from passes.base import RankProgram
 from passes.ops.random_state import RandomState
-from passes.stage_module import RankProgram
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
-from runtime.distributed.links import make_links
-from runtime.intake import Intake
+from runtime.distributed.opening import make_links
+from runtime.engine.batch_prep import Intake
 from runtime.optimizer import zero1
 from tests.tools.host_watch import HostWatch, Sight
 from tests.tools.limits import HANG_SECONDS
@@ -156,10 +156,10 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     """Build the rank's engine on the device and take two steps; the second one is watched."""
     device = torch.device("gpu", 0)
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
-        patch.setattr("runtime.variants.Intake", PretendedIntake)
-        patch.setattr("runtime.build.differing", lambda *_: [])  # nor to compare weights with
-        patch.setattr("runtime.build.require_same_code", lambda *_, **__: None)  # nor code
+        patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
+        patch.setattr("runtime.engine.length_variants.Intake", PretendedIntake)
+        patch.setattr("runtime.engine.build.differing", lambda *_: [])  # nor to compare weights with
+        patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)  # nor code
         patch.setattr(zero1, "whole_indices", with_values(zero1.whole_indices))
         with PretendedMode(allow_non_fake_inputs=True):
             program = lowered(plan, rank, device)

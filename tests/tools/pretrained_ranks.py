@@ -13,9 +13,9 @@ from planner import PlanError
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.assembled import whole_box
+from runtime.checkpoint.hub_tensors import whole_box
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS

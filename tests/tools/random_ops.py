@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from passes.partition.options.table import Option, Site, options_of
+from passes.partition.typings.table import Option, Site, options_of
 from passes.types.types import Placement, Segment
 from tests.tools.examples import examples
 from tests.tools.simulated_ranks import Op, check

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from passes.ops.random_state import RandomState
-from runtime.cuda_graphs.pool import Pool, storage_of
-from runtime.cuda_graphs.recorded import RecordedGraph
+from planner.capture.model.exchange import storage_of
+from runtime.cuda_graphs.recorded import Pool, RecordedGraph
 from tests.tools.transformer_engine_source import Source
 
 PACKAGE = "transformer_engine.pytorch"

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from passes.base import RankProgram, StageModule
 from passes.ops.random_state import RandomState
 from passes.ops.region import RegionCall, run_region
-from passes.program.stages import BoundaryPlan
-from passes.stage_module import RankProgram, StageModule
+from passes.program.program import BoundaryPlan
 from planner.pipeline.schedule import Order
 
 SHAPE = (2, 3)

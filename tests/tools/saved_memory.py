@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.stage_module import RankProgram, StageModule
+from passes.base import RankProgram, StageModule
 from planner import Plan
 from planner.lower import lower
+from planner.trace.trace import StageTrace
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again
@@ -79,3 +80,8 @@ def _kept(program: RankProgram, batch: Batch, totals: list[Tensor]) -> Kept:
     loss, kept = kept_by(lambda: stage.module(*given), [*held_by(stage), *given])
     assert loss[-1].requires_grad
     return kept
+
+
+def kept_bytes(trace: StageTrace) -> int:
+    """All that autograd keeps of one microbatch, as a trace has it."""
+    return sum(trace.kept.values()) + trace.hidden

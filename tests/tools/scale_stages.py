@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.stage_module import StageModule
+from passes.base import StageModule
 from planner.fold import stages_of
 from planner.pipeline.schedule import Schedule
 from tests.tools.handmade_stages import boundary

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.exchanges.scores import score_rows
 from runtime import Engine
 from runtime.data.tokens import WORD, Tokenization, Tokens
-from runtime.evaluation.evaluate import cloze, perplexity
-from runtime.evaluation.measures import Cloze, Perplexity
-from runtime.scores import Scores
+from runtime.engine.log_probs import Scores
+from runtime.evaluation.evaluate import Cloze, Perplexity, cloze, perplexity
+from tests.tools.exchanged_rows import score_rows
 from tests.tools.jobs import Batches
 from tests.tools.limits import HANG_SECONDS
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.stage_module import RankProgram, StageModule
+from passes.base import RankProgram, StageModule
+from passes.ops.loss_head import SCORES
 from planner import Plan
-from planner.lower import lower, lower_scoring
+from planner.lower import lower, lower_with_head
 from planner.mesh import Mesh
 from runtime.weights.shards import fill, share
 from runtime.weights.sources import ModelWeights
@@ -42,7 +43,7 @@ def scores_on(
     for rank, program in enumerate(programs):
         fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), CPU)
         program.random.training = False
-        last = lower_scoring(made, rank, program)
+        last = lower_with_head(made, rank, program, want=SCORES)
         if last is not None:
             share(next(stage for stage in program.stages if stage.has_loss), last, CPU)
             change(last)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from planner.sharding.parts import Part
-from runtime.checkpoint.assembled import whole_box
-from runtime.weights.gather import runs_in
+from planner.sharding.boxes import Part
+from runtime.checkpoint.hub_tensors import whole_box
+from runtime.weights.shards import runs_in
 
 
 def assemble(parts: Sequence[Part], shards: Sequence[Tensor], shape: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from planner import Plan
 from planner.lower import lower
-from planner.sharding.parts import Part
+from planner.sharding.boxes import Part
 from runtime.weights.shards import shard
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import run_step

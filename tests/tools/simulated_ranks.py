@@ -30,9 +30,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 from passes.base import StageGraph
 from passes.localize import localize
-from passes.partition.options.forms import Form
-from passes.partition.options.table import Option
-from passes.partition.placements import Placements
+from passes.partition.type_changes import Placements
+from passes.partition.typings.base import Form
+from passes.partition.typings.table import Option
 from passes.types.types import Placement
 from tests.tools.graphs import bare_context
 from tests.tools.limits import HANG_SECONDS

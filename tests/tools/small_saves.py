@@ -15,6 +15,7 @@ from passes.errors import PlanError
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
 from runtime.checkpoint.lines import Line
+from runtime.checkpoint.manifest import OptimizerEntry, draft
 from runtime.checkpoint.pieces import WrittenPiece
 from runtime.checkpoint.saver import Content, write_save
 from runtime.checkpoint.saves import by_newest, verify
@@ -49,22 +50,19 @@ def content(step: int, value: float, line: Line = LINE) -> Content:
         for kind in ("parameter", "exp_avg", "exp_avg_sq")
     ]
     names: dict[str, tuple[str, ...]] = {"up": (), "bias": ()}
-    return Content(
+    manifest = draft(
         step=step,
         line=line,
-        pieces=pieces,
-        names=names,
         mesh={"tp": 1},
         order="tp-cp-ep-dp-pp",
         zero=1,
         seed=0,
-        optimizer="adamw",
-        updates=step,
-        rested={},
+        optimizer=OptimizerEntry(name="adamw", updates=step),
         loss_scale=None,
         texts={},
         extra={"value": value},
     )
+    return Content(pieces, names, manifest)
 
 
 def save(directory: Path, step: int, value: float, line: Line = LINE) -> str:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from passes.blocks.blocks import find_blocks
-from passes.program.program import Program
-from passes.program.stages import StageAssignment
+from passes.program.program import Program, StageAssignment
 from planner.pipeline.stages import assign_stages
 
 

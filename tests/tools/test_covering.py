@@ -37,6 +37,14 @@ def test_pairs_of_a_product_need_few_of_its_cases():
     assert cover(cases, 4) == set(cases)
 
 
+def test_more_that_stands_by_itself_is_in_a_chosen_case():
+    cases = {f"{way} {layout}": [way, *layout] for way in "ab" for layout in ("x", "y", "xy")}
+    assert len(cover(cases, 2)) == 2
+    chosen = cover(cases, 2, [[name.split()[1]] for name in cases])
+    assert {name.split()[1] for name in chosen} == {"x", "y", "xy"}
+    assert len(chosen) == 3
+
+
 def test_a_case_of_no_values_is_left_out_only_beside_others():
     assert cover({}, 2) == set()
     assert cover({"a": ["x"], "b": ["y"]}, 2) == {"a", "b"}

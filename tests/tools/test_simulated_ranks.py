@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.partition.options.forms import Form
-from passes.partition.options.table import Option
+from passes.partition.typings.base import Form
+from passes.partition.typings.table import Option
 from passes.types.types import I, P, Placement, R, V
 from tests.tools.random_ops import Weight, op_of, real
 from tests.tools.simulated_ranks import check

@@ -1,4 +1,4 @@
-"""Which tests a tier leaves out: in `make all` none, in `make test` no function but those marked `thorough`."""
+"""The tests that a tier leaves out: cases, and in `make test` of functions those marked `thorough` alone."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def test_one_long_case(x): pass
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
 def test_product(way, mesh): pass
 
+@pytest.mark.covering(1, pairs=2)
+@pytest.mark.parametrize("dtype", ["half", "full"])
+@pytest.mark.parametrize("way", "abcd")
+@pytest.mark.parametrize("layout", ["tp2", "tp2·dp2", "dp2·ep2", "tp 2, dp 2, ep 2"])
+def test_layouts(way, dtype, layout): pass
+
+@pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp": 2}])
+@pytest.mark.parametrize("way", "abcd")
+def test_long_product(way, mesh): pass
+
 @pytest.mark.check
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", "abcdefgh")
@@ -39,9 +51,11 @@ def test_many(name): pass
 def test_examples():
     assert [examples(most).max_examples for most in (200, 3)] == [EXAMPLES, 3]
 """
+ALL = {"quick": 1, "plain": 1, "long": 1, "one_long_case": 3, "product": 6, "many": 8, "examples": 1}
 KEPT = {
-    "all": {"quick": 1, "plain": 1, "long": 1, "one_long_case": 3, "product": 6, "many": 8, "examples": 1},
-    "test": {"quick": 1, "plain": 1, "one_long_case": 2, "product": 3, "many": 2, "examples": 1},
+    "all": ALL | {"layouts": 32, "long_product": 8},
+    "pairs": ALL | {"layouts": 8, "long_product": 4},
+    "test": {"quick": 1, "plain": 1, "one_long_case": 2, "product": 3, "layouts": 4, "many": 2, "examples": 1},
     "check": {"quick": 1, "many": 2},
 }
 
@@ -57,7 +71,7 @@ def run(folder: Path, *options: str) -> tuple[list[str], str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_tier_runs_what_its_marks_say(tmp_path: Path, tier: str) -> None:
-    (tmp_path / "test_marked.py").write_text(FILE.replace("EXAMPLES", {"all": "200", "test": "60"}.get(tier, "0")))
+    (tmp_path / "test_marked.py").write_text(FILE.replace("EXAMPLES", {"check": "0", "test": "60"}.get(tier, "200")))
     (tmp_path / "test_without.py").write_text("raise SystemExit\n" if tier == "check" else "")
     passed, output = run(tmp_path, "--tier", tier)
     counts = {name: 0 for name in KEPT[tier]}
@@ -70,9 +84,7 @@ def test_a_tier_runs_what_its_marks_say(tmp_path: Path, tier: str) -> None:
 def test_no_test_is_lost(request: pytest.FixtureRequest) -> None:
     """Of those that this run has collected. A tier leaves out cases, and whole functions only by their mark."""
     tier, left_out = request.config.getoption("tier"), request.config.stash[LEFT_OUT]
-    if tier == "all":
-        assert left_out == []
-        return
     kept = {function_of(item) for item in request.session.items}
-    lost = {function_of(item) for item in left_out if not item.get_closest_marker("thorough")} - kept
+    marks = () if tier in ("pairs", "all") else ("thorough",)
+    lost = {function_of(item) for item in left_out if not any(map(item.get_closest_marker, marks))} - kept
     assert lost == set()

@@ -1,10 +1,14 @@
-"""A pytest plugin: three tiers of tests, chosen by ``--tier``.
+"""A pytest plugin: tiers of tests, chosen by ``--tier``, each a part of the next.
 
     check   tests marked ``check``; files without one are not imported
     test    every test but those marked ``thorough``; of tests marked ``covering`` or ``sampled``, a part of their cases
+    pairs   every test; of those marked ``covering(pairs=…)``, a covering array of their cases
     all     every case of every test
 
-Drawn examples (tests/tools/examples.py) are fewer in the first two. Without the option, pytest runs everything.
+In a covering array each value of a parameter stands in a case, and any so many parts of values that meet at all meet in
+one. The parts of a layout are its sizes of axes: cp 2 · tp 2 has cp 2 and tp 2; of a dict, its items.
+
+Drawn examples (tests/tools/examples.py) are fewer in the first two. Without the option, pytest runs every case.
 """
 
 from __future__ import annotations
@@ -20,19 +24,20 @@ from hypothesis import settings
 
 from tests.tools.covering import cover, sample
 
-EXAMPLES = {"check": 10, "test": 30, "all": 100}  # of a property that names no number; others in proportion
+# Examples of a property that names no number; others in proportion.
+EXAMPLES = {"check": 10, "test": 30, "pairs": 100, "all": 100}
 TIERS = tuple(EXAMPLES)
 MARKS = (
     "check: also runs in `make check`",
-    "thorough: runs in `make all` alone",
-    "covering(strength): in `make test`, a covering array: any so many values of its parameters meet in a case",
+    "thorough: runs in `make pairs` and `make all` alone",
+    "covering(strength, pairs=strength): in `make test`, in `make pairs`, a covering array; none: all cases",
     "sampled(most): in `make test`, at most so many of its cases",
 )
 LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=TIERS, default="all", help="which tests run; all of them without this option")
+    parser.addoption("--tier", choices=TIERS, default="all", help="which tests run; every case without this option")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,17 +80,27 @@ def function_of(item: pytest.Item) -> str:
 
 def _chosen(cases: list[pytest.Item], tier: str) -> list[pytest.Item]:
     """The cases of one test function that a tier runs."""
+    cases = _covered(cases, [mark.kwargs.get("pairs") for mark in cases[0].iter_markers("covering")])
+    if tier == "pairs":
+        return cases
     cases = [case for case in cases if not case.get_closest_marker("thorough")]
     if tier == "check":
         cases = [case for case in cases if case.get_closest_marker("check")]
-    by_id = {_id_of(case): case for case in cases}
-    kept = set(by_id)
-    for mark in (mark for case in cases[:1] for mark in case.iter_markers()):
-        if mark.name == "covering":
-            kept &= cover(dict(zip(by_id, _values(cases), strict=True)), *mark.args)
-        elif mark.name == "sampled":
-            kept &= sample(by_id, *mark.args)
-    return [by_id[name] for name in by_id if name in kept]
+    if not cases:
+        return []
+    cases = _covered(cases, [strength for mark in cases[0].iter_markers("covering") for strength in mark.args])
+    kept = {_id_of(case) for case in cases}
+    for mark in cases[0].iter_markers("sampled"):
+        kept &= sample(kept, *mark.args)
+    return [case for case in cases if _id_of(case) in kept]
+
+
+def _covered(cases: list[pytest.Item], strengths: list[int | None]) -> list[pytest.Item]:
+    for strength in filter(None, strengths):
+        wholes, parts = _values(cases)
+        kept = cover(dict(zip(map(_id_of, cases), parts, strict=True)), strength, wholes)
+        cases = [case for case in cases if _id_of(case) in kept]
+    return cases
 
 
 def _id_of(case: pytest.Item) -> str:
@@ -93,8 +108,8 @@ def _id_of(case: pytest.Item) -> str:
     return case.nodeid.partition("[")[2]
 
 
-def _values(cases: list[pytest.Item]) -> list[list[str]]:
-    """The parameters of each case, as name and value; values whose text says too little are numbered as they come."""
+def _values(cases: list[pytest.Item]) -> tuple[list[list[str]], list[list[str]]]:
+    """The parameters of each case and their parts, by name; values whose text says too little are numbered."""
     numbers: dict[int, int] = {}
 
     def named(name: str, value: Any) -> str:
@@ -102,8 +117,19 @@ def _values(cases: list[pytest.Item]) -> list[list[str]]:
         is_anonymous = re.search(r"<lambda>| at 0x", text)
         return f"{name} {numbers.setdefault(id(value), len(numbers)) if is_anonymous else text}"
 
-    params = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
-    return [[named(name, value) for name, value in of_case.items()] for of_case in params]
+    params = [list(case.callspec.params.items()) if hasattr(case, "callspec") else [] for case in cases]
+    wholes = [[named(*param) for param in of_case] for of_case in params]
+    parts = [[named(name, part) for name, value in of_case for part in _parts(value)] for of_case in params]
+    return wholes, parts
+
+
+def _parts(value: Any) -> list[Any]:
+    """Of a dict, or of a layout's name as "tp2·dp2, etp 1"; any other value is a part by itself."""
+    if isinstance(value, dict) and value:
+        return [f"{key}: {_text(part)}" for key, part in value.items()]
+    pieces = re.split(r"·|, ", value) if isinstance(value, str) else []
+    is_layout = any(re.fullmatch(r"(tp|cp|pp|vpp|dp|ep|etp) ?\d", piece) for piece in pieces)
+    return [piece.replace(" ", "") for piece in pieces] if is_layout else [value]
 
 
 def _text(value: Any) -> str:

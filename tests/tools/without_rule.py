@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.partition.options.table import has_rule
+from passes.partition.typings.table import has_rule
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 

@@ -1,12 +1,7 @@
-"""What each of the four gloo ranks of test_zero1.py runs: every case in one launch, results saved to be compared.
-
-python zero1_ranks.py RANK DIRECTORY
-"""
+"""What each of the four gloo ranks of test_zero1.py runs: every case on the same four."""
 
 import itertools
-import sys
-from datetime import timedelta
-from pathlib import Path
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -17,7 +12,6 @@ from passes.types.types import I, Placement, R, Segment, V
 from planner.sharding.buffers import buffers_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
-from tests.tools.limits import HANG_SECONDS
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2
 PRECISIONS = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
@@ -93,8 +87,8 @@ def run_case(precision, zero, alignment, bucket_size, groups, dp, dp_rank):
         steps.append(
             {
                 "gradients": gradients,
-                "norm": result.grad_norm,
-                "sums": result.sums,
+                "norm": float(result.figures[0]),
+                "sums": tuple(result.figures[2:].tolist()),
                 "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
                 "launched_before_first": launched[-1],
                 "launches": buffers.launches,
@@ -113,7 +107,10 @@ def run_not_finite(groups, dp_rank):
     (model(make_batch(0, torch.float32)) * (float("inf") if dp_rank == 1 else 1.0)).backward()
     result = optimizer.step(1e-2)
     optimizer.wait_parameters()
-    return {"skipped": result.skipped, "unchanged": all(torch.equal(before[n], p) for n, p in model.named_parameters())}
+    return {
+        "skipped": bool(result.figures[1]),
+        "unchanged": all(torch.equal(before[n], p) for n, p in model.named_parameters()),
+    }
 
 
 # ---- tp 2 · dp 2: placements whose gradients need sums beyond dp, and norms that must not count twice
@@ -165,24 +162,24 @@ def run_tp_case(zero, alignment, bucket_size, groups, tp_rank, dp_rank):
         sum((p * tp_gradient(local, tp_rank, dp_rank, step)).sum() for local, p in parameters).backward()
         optimizer.reduce_gradients()
         gradients = optimizer.gather_gradients()
-        norm = optimizer.step(rate(step)).grad_norm
+        norm = float(optimizer.step(rate(step)).figures[0])
         optimizer.wait_parameters()
         values = {local.fqn: p.detach().clone() for local, p in parameters}
         steps.append({"gradients": gradients, "norm": norm, "parameters": values})
     return steps
 
 
-def main(rank, directory):
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=HANG_SECONDS)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=timeout
-    )
-    pairs = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+def on_ranks(host, chosen):
+    return host.run_ranks(WORLD, run_cases, chosen)
+
+
+def run_cases(chosen):
+    """The results of this rank, by case."""
+    warnings.simplefilter("error", FutureWarning)
+    rank, results = dist.get_rank(), {}
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     dp_pair, tp_pair = pairs[rank // 2], pairs[2 + rank % 2]
     groups = {2: {"dp": dp_pair, "world": dp_pair}, 4: {"dp": dist.group.WORLD, "world": dist.group.WORLD}}
-    results = {}
-    chosen = torch.load(directory / "cases.pt", weights_only=False)
     for case in [case for case in CASES if case in chosen]:
         precision, dp, zero, alignment, bucket_size = case
         results[case] = run_case(precision, zero, alignment, bucket_size, groups[dp], dp, rank % dp)
@@ -190,10 +187,4 @@ def main(rank, directory):
     for case in [case for case in TP_CASES if case in chosen]:
         results[case] = run_tp_case(*case, mixed, rank // 2, rank % 2)
     results["not_finite"] = run_not_finite(groups[4], rank)
-    torch.save(results, f"{directory}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    return results

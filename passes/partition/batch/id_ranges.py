@@ -8,6 +8,9 @@
 Followed from each integer input through ops that only move its values. Values that a slice drops may be anything, so
 the part of a sequence that is looked up is known exactly; if it is not, and after any arithmetic, there is no range: a
 value outside of a range fails in the unmodified model too.
+
+Rows that a forward looks up by numbers of its own, such as positions, must be there too: ``wpe[n, h](arange(length))``
+needs length ≤ n. No batch holds these numbers, so no check of a batch finds them, and the shapes alone are fine.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.errors import PlanError
+from passes.partition.loss.scored import is_integer
+from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import CASTS, CROSS_ENTROPIES, JOINS, MOVES, RESHAPES, SAME
 from passes.program.ops.sequence import local_rows
 from passes.program.program import Program
+from passes.program.source_lines import where_of
 from passes.program.walks import operands, walk
 
 Span = tuple[int, int]
@@ -61,7 +68,7 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
     traces: dict[fx.Node, list[_Trace]] = {}
     found: dict[str, dict[IdRange, None]] = {}
     for node in program.graph.graph.nodes:
-        if node.name in program.inputs and _is_integer(node):
+        if node.name in program.inputs and is_integer(node):
             shape = shape_of(node)
             traces[node] = [_Trace(program.inputs[node.name], tuple((0, n) for n in shape), (0,) * len(shape))]
         elif node.op == "call_function" and any(traces.get(n) for n in node.all_input_nodes):
@@ -72,6 +79,24 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
             if node.target is local_rows:  # of all ranks together
                 traces[node] = [replace(trace, shift=None) for trace in traces.get(node.all_input_nodes[0], ())]
     return {key: tuple(ranges) for key, ranges in found.items()}
+
+
+def check_fixed_lookups(program: Program) -> None:
+    """Raise PlanError if a constant id exceeds the rows of an embedding, for every batch."""
+    for node in program.graph.graph.nodes:
+        if packet_of(node.target) is not aten.embedding:
+            continue
+        given = named(node)
+        num_rows = shape_of(given["weight"])[0]
+        with torch.no_grad():
+            asked = value_of(given["indices"], program.graph, {})
+        if asked is not None and asked.numel() and int(asked.max()) >= num_rows:
+            raise PlanError(
+                f"the embedding {_held(given['weight'], program)} has {num_rows} rows, but the model looks up row "
+                f"{int(asked.max())}: a sequence is longer than the positions of the model",
+                where=where_of(node),
+                fix=f"give the inputs of the spec a length of at most {num_rows}, or the model more positions",
+            )
 
 
 # ---- lookups
@@ -90,10 +115,10 @@ def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange
         yield given["self"], _range(size, "one_hot", unit="classes")
     elif op is aten.index:
         for dim, index in enumerate(given["indices"]):
-            if isinstance(index, fx.Node) and all(_is_integer(i) for i in given["indices"] if i is not None):
+            if isinstance(index, fx.Node) and all(is_integer(i) for i in given["indices"] if i is not None):
                 size = shape_of(given["self"])[dim]
                 yield index, replace(_range(size, "the indexed tensor", unit="places"), low=-size)
-    elif node.target in CROSS_ENTROPIES and _is_integer(given["target"]):
+    elif node.target in CROSS_ENTROPIES and is_integer(given["target"]):
         shape = shape_of(given["self"])
         ignored = given.get("ignore_index", -100)
         skipped = ignored if ignored > _NO_LABEL else None
@@ -132,7 +157,7 @@ def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterato
 def _step(node: fx.Node, given: dict[str, Any], source: fx.Node, trace: _Trace) -> _Trace | None:
     before, after, op = shape_of(source), shape_of(node), packet_of(node.target)
     if node.target in CASTS:
-        return trace if _is_integer(node) and _is_wide(node, source) else None
+        return trace if is_integer(node) and _is_wide(node, source) else None
     if op is aten.slice:
         start = 0 if given["start"] is None else int(given["start"])
         start = min(max(start + before[given["dim"]] if start < 0 else start, 0), before[given["dim"]])
@@ -157,13 +182,6 @@ def _cut(trace: _Trace, before: tuple[int, ...], after: tuple[int, ...], starts:
     )
     # Of the batch itself all or nothing: a microbatch is not the batch that the user gives.
     return _Trace(trace.key, region, shift) if region[0] == trace.region[0] else None
-
-
-def _is_integer(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return False
-    return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
 
 
 def _is_wide(node: fx.Node, source: fx.Node) -> bool:

@@ -5,29 +5,38 @@
     a user's own backward that does not work sequence by sequence, or (on weights alone) is not linear
 
 The rule of an op (passes.rules) says which dims it mixes; of an op without one that is not known. Whether a dim holds
-the batch is known from two captures (capture.batch.two_captures). The second costs as much as the first, so it is made
-only if an op could do one of these; a sum over the features, as of a norm, could not.
+the batch is known from two captures (passes.partition.batch.align_exports). The second costs as much as the first, so
+it is made only if an op could do one of these; a sum over the features, as of a norm, could not.
+
+The dims of a value that may hold the batch follow from one capture too (``batch_runs``): a dim that is not named holds
+no sequence beside another; one that is named may. An op that is not known makes all its dependents unknown.
+
+    ids [b, t] → 0      embedding → 0      x.transpose(0, 1) → 1      x.view(b·h, t, d) → 0, in steps of h
+    x.view(b·h, …) * y.repeat(h, 1, 1)      of x every h rows are one sequence, of y every b-th row is
+
+Numbers of a batch in another order are those of other sequences: a microbatch would compute other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from passes.program.ops.aten import aten, is_pointwise, packet_of, tensors_of
-from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops
+from passes.program.known_values import SHAPE_READERS
+from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
-from passes.program.ops.products import is_grouped
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.rules.call import operands_of
-from passes.rules.rule import Factor, OpRule, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Role
 from passes.rules.table import rule_of
+from passes.types.types import Run
 
-# They put rows elsewhere, each by itself; capture.loss.joins and .parts follow the batch through them.
+# They put rows elsewhere, each by itself; passes.partition.loss.parts follows the batch through them.
 ELSEWHERE = PLACING | JOINS | Ops("index gather embedding pad constant_pad_nd")
 
 BatchDims = Callable[[fx.Node], frozenset[int] | None]  # the dims of a value that hold the batch, if known
@@ -84,7 +93,7 @@ def mixes_along_a_dim(node: fx.Node) -> bool:
 
 
 def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
-    """Of an op that may mix: whether a dim that it mixes may hold the batch (passes.partition.batch.flow)."""
+    """Of an op that may mix: whether a dim that it mixes may hold the batch (passes.partition.batch.mixing)."""
     held = [flow.get(n) for n in operands_of(node)]
     return (
         _has_own_backward(node) or any(dims is None for dims in held) or _mixes(node, [d or frozenset() for d in held])
@@ -122,10 +131,6 @@ def _puts_elsewhere(node: fx.Node) -> bool:
     return node.target in ELSEWHERE or node.target is getitem or is_grouped(node.target)
 
 
-def _is_product(rule: OpRule) -> bool:
-    return any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
-
-
 def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone: bool = False) -> bool:
     """``held``: the dims of each operand that hold the batch. Sequences of two operands may be combined in pairs;
     ``of_products_alone``: only products are asked for that."""
@@ -135,7 +140,8 @@ def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone:
     found = [(i, f) for i, dims in enumerate(held) for dim in dims for f in rule.along(i, dim)]
     if any(f.role is not Role.EACH for _, f in found):
         return True
-    return (not of_products_alone or _is_product(rule)) and any(_pairs(rule, f, held) for _, f in found)
+    is_product = any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
+    return (is_product or not of_products_alone) and any(_pairs(rule, f, held) for _, f in found)
 
 
 def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:
@@ -145,3 +151,122 @@ def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> boo
         if dims and i not in rule.unread and (place is None or place.dim not in dims):
             return True
     return False
+
+
+Dims = frozenset[Run]
+Runs = Mapping[fx.Node, frozenset[Run] | None]
+
+
+def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
+    """Node → dims that may hold the batch; None if that is not known. Microbatches hold two sequences or more."""
+    return dims_of(batch_runs(program, on_batch))
+
+
+def dims_of(flow: Runs) -> dict[fx.Node, frozenset[int] | None]:
+    """The dims of runs."""
+    return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
+
+
+def batch_runs(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[Run] | None]:
+    """The same, each dim with the distance of two sequences along it, and their number."""
+    flow: dict[fx.Node, Dims | None] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            size = int(node.meta["val"].shape[0]) if node.name in program.inputs else 0
+            flow[node] = frozenset({(0, 1, size)} if size else ())
+        elif node.op == "call_function":
+            flow[node] = _dims_of(node, flow) if node in on_batch else frozenset()
+    return flow
+
+
+def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
+    """A sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
+    passes on the dims of the result only."""
+    rule, operands = rule_of(node), operands_of(node)
+    if rule is None or any(flow.get(n) is None for n in node.all_input_nodes):
+        return None
+    found: set[Run] = set()
+    for i, operand in enumerate(operands):
+        for run in flow[operand] or ():
+            carried = _carried(rule, i, run, node)
+            if carried is None and i not in rule.unread:
+                return frozenset((d, 1, n) for d, n in enumerate(_shape(node)))
+            found |= carried or set()
+    return frozenset(found)
+
+
+def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | None:
+    """The runs in the result of the factors that hold the sequences; None where one of these is not there.
+
+    Sequences that do not start and end with a factor, or lie unevenly on it, may be anywhere along its dim.
+    """
+    dim, distance, count = run
+    found: set[Run] = set()
+    step = 1
+    for factor in rule.along(operand, dim):
+        first, last, end = max(distance, step), min(distance * count, step * factor.size), step * factor.size
+        if first < last or factor.size == count == 1:
+            place = factor.at(RESULT)
+            if place is None:
+                return None
+            even = first % step == 0 and last % first == 0 and end % last == 0 and first % distance == 0
+            whole = (place.dim, 1, _shape(node)[place.dim])
+            found.add((place.dim, place.inner * (first // step), last // first) if even else whole)
+        step = end
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(int(n) for n in (value if isinstance(value, Tensor) else value[0]).shape)
+
+
+def follows_batch(program: Program) -> set[fx.Node]:
+    """The nodes computed from the batch's values, not from their shapes alone."""
+    found: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
+        if node.name in program.inputs or reads:
+            found.add(node)
+    return found
+
+
+def batch_size(program: Program) -> int:
+    return next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
+
+
+def in_other_orders(program: Program, on_batch: Collection[fx.Node], runs: Runs) -> list[fx.Node]:
+    """Nodes that read two orders of the batch; none if only one sequence was captured. ``runs``: of the batch."""
+    size = batch_size(program)
+    if size == 1:
+        return []
+    return [node for node in program.graph.graph.nodes if node in on_batch and _reads_two(node, runs, size)]
+
+
+def may_repeat_batch(node: fx.Node) -> bool:
+    """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
+    if packet_of(node.target) is not aten.expand:
+        return False
+    shape, before = shape_of(node), shape_of(node.all_input_nodes[0])
+    added = len(shape) - len(before)
+    pairs = zip((1,) * added + before, shape, (*shape[1:], 0), strict=True)
+    return any(old == 1 < new and (dim == added or then == 1) for dim, (old, new, then) in enumerate(pairs))
+
+
+def _reads_two(node: fx.Node, runs: Runs, size: int) -> bool:
+    """Whether operands that hold the sequences on one factor of the call have them in two orders."""
+    read = operands_of(node) if node.op == "call_function" else ()
+    found = {(i, *run) for i, operand in enumerate(read) for run in _certain(operand, runs, size)}
+    rule = rule_of(node) if len({step for *_, step in found}) > 1 else None
+    orders = {(rule.sole(i, dim), step) for i, dim, step in found} if rule is not None else set()
+    factors = [factor for factor, _ in orders if factor is not None]
+    return len(factors) > len(set(factors))
+
+
+def _certain(operand: fx.Node, runs: Runs, size: int) -> Iterator[tuple[int, int]]:
+    """(dim, distance of two sequences) if all sequences are on one dim, evenly."""
+    found = runs.get(operand) or frozenset()
+    if len(found) == 1:
+        ((dim, step, count),) = found
+        if count == size and shape_of(operand)[dim] % (step * count) == 0:
+            yield dim, step

@@ -3,20 +3,36 @@
 A count is a sum over batch tensors alone, such as ``mask.sum()``: known before the first forward, and over the global
 batch simply the sum of the microbatches' counts. The mean of a batch tensor is such a sum over their number. A small
 vector of sums, one of each column, is as many counts.
+
+A mean cross-entropy of a microbatch is its share of the mean over all valid labels of the global batch; with class
+weights the divisor is the sum of the weights of the valid labels. The labels that the loss skips are known: those that
+a cross-entropy of the captured graph reads as ignored. Terms that are no sum over the batch, such as a product of two
+means, are exact by sums over the global batch: values made of these sums are everywhere those of one process.
+
+    cross_entropy(x, y, mean)   →   cross_entropy(x, y, sum) / Σ over the global batch of (y ≠ ignore_index)
+    mean(a) · mean(b)   →   over_data(mean(a) / n) · over_data(mean(b) / n)     each microbatch has all of it, takes 1/n
+
+With one microbatch for each dp rank ``over_data`` is a sum over ranks; with several in turn, forwards of their own
+count the sums first (passes.ops.counts).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from passes.canonical.products import NOTHING_IGNORED
+from passes.moe.domain import bare
+from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
+from passes.program.ops.aten import arguments, aten, named, packet_of
+from passes.program.ops.groups import MOVES, PLACING
+from passes.program.ops.sequence import local_rows, over_data
 from passes.program.program import Program
-from passes.program.walks import ancestors
-
-aten = torch.ops.aten
+from passes.program.walks import ancestors, operands, walk
 
 MOST_SUMS = 64  # elements of a count that is no scalar
 
@@ -122,3 +138,121 @@ def input_only(program: Program) -> dict[str, bool]:
         elif node.op == "call_function" and all(n.name in found for n in node.all_input_nodes):
             found[node.name] = any(found[n.name] for n in node.all_input_nodes)
     return found
+
+
+NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+NO_LABEL = -100  # PyTorch's default
+
+
+class Together:
+    """Owns the values summed over the ranks so far. ``share`` writes a value with the global one as its sum over
+    microbatches.
+    """
+
+    def __init__(self, kinds: Mapping[fx.Node, Kind], emit: Emit, share: Callable[[fx.Node], fx.Node]) -> None:
+        self.kinds, self.emit, self.share = kinds, emit, share
+        self.made: dict[fx.Node, fx.Node | None] = {}
+
+    def whole(self, node: fx.Node) -> fx.Node | None:
+        """``node`` as one process has it on the global batch; None if it is made of single rows."""
+        if node not in self.made:
+            self.made[node] = self._whole(node)
+        return self.made[node]
+
+    def _whole(self, node: fx.Node) -> fx.Node | None:
+        kind = self.kinds[node].name
+        if kind == WHOLE:
+            return node
+        if kind in (SHARE, LOOSE):
+            return self.emit(node, over_data, [self.share(node)]) if kind == SHARE else None
+        if kind == UNKNOWN and self._counts_rows(node):
+            return self.emit(node, over_data, [node])
+        if kind != UNKNOWN or node.op != "call_function":
+            return None
+        given = {n: self.whole(n) for n in node.all_input_nodes}
+        if None in given.values():
+            return None
+        args: Any = fx.map_arg(node.args, lambda n: given[n])
+        return self.emit(node, node.target, list(args), dict(fx.map_arg(node.kwargs, lambda n: given[n])))
+
+    def _counts_rows(self, node: fx.Node) -> bool:
+        """A histogram of rows in bins that do not follow the rows: counts add up."""
+        if packet_of(node.target) is not aten.histc or self.kinds[node.all_input_nodes[0]].name != ROWS:
+            return False
+        given = named(node)
+        return given["min"] < given["max"]
+
+
+Emit = Callable[..., fx.Node]  # a call with the meta values of another node
+
+
+def counts_labels(node: fx.Node, program: Program) -> bool:
+    """Whether the number of valid labels of a cross-entropy follows from the batch alone."""
+    return not arguments(node)["target"].meta["val"].is_floating_point() and counts_inputs(node, input_only(program))
+
+
+def over_all_labels(node: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
+    """The share of a mean cross-entropy that counts its labels. ``counts``: of the global batch."""
+    given = arguments(node)
+    target, weight = given["target"], given.get("weight")
+    count = _valid_labels(target, weight, int(given.get("ignore_index", NO_LABEL)), emit)
+    order = [given["self"], target, weight, SUM, *[given[name] for name in NAMES[4:] if name in given]]
+    if "label_smoothing" in given and "ignore_index" not in given:
+        order.insert(4, NO_LABEL)
+    total = emit(node, node.target, order)
+    return emit(node, aten.div.Tensor, [total, _denominator(count, node, counts, emit)])
+
+
+def _denominator(count: fx.Node, like: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
+    """Σ ``count`` over the global batch, in the dtype of ``like``."""
+    dtype = like.meta["val"].dtype
+    new = emit(like, aten.to.dtype, [counts.holder(count), dtype])
+    new.meta["val"], new.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
+    return new
+
+
+def _valid_labels(target: fx.Node, weight: fx.Node | None, ignore_index: int, emit: Emit) -> fx.Node:
+    """Σ (target ≠ ignore_index), or the sum of the class weights of the valid labels."""
+
+    def call(op: Any, *args: Any) -> fx.Node:
+        new = emit(target, op, list(args))
+        given = fx.map_arg(args, lambda n: bare(n.meta["val"]))
+        new.meta["val"], new.meta["grad"] = bare(op(*given)), False
+        return new
+
+    return call(aten.sum.default, rows_that_count(call, target, weight, ignore_index))
+
+
+def rows_that_count(
+    call: Callable[..., fx.Node], target: fx.Node, weight: fx.Node | None, ignore_index: int
+) -> fx.Node:
+    """Of each row whether its label counts in a mean, or its class weight. ``call(op, *args)`` adds a call."""
+    valid = call(aten.ne.Scalar, target, ignore_index)
+    if weight is None:
+        return valid
+    safe = call(aten.mul.Tensor, target, valid)
+    return call(aten.mul.Tensor, call(aten.index.Tensor, weight, [safe]), valid)
+
+
+def ignored_labels(program: Program) -> dict[str, int]:
+    """Batch key → the value that the loss skips; without keys with values that are also ids of an embedding."""
+    nodes = program.graph.graph.nodes
+    found = {}
+    for node in nodes:
+        if packet_of(node.target) is aten.cross_entropy_loss:
+            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", NO_LABEL)
+            labels = [n for n in sorted(ancestors([node.args[1]])) if n.name in program.inputs]
+            found |= {program.inputs[n.name]: ignored for n in labels if ignored != NOTHING_IGNORED}
+    read_as_ids = {program.inputs[n.name] for n in _looked_up(nodes) if n.name in program.inputs}
+    return {name: ignored for name, ignored in found.items() if name not in read_as_ids}
+
+
+def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Inputs with values that are used directly as ids of an embedding, also shifted by one: an ignored label would be
+    no row of it.
+
+    ``where`` and ``masked_fill`` end the search: they replace an ignored id by another.
+    """
+    ids = [node.args[1] for node in nodes if packet_of(node.target) is aten.embedding]
+    start = [value for value in ids if isinstance(value, fx.Node)]
+    return walk(start, operands, stop=lambda node: node.target not in MOVES | PLACING and node.target is not local_rows)

@@ -12,12 +12,31 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
-from passes.partition.batch.flow import dims_of
-from passes.partition.batch.mixing import computed_along, may_mix, may_run_along, mixes_along_a_dim
-from passes.partition.batch.order import Runs, may_repeat_batch
+from passes.partition.batch.mixing import (
+    Runs,
+    batch_size,
+    computed_along,
+    dims_of,
+    may_mix,
+    may_repeat_batch,
+    may_run_along,
+    mixes_along_a_dim,
+)
 from passes.partition.loss.counts import input_only
-from passes.partition.loss.kinds import ROWS, SHARE, WHOLE, Kind, unknown, whole
-from passes.partition.loss.loss_ops import counts_inputs, is_mean, linear_in, reduces_rows, reduction_of, share
+from passes.partition.loss.kinds import (
+    ROWS,
+    SHARE,
+    WHOLE,
+    Kind,
+    counts_inputs,
+    is_mean,
+    linear_in,
+    reduces_rows,
+    reduction_of,
+    share,
+    unknown,
+    whole,
+)
 from passes.partition.loss.scaling import numeric_places
 from passes.program.ops.aten import aten, packet_of, tensors_of
 from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
@@ -107,7 +126,7 @@ def is_certain(
     runs: Callable[[], Runs],
 ) -> bool:
     """Whether the kinds by form hold however many sequences there are. ``runs``: of the batch, asked for if needed."""
-    size = next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
+    size = batch_size(program)
     if kinds[program.node(program.loss)].name != SHARE:
         return False
     inner = computed_along(program, on_batch, region)

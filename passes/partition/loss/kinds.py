@@ -13,10 +13,19 @@ summed or concatenated, the result is a value of the full microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
+from passes.program.ops.groups import Ops
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Factor, Role
+from passes.rules.table import rule_of
 
 WHOLE, ROWS, UNIT, SHARE, LOOSE, UNKNOWN = "whole", "rows", "unit", "share", "loose", "unknown"
 MEANS = "means"  # the order of a share that holds a mean over its part
@@ -24,7 +33,7 @@ PLACES = "places"  # the order of the rows 0, 1, 2 …, the rows' places in the 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """The microbatch from ``start`` to ``stop``, both of 0 … 1. ``even``: all parts of it are equally long."""
 
     start: Fraction
@@ -42,7 +51,7 @@ class Kind:
 
     name: str
     dim: int = 0
-    part: Part | None = None
+    part: BatchPart | None = None
     order: Any = None
     like: int = 0
 
@@ -52,7 +61,7 @@ whole, unknown, share = Kind(WHOLE), Kind(UNKNOWN), Kind(SHARE)
 
 def are_complete(kinds: Sequence[Kind]) -> bool:
     """Whether all equal values together cover the full microbatch; means of chunks need equal chunks."""
-    alike: dict[int, list[Part]] = {}
+    alike: dict[int, list[BatchPart]] = {}
     for kind in kinds:
         if kind.part is None or (kind.order == MEANS and not kind.part.even):
             return False
@@ -65,3 +74,87 @@ def tile(ranges: list[tuple[Any, Any]], stop: Any = 1) -> bool:
     found = sorted(ranges)
     ends = [0, *(b for _, b in found)]
     return bool(found) and ends[-1] == stop and all(a == end for (a, _), end in zip(found, ends, strict=False))
+
+
+NONE, MEAN, SUM = 0, 1, 2
+AFFINE = Ops("add sub subtract rsub where masked_fill")  # linear in their tensors and numbers together
+
+
+def reduction_of(node: fx.Node) -> int | None:
+    """The reduction code of a loss op; None for any other op."""
+    return named(node).get("reduction") if getattr(node.target, "namespace", "") == "aten" else None
+
+
+def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
+    """The arguments of a loss op that give the loss of each row, or of each element, and the shape of these."""
+    args, kwargs, position = list(node.args), dict(node.kwargs), position_of(node.target, "reduction")
+    kwargs.pop("reduction", None)
+    args[position:] = [NONE, *args[position + 1 :]] if len(args) > position else args[position:]
+    kwargs |= {} if len(args) > position else {"reduction": NONE}
+    given: Any = fx.map_arg((tuple(args), kwargs), lambda n: torch.empty_like(n.meta["val"], device="meta"))
+    target: Any = node.target
+    return args, kwargs, target(*given[0], **given[1]).shape
+
+
+def reduces_rows(node: fx.Node, dim: int = 0) -> bool:
+    """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands."""
+    return bool(reduction_of(node)) and dim < len(unreduced(node)[2])
+
+
+def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
+    """Whether a cross-entropy's denominator can be counted before the forward; true if there is none."""
+    given = arguments(node)
+    target, weight = given["target"], given.get("weight")
+    if reduction_of(node) != MEAN or target.meta["val"].is_floating_point():
+        return True
+    return bool(from_inputs.get(target.name)) and (weight is None or weight.name in from_inputs)
+
+
+def call_like(like: fx.Node, target: Any, args: Any, kwargs: Any = None, value: torch.Tensor | None = None) -> fx.Node:
+    """A call where the graph inserts, with the meta values of another node; ``value``: its own."""
+    new = like.graph.call_function(target, tuple(args), kwargs or {})
+    new.meta = dict(like.meta) if value is None else {**like.meta, "val": value}
+    return new
+
+
+def is_mean(node: fx.Node) -> bool:
+    return packet_of(node.target) is aten.mean or reduction_of(node) == MEAN
+
+
+def linear_in(node: fx.Node, moving: Collection[fx.Node], *, numbers: bool = True) -> list[fx.Node]:
+    """The operands that a call is linear in together, all of ``moving`` among them; empty if there are none such.
+
+    ``numbers``: whether a number may be added to them, of which each share then has a part.
+    """
+    rule, operands = rule_of(node), operands_of(node)
+    if rule is None or is_random(node):
+        return []
+    sets, given = rule.linear, arguments(node)
+    if numbers and node.target in AFFINE:
+        condition = given.get("condition", given.get("mask"))
+        sets = (frozenset(i for i, n in enumerate(operands) if n is not condition),)
+    at = {i for i, n in enumerate(operands) if n in moving}
+    return [operands[i] for i in sorted(next((s for s in sets if at <= s), ()))]
+
+
+def adds_rows(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
+    """Whether a call adds up, or averages, the rows along these dims of operands: the same rows of all of them."""
+    factor = _common(node, dims)
+    if factor is None:
+        return False
+    return factor.role is Role.SUM or (packet_of(node.target) is aten.mean and factor.at(RESULT) is None)
+
+
+def dim_kept(node: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
+    """The place in the result of the rows along these dims, of a merged dim the outer part; None if not known."""
+    factor = _common(node, dims)
+    place = factor.at(RESULT) if factor is not None and factor.role is Role.EACH else None
+    is_outer = place is not None and factor is not None and place.inner * factor.size == shape_of(node)[place.dim]
+    return place.dim if place is not None and is_outer else None
+
+
+def _common(node: fx.Node, dims: Mapping[fx.Node, int]) -> Factor | None:
+    """The one factor that is all of each of these dims."""
+    rule = rule_of(node)
+    found = {rule.sole(i, dims[n]) for i, n in enumerate(operands_of(node)) if n in dims} if rule is not None else set()
+    return found.pop() if len(found) == 1 else None

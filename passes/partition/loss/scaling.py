@@ -4,20 +4,41 @@
 
 If the second capture has the full global batch, its value is the result. If not, a value proportional to the number of
 sequences, or inversely so, is extrapolated; any other is unknown.
+
+Sums over tokens are in float32, if a model computes in half precision: shares of the loss are sums, and the count is
+of the global batch. float16 ends at 65,504, and bfloat16 takes 1,000,003 tokens for 999,424.
+
+    cross_entropy(x, t, sum)      → cross_entropy(x, t, none).to(float32).sum()
+    x.sum(), x.mean()             → x.sum(dtype=float32), x.mean(dtype=float32)
+    count.to(half)                → count.to(float32);  float32.to(half) → float32
+    scalars made of these         → the same ops, in float32
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.partition.batch.two_captures import TwoCaptures, is_number
-from passes.partition.loss.kinds import PLACES, ROWS, Kind, unknown, whole
-from passes.program.constants import Constants
-from passes.program.ops.aten import aten
+from passes.partition.batch.align_exports import TwoCaptures, is_number
+from passes.partition.loss.kinds import (
+    MEAN,
+    PLACES,
+    ROWS,
+    SUM,
+    Kind,
+    call_like,
+    reduction_of,
+    unknown,
+    unreduced,
+    whole,
+)
+from passes.program.known_values import Constants
+from passes.program.ops.aten import aten, is_pointwise, packet_of
+from passes.program.ops.groups import CROSS_ENTROPIES
+from passes.program.walks import last_of_header, operands, walk
 
 CLOSE = 1e-9
 
@@ -95,15 +116,15 @@ class Scaling:
                     self.numbers[node, place] = type(b)(value) if value == round(value) else value
 
 
-def corrected(scaling: Scaling, graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+def corrected(scaling: Scaling) -> list[tuple[fx.Node, fx.Node]]:
     """Give numbers and constants the value that they have in one process. Returns each constant with its new value."""
     for (node, place), number in scaling.numbers.items():
         if isinstance(place, int):
             node.update_arg(place, number)
         else:
             node.update_kwarg(place, number)
-    found = [(node, _computed(graph, node, aten.mul.Tensor, factor)) for node, factor in scaling.factors.items()]
-    found += [(node, _computed(graph, node, aten.add.Tensor, shift)) for node, shift in scaling.shifts.items()]
+    found = [(node, _computed(node, aten.mul.Tensor, factor)) for node, factor in scaling.factors.items()]
+    found += [(node, _computed(node, aten.add.Tensor, shift)) for node, shift in scaling.shifts.items()]
     for node, new in found:
         for reader in list(node.users):
             if reader is not new and reader not in scaling.first.nodes:
@@ -111,14 +132,11 @@ def corrected(scaling: Scaling, graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]
     return found
 
 
-def _computed(graph: fx.Graph, node: fx.Node, op: Any, number: float) -> fx.Node:
+def _computed(node: fx.Node, op: Any, number: float) -> fx.Node:
     """``node`` times, or plus, a number; behind all placeholders."""
     dtype = node.meta["val"].dtype
-    behind = node if node.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(behind):
-        new = graph.call_function(op, (node, number if dtype.is_floating_point else round(number)))
-    new.meta = dict(node.meta)
-    return new
+    with node.graph.inserting_after(last_of_header(node)):
+        return call_like(node, op, (node, number if dtype.is_floating_point else round(number)))
 
 
 def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, Any]]:
@@ -142,3 +160,66 @@ def numeric_places(node: fx.Node) -> Iterator[int | str]:
                 yield position
         elif is_number(node.kwargs.get(argument.name)):
             yield argument.name
+
+
+HALF = (torch.float16, torch.bfloat16)
+WIDE = torch.float32
+
+
+def widen(graph: fx.Graph, ends: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Compute the half-precision scalars that lead to ``ends`` in float32; node → its replacement. Readers that need
+    the old dtype get a cast. The old nodes stay, unread.
+    """
+    wide: dict[fx.Node, fx.Node] = {}
+    leading = set(walk(ends, operands, into=_is_scalar))
+    for node in [n for n in graph.nodes if n in leading and n.op == "call_function" and n.meta["val"].dtype in HALF]:
+        with graph.inserting_after(node):
+            new = _in_float32(node, wide)
+        if new is not None:
+            wide[node] = new
+    for old, new in wide.items():
+        readers = [reader for reader in old.users if reader not in wide and reader is not new]
+        if readers:
+            with graph.inserting_after(new):
+                cast = call_like(old, aten.to.dtype, (new, old.meta["val"].dtype))
+            for reader in readers:
+                reader.replace_input_with(old, cast)
+    return wide
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _in_float32(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    if reduction_of(node):
+        return _unreduced(node)
+    if packet_of(node.target) in (aten.sum, aten.mean):
+        return _wide_call(node, node.target, node.args, {**node.kwargs, "dtype": WIDE})
+    if node.target is aten.to.dtype:
+        source: Any = node.args[0]
+        if source in wide or source.meta["val"].dtype == WIDE:
+            return wide.get(source, source)
+        return _wide_call(node, aten.to.dtype, (source, WIDE)) if source.op == "placeholder" else None
+    if is_pointwise(node.target) and any(n in wide for n in node.all_input_nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: wide.get(n, n))  # pyright: ignore
+        return _wide_call(node, node.target, args, kwargs)
+    return None
+
+
+def _unreduced(node: fx.Node) -> fx.Node | None:
+    """The loss of each row, then their sum or mean in float32; None for a mean over rows that do not all count."""
+    reduction = reduction_of(node)
+    if reduction == MEAN and node.target in CROSS_ENTROPIES:
+        return None
+    args, kwargs, shape = unreduced(node)
+    value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
+    each = call_like(node, node.target, args, kwargs, value)
+    with node.graph.inserting_after(each):
+        op = aten.sum.default if reduction == SUM else aten.mean.default
+        return _wide_call(node, op, (each,), {"dtype": WIDE})
+
+
+def _wide_call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+    return call_like(like, target, args, kwargs, torch.empty((), dtype=WIDE, device="meta"))

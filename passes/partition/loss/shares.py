@@ -6,18 +6,18 @@ global batch, of n microbatches:
 
     cross_entropy(mean)       → cross_entropy(sum) / Σ over the global batch of (targets ≠ ignore_index)
     mask.sum(), mask.mean()   → their value over the global batch, for all readers (passes.partition.loss.counts)
-    8, ones(8).sum() …        → their value in a graph of the global batch, if that differs (capture.loss.scaling)
+    8, ones(8).sum() …        → that of a graph of the global batch, if it differs (passes.partition.loss.scaling)
     sum over the batch        → itself: shares are sums
     mean over the batch       → itself / n     (equal sizes: exact)
     value without a batch     → itself / n     (a penalty on weights counts once)
     a + b, a·c, −a, casts …   → term by term
-    a product of means …      → of the whole global batch, whose sums are counted (passes.partition.loss.together)
+    a product of means …      → of the whole global batch, whose sums are counted (passes.partition.loss.counts)
     anything else             → itself / n, and a warning that names the line
-    sums of half precision    → in float32     (passes.partition.loss.widen)
+    sums of half precision    → in float32     (passes.partition.loss.scaling)
 
 The kind of a value decides which of these applies (passes.partition.loss.kinds): by the graph's form if that leaves no
-doubt (capture.loss.form), else by a second capture (capture.batch.by_captures). An op that mixes the sequences of a
-batch before the loss is reported too: no share can correct it.
+doubt (passes.partition.loss.form), else by a second capture (passes.partition.batch.batch_typing). An op that mixes the
+sequences of a batch before the loss is reported too: no share can correct it.
 
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
@@ -32,29 +32,29 @@ from typing import Any
 from torch import fx
 
 from passes.errors import PlanError
-from passes.partition.batch.by_captures import Typing
-from passes.partition.batch.flow import batch_runs, follows_batch
-from passes.partition.batch.mixing import (
-    computed_along,
-    has_gradient,
-    is_own_loss,
-    is_unknown,
-    may_mix,
-    mixes,
-    mixes_along_a_dim,
-)
-from passes.partition.batch.order import Runs, in_other_orders
-from passes.partition.batch.two_captures import TwoCaptures, cut_of, lay_on, splits
-from passes.partition.loss.counts import Counts, LossTerms
+from passes.partition.batch import mixing
+from passes.partition.batch.align_exports import lay_on
+from passes.partition.batch.batch_typing import Typing, sums_rows
+from passes.partition.loss.counts import Counts, LossTerms, Together, counts_labels, over_all_labels
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
-from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, UNIT, UNKNOWN, WHOLE, Kind, whole
-from passes.partition.loss.loss_ops import AFFINE, MEAN, adds_rows, is_mean, linear_in
-from passes.partition.loss.scaling import Scaling, corrected
-from passes.partition.loss.together import Together
-from passes.partition.loss.valid_labels import counts_labels, over_all_labels
-from passes.partition.loss.widen import widen
-from passes.program.constants import Constants
-from passes.program.ops.aten import arguments, aten
+from passes.partition.loss.kinds import (
+    AFFINE,
+    LOOSE,
+    MEAN,
+    ROWS,
+    SHARE,
+    UNIT,
+    UNKNOWN,
+    WHOLE,
+    Kind,
+    call_like,
+    is_mean,
+    linear_in,
+    whole,
+)
+from passes.partition.loss.scaling import Scaling, corrected, widen
+from passes.program.known_values import Constants
+from passes.program.ops.aten import arguments, aten, cut_of, splits
 from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
 from passes.program.ops.own_backward import adds_up
 from passes.program.program import Program
@@ -116,7 +116,7 @@ class _Rewriter:
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
-        self.on_batch = follows_batch(program)
+        self.on_batch = mixing.follows_batch(program)
 
     # ---- kinds
 
@@ -139,10 +139,8 @@ class _Rewriter:
         """The second capture has the global batch; fewer sequences if the graph splits its batch, or may do so unseen,
         like that of one sequence.
         """
-        size = next((n.meta["val"].shape[0] for n in self.graph.nodes if n.name in self.program.inputs), 1)
-        loops = size == 1 or any(
-            (cut_of(n) or splits(n)) and may_mix(n, self.on_batch) for n in self.graph.nodes if n in self.on_batch
-        )
+        size = mixing.batch_size(self.program)
+        loops = size == 1 or any((cut_of(n) or splits(n)) and mixing.may_mix(n, self.on_batch) for n in self.on_batch)
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
 
     def _by_two_captures(
@@ -157,35 +155,35 @@ class _Rewriter:
         typing = Typing(self.program, captures, scaling, region, program.graph.graph)
         self.kinds, self.single = typing.kinds, typing.single
         self.growing = {n for n in captures.more if n.target is aten.add.Tensor and not n.meta["val"].dim()}
-        self.totals = {n for n in self.graph.nodes if _sums_rows(n, captures)}
+        self.totals = {n for n in self.graph.nodes if sums_rows(n, captures)}
         self._warn_of_mixing(typing)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
-        self.kinds |= {new: self.kinds[node] for node, new in corrected(scaling, self.graph)}
+        self.kinds |= {new: self.kinds[node] for node, new in corrected(scaling)}
         return typing.counts
 
     def _warn_of_mixing(self, typing: Typing) -> None:
         """Warn of ops that mix the sequences of a batch: in a microbatch they mix fewer."""
         tail = self._tail()
-        inner = computed_along(self.program, self.on_batch, tail)
-        for node in (n for n in inner if not is_own_loss(n, tail) and n not in typing.counts):
-            may = may_mix(node, self.on_batch) or mixes_along_a_dim(node)
-            along = may and mixes(node, typing.captures.changed)
+        inner = mixing.computed_along(self.program, self.on_batch, tail)
+        for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
+            may = mixing.may_mix(node, self.on_batch) or mixing.mixes_along_a_dim(node)
+            along = may and mixing.mixes(node, typing.captures.changed)
             if (along and not typing.takes_apart(node)) or node in typing.apart:
                 self._tell(self.terms.mixed, node)
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> mixing.Runs:
         """The dims that hold the batch, before anything is rewritten."""
-        return batch_runs(self.program, self.on_batch)
+        return mixing.batch_runs(self.program, self.on_batch)
 
     def _warn_of_other_orders(self, second: Program | None) -> None:
         """``second``: a capture of more sequences, with the same lines."""
         if second is None:
-            found = in_other_orders(self.program, self.on_batch, self.runs)
+            found = mixing.in_other_orders(self.program, self.on_batch, self.runs)
         else:
-            on_batch = follows_batch(second)
-            found = in_other_orders(second, on_batch, batch_runs(second, on_batch))
+            on_batch = mixing.follows_batch(second)
+            found = mixing.in_other_orders(second, on_batch, mixing.batch_runs(second, on_batch))
         for node in found:
             self._tell(self.terms.mixed, node)
 
@@ -206,14 +204,14 @@ class _Rewriter:
 
     def warn_of_unknown_ops(self) -> None:
         """An op without a rule may mix the sequences of a batch."""
-        for node in computed_along(self.program, self.on_batch, self._tail()):
-            if is_unknown(node):
+        for node in mixing.computed_along(self.program, self.on_batch, self._tail()):
+            if mixing.is_unknown(node):
                 self._tell(self.terms.unknown, node)
 
     def warn_of_weights_alone(self) -> None:
         """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""
         for node in self.graph.nodes:
-            if node not in self.on_batch and has_gradient(node) and not adds_up(node):
+            if node not in self.on_batch and mixing.has_gradient(node) and not adds_up(node):
                 self._tell(self.terms.mixed, node)
 
     def _tell(self, where_to: list[tuple[str, Any]], node: fx.Node) -> None:
@@ -267,9 +265,7 @@ class _Rewriter:
 
     def _emit(self, like: fx.Node, target: Any, args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         with self.graph.inserting_before(self.graph.output_node()):
-            new = self.graph.call_function(target, tuple(args), kwargs or {})
-        new.meta = dict(like.meta)
-        return new
+            return call_like(like, target, args, kwargs)
 
     def _average(self, node: fx.Node) -> fx.Node:
         self.averages |= self.total > 1
@@ -291,7 +287,7 @@ class _Rewriter:
     def _refuse_unknown(self, node: fx.Node) -> None:
         """Raise PlanError for the result of an op without a rule: it need not be a sum or mean of the microbatches'."""
         op = node.args[0] if node.target is getitem else node
-        if isinstance(op, fx.Node) and op in self.on_batch and is_unknown(op):
+        if isinstance(op, fx.Node) and op in self.on_batch and mixing.is_unknown(op):
             raise PlanError(
                 f"the loss of a microbatch comes from {op.target}, an op without a rule: the loss of the global batch "
                 "may be another function of them than their sum or mean",
@@ -323,15 +319,6 @@ class _Rewriter:
         if not counts_labels(node, self.program):
             return self._average(node)
         return over_all_labels(node, self.counts, self._emit)
-
-
-def _sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
-    """Whether a sum runs over the one dim of its operand that follows the batch: a total."""
-    if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_mean(node):
-        return False
-    (source,) = node.all_input_nodes
-    grown = captures.changed(source)
-    return grown is not None and len(grown) == 1 and adds_rows(node, {source: next(iter(grown))})
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.partition.sequence.flow import of_input
 from passes.partition.sequence.three_runs import (
-    Held,
+    HeldValues,
     Pooled,
     Rows,
     Run,
@@ -32,13 +32,11 @@ from passes.partition.sequence.three_runs import (
     spread,
 )
 from passes.program.ops.aten import shape_of, tensors_of
-from passes.program.ops.groups import CONVOLUTIONS
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.groups import CONVOLUTIONS, PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import ancestors, readers, walk
 from passes.program.weights import is_parameter, is_weight
-from passes.rules.call import operands_of
-from passes.rules.equal_calls import key_of
+from passes.rules.call import key_of, operands_of
 from passes.rules.rule import RESULT, Role
 from passes.rules.table import rule_of
 
@@ -89,7 +87,7 @@ class _Crossing:
         try:
             return self._settle(node) if given else None
         except Exception:  # too large, or whatever an op raises on numbers
-            rows = {n: s.rows for n, s in given.items() if isinstance(s, Held) and s.rows is not None}
+            rows = {n: s.rows for n, s in given.items() if isinstance(s, HeldValues) and s.rows is not None}
             self.states.update(rows)
             return self._asked(node) if rows else self._origin(node)
 
@@ -101,7 +99,7 @@ class _Crossing:
     def _settle(self, node: fx.Node) -> fx.Node | None:
         """Note the state of a result; returns the op that mixed documents if it is now certain."""
         given = [self.states[n] for n in node.all_input_nodes if n in self.states]
-        mixed = next((s.origin for s in given if isinstance(s, Held) and s.is_mixed and not s.is_mean), None)
+        mixed = next((s.origin for s in given if isinstance(s, HeldValues) and s.is_mixed and not s.is_mean), None)
         if next(tensors_of(node), None) is None or self._reads_shapes(node):
             return None
         if node in self.inside:
@@ -213,11 +211,11 @@ class _Crossing:
             read = (spread(homes, run, shape_of(node)) > 0).expand(shape_of(node))
             if (pairs[0][0] | pairs[0][1])[read].float().mean() > NEARLY_ALL:
                 return rows
-        return Held(origin, values, rows, is_mixed, is_mixed and self._is_mean(node))
+        return HeldValues(origin, values, rows, is_mixed, is_mixed and self._is_mean(node))
 
     def _is_mean(self, node: fx.Node) -> bool:
         given = [self.states[n] for n in node.all_input_nodes if n in self.states]
-        of_means = any(isinstance(s, Pooled) or (isinstance(s, Held) and s.is_mean) for s in given)
+        of_means = any(isinstance(s, Pooled) or (isinstance(s, HeldValues) and s.is_mean) for s in given)
         is_product = node.target in PRODUCTS or node.target in CONVOLUTIONS
         return of_means and not (is_product and any(map(is_weight, node.all_input_nodes)))
 

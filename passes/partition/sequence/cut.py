@@ -12,35 +12,46 @@ repeat_rows(program): rows that are picked by a constant 0, 0, 1, 1, … are eac
     x[arange(n).repeat_interleave(k)]   →   x.reshape(n, 1, …).expand(n, k, …).reshape(n · k, …)
 
 An index reads all rows; of a repetition every rank of cp computes that of its own.
+
+A loss over all but the first or last tokens becomes one over all tokens, in which the others do not count.
+
+    x[:, :-1] ... cross_entropy(x, labels[:, 1:])   →   x ... cross_entropy(x, [labels[:, 1:], ignored])
+    x[:, :-1] ... sum(x · mask[:, 1:])              →   x ... sum(where(kept, x · [mask[:, 1:], 0], 0))
+
+So a sharded sequence keeps its length: rows of tokens that are left out are computed like the others, and end in the
+reduction. The ops from the slice to there must work row by row; otherwise the slice stays, and is refused later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes.moe.domain import Builder
+from passes.errors import Where
+from passes.moe.domain import Builder, erase_unread
 from passes.moe.layers import Experts
-from passes.moe.sorting import sort_plainly
-from passes.partition.loss.loss_ops import MEAN, SUM
-from passes.partition.options.base import Option
-from passes.partition.options.forms import Form
-from passes.partition.sequence.facts import Context, Types
-from passes.partition.sequence.lengthen import lengthen
+from passes.partition.loss.counts import rows_that_count
+from passes.partition.loss.kinds import MEAN, SUM
+from passes.partition.sequence.facts import Context, Types, op
 from passes.partition.sequence.partition import partition
-from passes.partition.sequence.refusals import op
+from passes.partition.sequence.rules import options_over_cp
+from passes.partition.sequence.sorted_rows import sort_plainly
 from passes.partition.sequence.types import decide_types
-from passes.program.constants import computed, is_made_of
-from passes.program.ops.aten import aten, is_pointwise, named, shape_of
+from passes.partition.typings.base import Form, Option, Site
+from passes.program.known_values import computed, is_made_of
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of, value_bytes
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order
 from passes.program.weights import is_weight
-from passes.types.types import I, P
+from passes.types.types import I, P, Placement, V
+
+ROW_BY_ROW = {Form.PARTS, Form.SIZES, Form.COLUMN, Form.SPLIT}
 
 
 def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
@@ -56,19 +67,24 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     lengthen(program.graph.graph, cp)
     _loss_is(program)
     types = decide_types(program, cp, sort_plainly(program, experts))
-    for node, size in types.undivided:
-        what = f"a sequence of {size} tokens is not divisible by 2·cp = {2 * cp}: every rank of cp computes it in full"
-        program.rewrites.append((what, where_of(node)))
-    for node in types.begun:
-        what = f"cp shards a sequence from {op(node)} on; every rank of cp computes what leads to it in full"
-        program.rewrites.append((what, where_of(node)))
-    for node in program.graph.graph.nodes:
-        if node in types.recut:
-            program.rewrites.append((f"every rank of cp computes {op(node)} for all tokens", where_of(node)))
+    program.rewrites += _computed_in_full(program, types)
     count_rows(program.graph.graph, types)
     program.graph.graph = partition(program.graph.graph, types, program.node(program.loss))
     _loss_is(program)
     return Context(cp, tuple(sorted(types.lengths)))
+
+
+def _computed_in_full(program: Program, types: Types) -> Iterator[tuple[str, Where]]:
+    """The ops that are no less work for a rank of cp, with their lines."""
+    for node, size in types.undivided:
+        rest = f"every rank of cp computes {op(node)} in full, {value_bytes(node):,} bytes"
+        yield f"a sequence of {size} is not divisible by 2·cp = {types.chunks}: {rest}", where_of(node)
+    for node in types.begun:
+        what = f"cp shards a sequence from {op(node)} on; every rank of cp computes what leads to it in full"
+        yield what, where_of(node)
+    for node in program.graph.graph.nodes:
+        if node in types.recut:
+            yield f"every rank of cp computes {op(node)} for all tokens", where_of(node)
 
 
 def _loss_is(program: Program) -> None:
@@ -109,20 +125,12 @@ def _count(graph: fx.Graph, node: fx.Node, types: Types) -> None:
     build = Builder(graph, node, node)
     names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
     total = build.call(node.target, *({**given, "reduction": SUM}[name] for name in names))
-    count = build.call(aten.sum.default, _weights_of_rows(build, given), grad=False)
+    counted = rows_that_count(build.call, given["target"], given["weight"], given["ignore_index"])
+    count = build.call(aten.sum.default, counted, grad=False)
     mean = build.call(aten.div.Tensor, total, count)
     types.options |= {total: types.options[node], mean: Option((P, I), P, Form.PARTIAL)}
     types.natives |= {total: P, mean: P}
     node.replace_all_uses_with(mean)
-
-
-def _weights_of_rows(build: Builder, given: dict[str, Any]) -> fx.Node:
-    target, weight = given["target"], given["weight"]
-    valid = build.call(aten.ne.Scalar, target, given["ignore_index"])
-    if weight is None:
-        return valid
-    safe = build.call(aten.mul.Tensor, target, valid)
-    return build.call(aten.mul.Tensor, build.call(aten.index.Tensor, weight, [safe]), valid)
 
 
 # ---- repeat_rows(program): rows that are picked by a constant 0, 0, 1, 1, … are each repeated
@@ -163,3 +171,142 @@ def _value(index: fx.Node) -> Tensor | None:
     for node in in_order([index]):
         values[node] = computed(node, values.__getitem__)
     return values[index]
+
+
+# ---- a loss over all but the first or last tokens
+
+
+def lengthen(graph: fx.Graph, cp: int) -> None:
+    """Rewrite each slice of activations that leaves out a few tokens of a sequence that cp could cut."""
+    for node in list(graph.nodes):
+        if _drops_few(node, cp):
+            steps = _steps(graph, node)
+            if steps is not None:
+                _Longer(graph, node, steps).write()
+
+
+def _drops_few(node: fx.Node, cp: int) -> bool:
+    if node.op != "call_function" or node.target is not aten.slice.Tensor or not node.meta["grad"]:
+        return False
+    value, dim, start, end, *step = node.args
+    size, kept = shape_of(value)[dim], end - start  # pyright: ignore
+    return not step and size % (2 * cp) == 0 and size // 2 < kept < size
+
+
+def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
+    """The ops after ``start``, each with its typing if rows were sharded; None if one does not work row by row."""
+    dim: Any = start.args[1]
+    cuts = {start: V(dim, shape_of(start)[dim])}
+    steps: dict[fx.Node, Option] = {}
+    for node in graph.nodes:
+        if not any(n in cuts for n in node.all_input_nodes):
+            continue
+        option = _row_by_row(node, cuts) if node.op == "call_function" else None
+        if option is None or not set(option.out.sizes) <= {shape_of(start)[dim]}:
+            return None
+        steps[node] = option
+        if option.out.is_sharded:
+            cuts[node] = option.out
+    return steps
+
+
+def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement]) -> Option | None:
+    site = Site(node, 1, {n.name: {cuts[n]} for n in node.all_input_nodes if n in cuts})
+    for option in options_over_cp(site):
+        fits = all(t == cuts[n] for n, t in zip(site.inputs, option.args, strict=True) if n in cuts)
+        is_row = option.out.is_sharded and option.form in ROW_BY_ROW
+        if fits and (is_row or (option.out == P and _reduces(node))):
+            return option
+    return None
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a sum over rows can leave some out."""
+    if node.target in CROSS_ENTROPIES:
+        return not named(node)["target"].meta["val"].is_floating_point()
+    return packet_of(node.target) in (aten.sum, aten.mean)
+
+
+class _Longer:
+    """Owns the longer value of each step."""
+
+    def __init__(self, graph: fx.Graph, start: fx.Node, steps: Mapping[fx.Node, Option]) -> None:
+        value, dim, first, end = start.args
+        self.graph, self.start, self.steps = graph, start, steps
+        self.size: int = shape_of(value)[dim]  # pyright: ignore
+        self.before, self.after = int(first), self.size - int(end)  # pyright: ignore
+        self.long: dict[fx.Node, Any] = {start: value}
+
+    def write(self) -> None:
+        for node, option in self.steps.items():
+            build = Builder(self.graph, node, node)
+            given = dict(zip(node.all_input_nodes, option.args, strict=True))
+            if option.out.is_sharded:
+                self.long[node] = self._row_by_row(build, node, option, given)
+            else:
+                node.replace_all_uses_with(self._reduced(build, node, given))
+        erase_unread(self.graph, [n for n in reversed(list(self.steps)) if not n.users])
+
+    def _row_by_row(self, build: Builder, node: fx.Node, option: Option, given: Mapping[fx.Node, Placement]) -> fx.Node:
+        args, kwargs = self._operands(build, node, given)
+        if option.form is Form.SIZES:
+            args[1] = self._longer_shape(shape_of(node), option.out)
+        return build.call(node.target, *args, **kwargs)
+
+    def _operands(self, build: Builder, node: fx.Node, given: Mapping[fx.Node, Placement]) -> tuple[list[Any], Any]:
+        def longer(n: fx.Node) -> fx.Node:
+            if n in self.long:
+                return self.long[n]
+            return self._padded(build, n, given[n], _filling(node, n)) if given[n].is_sharded else n
+
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), longer)
+        return list(args), kwargs
+
+    def _longer_shape(self, shape: tuple[int, ...], cut: Placement) -> list[int]:
+        return [len(cut.segments) * self.size if d == cut.dim else n for d, n in enumerate(shape)]
+
+    def _padded(self, build: Builder, value: fx.Node, cut: Placement, filling: float) -> fx.Node:
+        """An operand beside the rows, padded for the rows that were left out."""
+        shape, count, dim = shape_of(value), len(cut.segments), cut.dim
+        apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+        rows = build.call(aten.reshape.default, value, apart) if count > 1 else value
+        last = len(shape_of(rows)) - 1 - (dim + (count > 1))
+        rows = build.call(aten.pad.default, rows, [0, 0] * last + [self.before, self.after], "constant", filling)
+        return build.call(aten.reshape.default, rows, self._longer_shape(shape, cut)) if count > 1 else rows
+
+    # ---- the end of the rows
+
+    def _reduced(self, build: Builder, node: fx.Node, given: Mapping[fx.Node, Placement]) -> fx.Node:
+        args, kwargs = self._operands(build, node, given)
+        if node.target in CROSS_ENTROPIES:
+            return build.call(node.target, *args, **kwargs)
+        for i, argument in enumerate(args):
+            original = node.args[i]
+            if isinstance(original, fx.Node) and given[original].is_sharded:
+                args[i] = self._masked(build, argument, given[original])
+        if packet_of(node.target) is not aten.mean:
+            return build.call(node.target, *args, **kwargs)
+        op = aten.sum.default if node.target is aten.mean.default else aten.sum.dim_IntList
+        shape = shape_of(node.all_input_nodes[0])
+        return build.call(aten.div.Tensor, build.call(op, *args, **kwargs), prod(shape[d] for d in reduced_dims(node)))
+
+    def _masked(self, build: Builder, rows: fx.Node, cut: Placement) -> fx.Node:
+        """Zero in the rows that are left out."""
+        count, shape = len(cut.segments), shape_of(rows)
+        places = build.call(aten.arange.default, self.size, device=torch.device("cpu"))
+        kept = build.call(aten.ge.Scalar, places, self.before)
+        if self.after:
+            last = build.call(aten.lt.Scalar, places, self.size - self.after)
+            kept = build.call(aten.__and__.Tensor, kept, last)
+        if count > 1:
+            kept = build.call(aten.expand.default, kept, [count, self.size])
+        wide = [shape[cut.dim] if d == cut.dim else 1 for d in range(len(shape))]
+        kept = build.call(aten.reshape.default, kept, wide)
+        return build.call(aten.where.ScalarOther, kept, rows, 0)
+
+
+def _filling(reader: fx.Node, value: fx.Node) -> float:
+    """A neutral filling: an ignored label; 1 for a divisor; else 0."""
+    if reader.target in CROSS_ENTROPIES:
+        return float(named(reader)["ignore_index"])
+    return 1.0 if reader.target is aten.div.Tensor and value is reader.args[1] else 0.0

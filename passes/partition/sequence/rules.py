@@ -5,6 +5,7 @@
     full            of fewer
     tril, triu      rows or columns sharded
     one token       the sum over ranks of it and zeros: partial sums
+    cat             of a sequence and few rows that no rank cuts: those stay whole beside a rank's part of the other
     over_data       partial sums: the ranks of cp are among those over which it sums
 
 A sequence is split into 2·cp chunks, and a rank holds two: a rule for 2·cp ranks holds for any two chunks, as no op
@@ -18,15 +19,14 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.loss.loss_ops import MEAN, NONE, SUM
-from passes.partition.options.base import Option, Site, aligned
-from passes.partition.options.forms import Form
-from passes.partition.options.table import rule_of
+from passes.partition.loss.kinds import MEAN, NONE, SUM
+from passes.partition.typings.base import Form, Option, Site, aligned
+from passes.partition.typings.table import rule_of
 from passes.program.ops.aten import aten, is_random, named, packet_of, packets
 from passes.program.ops.groups import CROSS_ENTROPIES
-from passes.program.ops.over_data import over_data
+from passes.program.ops.sequence import over_data
 from passes.program.weights import is_weight
-from passes.types.types import P, R
+from passes.types.types import P, Placement, R, Segment
 
 FORMS = {Form.WHOLE, Form.PARTS, Form.PARTIAL, Form.SUM, Form.MEAN, Form.COLUMN, Form.ROW, Form.SIZES, Form.SPLIT}
 FORMS |= {Form.SEGMENT, Form.STRIDED}
@@ -45,11 +45,15 @@ def options_over_cp(site: Site) -> list[Option]:
 
 
 def _is_even(site: Site, option: Option) -> bool:
-    """Whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums."""
+    """Whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums. Rows that every
+    rank holds beside them are neither summed nor drawn for.
+    """
     cuts = [t for t in (option.out, *option.args) if t.is_sharded]
-    partial = option.form is Form.PARTIAL
-    even = all(len(set(c.segments)) == 1 and c.is_disjoint for c in cuts)
-    return even and (not partial or (site.grad(site.node) and not is_random(site.node)))
+    even = all(len({s for s in c.segments if s.sharded}) == 1 and not c.padding for c in cuts)
+    once = option.out == P or is_random(site.node)
+    if not even or (once and any(c.has_whole_segment for c in cuts)):
+        return False
+    return option.form is not Form.PARTIAL or (site.grad(site.node) and not is_random(site.node))
 
 
 def _cuts_weights(site: Site, option: Option) -> bool:
@@ -101,8 +105,18 @@ def one_token(site: Site) -> Iterator[Option]:
     x, dim, start, end, *step = site.node.args
     assert isinstance(x, fx.Node)
     if end - start == 1 and not step and site.grad(site.node):  # pyright: ignore
-        for cut in (c for c in site.candidates(x) if c.dim == dim):
+        for cut in (c for c in site.candidates(x) if c.dim == dim and len(c.segments) == 1):
             yield site.option(P, {x: cut}, Form.PICKED)
+
+
+def joined(site: Site) -> Iterator[Option]:
+    """cat([text, image], dim) of no equal chunks: rows that are not cut are whole segments."""
+    operands, dim = named(site.node)["tensors"], named(site.node)["dim"] % len(site.shape())
+    cuts = [next((c for c in site.candidates(n) if c.dim == dim), R) for n in operands]
+    if any(c.is_sharded for c in cuts) and not site.divides(site.shape()[dim]):
+        pairs = list(zip(operands, cuts, strict=True))
+        rows = (c.segments or (Segment(site.shape(n)[dim], sharded=False),) for n, c in pairs)
+        yield site.option(Placement("V", dim, tuple(s for of_one in rows for s in of_one)), dict(pairs), Form.PARTS)
 
 
 def factory(site: Site) -> Iterator[Option]:
@@ -115,6 +129,7 @@ RULES: dict[Any, Callable[[Site], Iterator[Option]]] = (
     packets("scaled_dot_product_attention", attention)
     | packets("tril triu", triangle)
     | packets("slice", one_token)
+    | packets("cat", joined)
     | packets("full zeros ones", factory)
     | dict.fromkeys(CROSS_ENTROPIES.packets, loss_of_rows)
 )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.program.ops.aten import aten, shape_of
+from passes.program.known_values import computed
+from passes.program.ops.aten import aten, shape_of, tensors_of
 from passes.program.program import Program
 from passes.program.walks import in_order
 from passes.rules.flops import node_flops
@@ -50,7 +51,7 @@ class Pooled:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldValues:
     """Anything else, by its values. ``is_mixed``: some element reads both documents. ``is_mean``: only because it reads
     pooled values, and no weight has read it since. ``rows``: the same, all elements of a row alike: masks forgotten."""
 
@@ -61,7 +62,7 @@ class Held:
     is_mean: bool = False
 
 
-State = Rows | Pooled | Held
+State = Rows | Pooled | HeldValues
 
 
 @dataclass
@@ -88,7 +89,7 @@ class ThreeRuns:
         state = self.states.get(node)
         if state is None:
             return (self._alone(node),) * 3
-        if isinstance(state, Held):
+        if isinstance(state, HeldValues):
             return state.values
         if node not in self._drawn:
             drawn = self._draw(node, state)
@@ -105,21 +106,14 @@ class ThreeRuns:
         return first, second, third
 
     def _result(self, node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
-        def value(leaf: Any) -> Any:
-            return given[leaf] if isinstance(leaf, fx.Node) else _CPU if isinstance(leaf, torch.device) else leaf
-
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), value)  # pyright: ignore
         torch.manual_seed(self._numbers[node])
-        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return computed(node, given.__getitem__)
 
     def _alone(self, node: fx.Node) -> Any:
         """Of a value that no token reaches."""
-        for each in in_order([node], self.known, self._untouched):
+        for each in in_order([node], self.known, lambda n: [x for x in n.all_input_nodes if x not in self.states]):
             self.known[each] = self._held(each) if each.op == "placeholder" else self.called(each)[0]
         return self.known[node]
-
-    def _untouched(self, node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.all_input_nodes if n not in self.states]
 
     def _held(self, node: fx.Node) -> Tensor:
         for held in (self.batch, self.tensors, self.program.constants):
@@ -155,9 +149,6 @@ class ThreeRuns:
         """Ids that every table of the model has."""
         tables = [n.args[0] for n in self._numbers if n.target is aten.embedding.default]
         return min([256, *(shape_of(t)[0] for t in tables if isinstance(t, fx.Node))])
-
-
-_CPU = torch.device("cpu")
 
 
 def spread(homes: Tensor, run: Run, shape: tuple[int, ...]) -> Tensor:
@@ -197,5 +188,4 @@ def _along(x: Tensor, dim: int, inner: int, size: int) -> Tensor:
 
 
 def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return sum(int(x.numel()) for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+    return sum(int(x.numel()) for x in tensors_of(node))

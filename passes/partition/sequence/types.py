@@ -3,7 +3,7 @@
     V(dim)   this rank's tokens         P   a partial sum         R   the same on all ranks, with partial gradients
 
 From the first to the last: tokens are sharded where float work begins, at the trained embedding of ids or the first
-product with a weight (of patches: passes.partition.sequence.inner_sequences); from there on each op takes the typing
+product with a weight (of patches: passes.partition.sequence.flow); from there on each op takes the typing
 that moves least. Values without a sharded input (positions, masks, tables made of weights) stay replicated, and are
 sharded later, along the dim that a reader wants (passes.partition.sequence.versions). Weights are R, so gradients of
 all replicated values are partial, and are summed with those of the weights.
@@ -26,18 +26,13 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from passes.moe.sorting import Sorted
-from passes.partition.options.base import Option, Site
-from passes.partition.options.forms import Form
-from passes.partition.sequence.facts import Types
-from passes.partition.sequence.flow import begins, carried, sequence_flow
-from passes.partition.sequence.inner_sequences import InnerSequences
-from passes.partition.sequence.refusals import no_sequence, no_typing, not_divisible, reads_whole
+from passes.partition.sequence.facts import Types, Undivided, no_sequence, no_typing, not_divisible, reads_whole
+from passes.partition.sequence.flow import InnerSequences, begins, carried, sequence_flow
 from passes.partition.sequence.rules import options_over_cp
-from passes.partition.sequence.sorted_rows import SortedRows
+from passes.partition.sequence.sorted_rows import Sorted, SortedRows
+from passes.partition.typings.base import Form, Option, Site
 from passes.program.ops.aten import shape_of, value_bytes
-from passes.program.ops.groups import VIEWS
-from passes.program.ops.products import PRODUCTS
+from passes.program.ops.groups import PRODUCTS, VIEWS
 from passes.program.program import Program
 from passes.program.walks import operands, walk
 from passes.program.weights import is_weight
@@ -61,7 +56,8 @@ def decide_types(program: Program, cp: int, known: Sorted) -> Types:
             _check_found(types, inner)
             return types
         except PlanError as found:
-            error = error or (not_divisible(*types.undivided[0], cp) if types.undivided else found)
+            is_last = not types.undivided or isinstance(found, Undivided)
+            error = error or (found if is_last else not_divisible(*types.undivided[0], cp))
         if not types.begun:
             break
     raise error
@@ -132,7 +128,7 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
     types.options[node] = option
     if option.out.is_sharded or option.out == P:
         types.natives[node] = option.out
-    elif not node.meta.get("grad"):
+    elif not node.meta.get("grad") or option.form is not Form.WHOLE:  # rows that every rank holds, of more
         return
     else:
         _check_sums(node, types)
@@ -173,7 +169,8 @@ def _chosen(node: fx.Node, types: Types) -> Option:
     for option in options_over_cp(site):
         costs = [_cost(node, n, types, t) for n, t in zip(site.inputs, option.args, strict=True)]
         given = [c for c in costs if c is not None]
-        if len(given) == len(costs) and _keeps_a_cut(site, types, option):
+        is_here = types.cuts_again or not option.out.has_whole_segment
+        if len(given) == len(costs) and is_here and _keeps_a_cut(site, types, option):
             found.append((sum(given), {"V": 0, "P": 1}.get(option.out.kind, 2), option))
     if not found:
         raise no_typing(node)
@@ -218,8 +215,8 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def settle_whole(node: fx.Node, types: Types) -> None:
-    """A result that every rank computes of all tokens: small, cut again, or whole. Raises PlanError for products of
-    what cannot be cut.
+    """A result that every rank computes of all tokens: small, cut again, or whole. Products of what cannot be cut are
+    noted: of a few rows, as the states between the chunks of a scan, every rank may compute them.
     """
     places = _places_of_sequences(node, types)
     largest = max(places, key=lambda n: prod(shape_of(n)), default=None)
@@ -227,17 +224,17 @@ def settle_whole(node: fx.Node, types: Types) -> None:
         return  # a pooled sequence
     if not types.cuts_again:
         raise reads_whole(node, largest)
-    place = _place(node, largest, places[largest])
+    size, place = shape_of(largest)[places[largest]], _place(node, largest, places[largest])
     is_one = isinstance(node.meta["val"], torch.Tensor)
     cut = _cut_again(node, largest, place, types) if is_one else None
     if cut is not None:
         types.natives[node] = cut
         types.recut.add(node)
-        types.lengths |= set(cut.sizes)
-    elif has_flops(node) and largest in types.whole:
-        raise not_divisible(node, shape_of(largest)[places[largest]], types.cp)
+        types.lengths |= set(cut.sizes) if size in types.lengths else set()  # chunks of tokens are no tokens
     else:
         types.whole[node] = place
+        if has_flops(node) and (largest in types.whole or types.of(largest).has_whole_segment):
+            types.undivided.append((node, size))
 
 
 def _places_of_sequences(node: fx.Node, types: Types) -> dict[fx.Node, int]:
@@ -257,6 +254,7 @@ def _place(node: fx.Node, read: fx.Node, place: int) -> int:
 def _cut_again(node: fx.Node, read: fx.Node, place: int, types: Types) -> Placement | None:
     """As ``read`` is, if the result has its tokens where they were; else in equal chunks, if there are any."""
     size, before = shape_of(node)[place], types.of(read)
-    if before.is_sharded and (before.dim, shape_of(read)[before.dim]) == (place, size):
+    is_same = before.is_sharded and (before.dim, shape_of(read)[before.dim]) == (place, size)
+    if is_same and not (before.has_whole_segment and has_flops(node)):
         return before
     return V(place, size) if size > 1 and size % types.chunks == 0 else None

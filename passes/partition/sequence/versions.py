@@ -5,22 +5,35 @@
     converted   from another version: gathered, summed over the ranks, sliced, or scaled to a share
 
 So of a mask [s, s] = i ≥ j a rank computes [s/cp, s], of its own i and of every j.
+
+If one row of a program is computed at a time, in order (``one_row``), its types are those of cp with one token on each
+rank, from the inputs to the logits. A value that cp gathers (keys and values of attention) is kept: earlier rows of it
+were computed before. Values that cp replicates (positions, masks, tables, ids) are known in full, and a row of them is
+a slice.
+
+    V(dim)   of each sequence the rows at one position       R   of all positions, computed anew or kept so far
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from passes.partition.options.base import Option, Site
-from passes.partition.options.forms import Form
-from passes.partition.sequence.facts import Types
+from passes.errors import PlanError
+from passes.partition.loss.scored import Scored
+from passes.partition.sequence.facts import Types, op
 from passes.partition.sequence.rules import options_over_cp
-from passes.partition.sequence.types import gathered_from
-from passes.program.ops.aten import is_random
-from passes.program.ops.groups import Ops
-from passes.program.ops.over_data import over_data
+from passes.partition.sequence.types import gathered_from, types_of
+from passes.partition.typings.base import Form, Option, Site
+from passes.program.ops.aten import is_random, shape_of
+from passes.program.ops.groups import MOVED, Ops
+from passes.program.ops.sequence import over_data
+from passes.program.program import Program
+from passes.program.source_lines import where_of
+from passes.program.walks import operands, walk
 from passes.types.types import P, Placement, R
 
 NONE = Ops("")
@@ -82,7 +95,7 @@ def _version(node: fx.Node, wanted: Placement, types: Types, late: Ops) -> Optio
     have = types.of(node)
     if node in types.recut:
         return Option((R,) * len(node.all_input_nodes), R, Form.WHOLE) if wanted == R else R
-    if have == wanted and have != R:
+    if have == wanted and node in types.options:
         return types.options[node]
     if wanted.is_sharded:
         assert have == R, f"{node} is {have}, not {wanted}"
@@ -108,3 +121,60 @@ def _early(node: fx.Node, wanted: Placement, types: Types) -> Option | None:
 
 def _can(have: Placement, wanted: Placement) -> bool:
     return have == wanted if wanted.kind == "P" else have == R or (wanted.is_sharded and have == wanted)
+
+
+CP = "cp: "
+FIX = "nothing: every token runs the whole forward"
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """``logits``: of all positions, before the loss moves or casts them; its last dim is the vocabulary. ``dtype``: in
+    which the loss reads them. ``needed``: the values that they are made of. ``length``: positions of a sequence."""
+
+    types: Types
+    logits: fx.Node
+    dtype: torch.dtype
+    needed: frozenset[fx.Node]
+    length: int
+
+    @property
+    def precision(self) -> float:
+        """The largest eps of the dtypes in which the logits are computed."""
+        dtypes = {
+            value.meta["val"].dtype for value in self.types.natives if isinstance(value.meta["val"], torch.Tensor)
+        }
+        return max((torch.finfo(dtype).eps for dtype in {*dtypes, self.dtype} if dtype.is_floating_point), default=0.0)
+
+
+def one_row(program: Program, scored: Scored) -> OneRow:
+    """Raises PlanError, with the op and its line, if rows of the logits need more than kept rows of earlier values."""
+    logits, dtype = _logits_of(program, scored)
+    (length,) = {shape_of(program.node(n))[1] for n, key in program.inputs.items() if key == scored.key}
+    types = Types(1, length, cuts_again=False)
+    try:
+        types_of(program, types, {}, [logits])
+    except PlanError as error:
+        raise PlanError(error.what.removeprefix(CP), where=error.where, fix=FIX) from error
+    native = types.of(logits)
+    if not native.is_sharded or types.lengths != {length} or native.dim == len(shape_of(logits)) - 1:
+        raise refused(logits, "its rows are not those of one sequence")
+    return OneRow(types, logits, dtype, frozenset(walk([logits], operands)), length)
+
+
+def refused(node: fx.Node, why: str) -> PlanError:
+    return PlanError(f"{op(node)}: {why}", where=where_of(node), fix=FIX)
+
+
+def _logits_of(program: Program, scored: Scored) -> tuple[fx.Node, torch.dtype]:
+    """The logits that all look-ups of the loss move or cast, and the dtype in which they read them."""
+    found = set[tuple[fx.Node, torch.dtype]]()
+    for pick in scored.picks:
+        node = program.node(pick.node).all_input_nodes[0]
+        dtype = node.meta["val"].dtype
+        while node.target in MOVED:
+            node = node.all_input_nodes[0]
+        found.add((node, dtype))
+    if len(found) != 1 or shape_of(next(iter(found))[0])[-1] != scored.num_classes:
+        raise refused(program.node(scored.picks[0].node), "the loss reads several logits, or not all classes of them")
+    return found.pop()

@@ -9,12 +9,13 @@ Read from PyTorch's schemas and tags; the two tables of names below hold the fac
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import causal_attention
 
 aten = torch.ops.aten
@@ -39,6 +40,13 @@ def defaults_of(target: Any) -> dict[str, Any]:
     """The defaults of the arguments of an op."""
     schema = getattr(target, "_schema", None)
     return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in an argument, or in several; one that stands there twice also twice."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
 
 
 def position_of(target: Any, name: str) -> int:
@@ -89,6 +97,11 @@ def reduced_dims(node: fx.Node) -> frozenset[int]:
     return frozenset(int(d) % max(1, ndim) for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
+def permutation(target: Any, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """The dims that an op puts in another order: read off a meta tensor with distinct sizes."""
+    return [int(n) - 2 for n in target(torch.empty(tuple(range(2, 2 + ndim)), device="meta"), *args, **kwargs).shape]
+
+
 # ---- values
 
 
@@ -128,6 +141,44 @@ def is_view(node: fx.Node) -> bool:
         return False
     before, after = next(tensors_of(node.all_input_nodes[0]), None), next(tensors_of(node), None)
     return before is not None and after is not None and before.dtype == after.dtype
+
+
+def dim_of_cat(node: fx.Node) -> int:
+    """The dim along which a concatenation joins its operands."""
+    return int(node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))  # pyright: ignore[reportArgumentType]
+
+
+# ---- cuts
+
+
+def splits(node: fx.Node) -> bool:
+    return node.target is aten.split_with_sizes.default
+
+
+def is_cut(node: fx.Node) -> bool:
+    """A slice, or one of the pieces of a split."""
+    if node.target is operator.getitem:
+        return splits(node.all_input_nodes[0])
+    return node.target is aten.slice.Tensor and len(node.args) == 4
+
+
+def cut_source(node: fx.Node) -> fx.Node:
+    """The value of which a cut takes a part."""
+    source = node.all_input_nodes[0]
+    return source.all_input_nodes[0] if node.target is operator.getitem else source
+
+
+def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """(x, dim, start, stop) of a call that takes neighbouring elements of x along one dim."""
+    if not is_cut(node):
+        return None
+    source, args = cut_source(node), node.args
+    if node.target is aten.slice.Tensor:
+        return source, int(args[1]), int(args[2]), int(args[3])  # pyright: ignore
+    sizes: Any = node.all_input_nodes[0].args[1]
+    dim: Any = node.all_input_nodes[0].args[2] if len(node.all_input_nodes[0].args) > 2 else 0
+    index: Any = args[1]
+    return source, int(dim), sum(sizes[:index]), sum(sizes[: index + 1])
 
 
 # ---- ops
@@ -177,6 +228,12 @@ def is_mutable(target: Any) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def written_by(target: Any) -> list[str]:
+    """The names in the schema of the arguments that an op writes into."""
+    schema = getattr(target, "_schema", None)
+    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] if schema else []
+
+
 def is_pointwise(target: object) -> bool:
     """Whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
     if target in FORGOTTEN:
@@ -195,3 +252,49 @@ FORGOTTEN = set(
         "logical_and hardsigmoid"
     )
 )
+
+
+_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_LENGTHS = {CTC_LOSSES}  # loops on the host over a number of frames that depends on data
+_MASKS = {torch.bool, torch.uint8}
+
+
+def reads_on_host(target: Any, args: Sequence[Any], value_of: Callable[[Any], Any] = lambda value: value) -> bool:
+    """Whether a call waits for the device, as it reads values of tensors on the host, to return them or to shape its
+    results: no CUDA graph captures it. ``value_of`` an argument: the tensor that it is, or one like it.
+
+    PyTorch tags such ops. An index of integers is none of them, though tagged because of masks, nor is a mask that is
+    filled with one number.
+    """
+    puts = packet_of(target) in (aten.index_put, aten.index_put_, aten._index_put_impl_)
+    if target is aten.index.Tensor or puts:
+        by_mask = any(index is not None and value_of(index).dtype in _MASKS for index in args[1])
+        fills = puts and value_of(args[2]).numel() == 1 and args[3:4] != (True,)
+        return by_mask and not fills
+    if target is aten.one_hot.default:
+        return (*args[1:], -1)[0] == -1
+    return target in _LENGTHS or bool(_TAGS & set(getattr(target, "tags", ())))
+
+
+SEVERAL = 2
+_ONE_STEP = set(
+    map(
+        packet_of,
+        ops_named(
+            "linear matmul einsum conv1d conv2d conv3d reshape contiguous to.dtype expand_as pad layer_norm "
+            "softmax.int log_softmax.int cross_entropy_loss scaled_dot_product_attention dropout where.ScalarOther"
+        ),
+    )
+)
+
+
+def num_addends(reader: fx.Node, value: fx.Node) -> int:
+    """The number of times that the call names the value; twice that if PyTorch makes several steps of the call."""
+    return nodes_in((reader.args, reader.kwargs)).count(value) * (SEVERAL if _is_written_out(reader.target) else 1)
+
+
+def _is_written_out(target: object) -> bool:
+    """Whether an op has no derivative of its own: a few are then one step that has."""
+    if not isinstance(target, torch._ops.OpOverload) or packet_of(target) in _ONE_STEP:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")

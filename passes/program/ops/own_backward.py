@@ -2,17 +2,24 @@
 
     y, .. = OwnBackward(x, ..)        runs Function.apply on a rank's tensors, so the backward is the user's own code
 
-Its type over tp follows from trials of its backward B on numbers (planner.capture.own_backward.trials):
+Its type over tp follows from trials of its backward B on numbers (planner.capture.gradients.trials):
 
     I    always: the arriving gradients are complete
     R    if B is linear, B(Σ g) = Σ B(g): the arriving gradients are partial sums
     V    along a dim over which forward and backward work part by part
+
+torch.export records it as one call of an op of PyTorch's dispatcher, so that every step of an export can handle it:
+
+    meshwright::own_backward(Tensor[] tensors, str key) -> Tensor[]
+
+``key`` finds the OwnBackward while a model is captured (``calls_recorded``), and is the same when the model is exported
+again. Canonical form replaces the op by the OwnBackward itself, without the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +27,10 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import Function
 from torch.utils import _pytree as pytree
+
+_CALLS: dict[str, OwnBackward] = {}
+_LIBRARY = torch.library.Library("meshwright", "DEF")
+_LIBRARY.define("own_backward(Tensor[] tensors, str key) -> Tensor[]")
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ class OwnBackward:
     facts: Facts
     label: str
     autocast: Autocast | None = None
-    key: str = ""  # while a model is captured (passes.program.ops.recorded)
+    key: str = ""  # while a model is captured (passes.program.ops.own_backward)
     __name__: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -134,3 +145,46 @@ class OwnBackward:
 def adds_up(node: fx.Node) -> bool:
     """Whether the gradients of partial sums are partial sums, as for every derivative."""
     return not isinstance(node.target, OwnBackward) or node.target.facts.linear
+
+
+@contextmanager
+def calls_recorded() -> Iterator[None]:
+    """Calls recorded within live as long as this."""
+    before = dict(_CALLS)
+    try:
+        yield
+    finally:
+        _CALLS.clear()
+        _CALLS.update(before)
+
+
+def record(call: OwnBackward, tensors: list[Tensor]) -> Any:
+    """The results of ``call``, as one call of the graph under export."""
+    _CALLS[call.key] = call
+    return call.returned(OWN_BACKWARD(tensors, call.key))
+
+
+def recorded(key: str) -> OwnBackward:
+    return _CALLS[key]
+
+
+def _outputs(tensors: list[Tensor], key: str) -> list[Tensor]:
+    return [output.empty() for output in _CALLS[key].made]
+
+
+class GradientAsked(Exception):
+    """The forward itself asks for a gradient through a Function with a backward of its own."""
+
+
+def _refuse(context: Any, *gradients: Any) -> Any:
+    raise GradientAsked(f"the forward computes a gradient through {context.name}, which has a backward of its own")
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.name = _CALLS[inputs[1]].__name__
+
+
+torch.library.register_fake("meshwright::own_backward", _outputs, lib=_LIBRARY)
+torch.library.impl("meshwright::own_backward", "CompositeExplicitAutograd", _outputs, lib=_LIBRARY)
+torch.library.register_autograd("meshwright::own_backward", _refuse, setup_context=_remember, lib=_LIBRARY)
+OWN_BACKWARD: Any = torch.ops.meshwright.own_backward.default

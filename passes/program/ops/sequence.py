@@ -1,11 +1,12 @@
-"""Placeholders for the cp collectives of a program over one cp rank's tokens. In one process only their shapes are
-right.
+"""Placeholders for the collectives of a program over one cp rank's tokens, and of its loss. In one process only their
+shapes are right.
 
     x = local_rows(x, dim, cp)                          [.., s, ..] → [.., s/cp, ..]        this rank's tokens
     x = gather_sequence(x, dim, cp)                     [.., s/cp, ..] → [.., s, ..]        all tokens, in their order
     x = sum_over_ranks(x, cp)                           as x         of partial sums; a pooled sequence, say
     y = causal_attention(q, k, v, cp)                   q, y [b, h, s/cp, d], k, v [b, g, s, d]
     y = gathered_attention(q, k, v, mask, cp)           q, y [b, h, s/cp, d], k, v [b, g, t/cp, d], mask [.., s/cp, t]
+    x = over_data(x)                                    summed over all microbatches of the global batch
 
 Zigzag: a sequence is 2·cp equal chunks, and rank r holds chunk r and behind it chunk 2·cp − 1 − r, so that causal
 attention is as much work on every rank. Gathered tokens have the order of the full sequence. Backward:
@@ -63,6 +64,11 @@ def gathered_attention(
     """Attention of this rank's tokens to those of all ranks; k and v are this rank's."""
     k, v = gather_sequence(k, 2, cp), gather_sequence(v, 2, cp)
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def over_data(share: Tensor) -> Tensor:
+    """In a captured graph: Σ of the shares of all microbatches, as are their gradients. Of one process: the value."""
+    return share
 
 
 CALLS = frozenset({local_rows, gather_sequence, sum_over_ranks, causal_attention, gathered_attention})

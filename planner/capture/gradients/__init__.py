@@ -1,1 +1,5 @@
-"""Settings about gradients that a forward makes in Python: kept, or refused at the source line."""
+"""Settings about gradients that a forward makes in Python, and Functions with their own backward: kept, or refused.
+
+`parameters` is about writes and hooks of parameters, `custom_functions`, `applications` and `trials` about a user's
+own backwards, `autocast` about regions of another dtype.
+"""

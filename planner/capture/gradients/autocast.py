@@ -24,18 +24,18 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import TracerBase
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import is_mutable
 from passes.program.ops.own_backward import Autocast
-from passes.program.source_lines import where_of
-from planner.capture.gradients.call_sites import called_by_user
+from passes.program.source_lines import origin_of, where_of
+from planner.capture.data_dependence import graph_modules
+from planner.capture.model.exchange import tensors_in
+from planner.capture.user_lines import called_by_user
 
 aten = torch.ops.aten
 MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps
-KEPT = ("stack_trace", "nn_module_stack")
 
 
 class Regions:
@@ -115,18 +115,13 @@ def autocast_now() -> Autocast | None:
 
 def write_casts(module: fx.GraphModule) -> None:
     """Put the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
-    for inner in module.modules():
-        if isinstance(inner, fx.GraphModule):
-            marked = [(n, _region(n)) for n in inner.graph.nodes]
-            for node, region in marked:
-                if region is not None and isinstance(node.target, torch._ops.OpOverload):
-                    _Call(inner.graph, node, region).write()
-            if any(region is not None for _, region in marked):
-                inner.recompile()
-
-
-def _region(node: fx.Node) -> Autocast | None:
-    return (node.meta.get("custom") or {}).get(MARK)
+    for inner in graph_modules(module):
+        marked = [(n, region) for n in inner.graph.nodes if (region := (n.meta.get("custom") or {}).get(MARK))]
+        for node, region in marked:
+            if isinstance(node.target, torch._ops.OpOverload):
+                _Call(inner.graph, node, region).write()
+        if marked:
+            inner.recompile()
 
 
 class _Call:
@@ -143,7 +138,7 @@ class _Call:
             return
         if self._casts_itself():
             self._cast(self._seen(True).casts)
-        elif self.target is aten.einsum.default and self._dtype() == self.region.dtype:
+        elif self.target is aten.einsum.default and self.node.meta["val"].dtype == self.region.dtype:
             # a product of views of its operands: a view of a cast is a cast of the view
             self._cast({id(v): self.region.dtype for v in self.values if v.dtype != self.region.dtype})
         elif self.target._can_decompose():
@@ -155,9 +150,6 @@ class _Call:
 
     def _casts_itself(self) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(self.target.name(), "AutocastCPU")
-
-    def _dtype(self) -> Any:
-        return getattr(self.node.meta.get("val"), "dtype", None)
 
     def _run(self, *values: Any) -> Any:
         env = dict(zip(self.inputs, values, strict=True))
@@ -181,16 +173,12 @@ class _Call:
                 with self.graph.inserting_before(self.node):
                     cast = self.graph.call_function(aten.to.dtype, (node, dtype))
                 values[position] = value.to(dtype)
-                cast.meta = {k: self.node.meta[k] for k in KEPT if k in self.node.meta} | {"val": values[position]}
+                cast.meta = origin_of(self.node) | {"val": values[position]}
                 self.node.replace_input_with(node, cast)
         with torch.no_grad():
-            made = self._dtypes(
-                self.target(
-                    *fx.map_arg(self.node.args, lambda n: n.meta["val"]),
-                    **fx.map_arg(dict(self.node.kwargs), lambda n: n.meta["val"]),
-                )
-            )
-        if made != self._dtypes(self.node.meta["val"]) or is_mutable(self.target):
+            args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), lambda n: n.meta["val"])
+            made = _dtypes(self.target(*args, **kwargs))
+        if made != _dtypes(self.node.meta["val"]) or is_mutable(self.target):
             raise self._refused()
 
     def _refused(self) -> PlanError:
@@ -200,10 +188,6 @@ class _Call:
             fix="write the casts of this part explicitly, or move it out of the autocast region",
         )
 
-    @staticmethod
-    def _dtypes(value: Any) -> list[torch.dtype]:
-        return [t.dtype for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
     def _write_out(self) -> None:
         """The ops that it is made of, under autocast, in its place."""
         parts = make_fx(self._under_autocast, tracing_mode="real")(*self.values)
@@ -212,7 +196,7 @@ class _Call:
             for part in parts.graph.nodes:
                 if part.op == "call_function":
                     env[part] = self.graph.node_copy(part, lambda n: env[n])
-                    env[part].meta |= {k: self.node.meta[k] for k in KEPT if k in self.node.meta}
+                    env[part].meta |= origin_of(self.node)
         result: Any = fx.map_arg(parts.graph.output_node().args[0], lambda n: env[n])
         for user in list(self.node.users) if isinstance(result, (tuple, list)) else []:
             item: Any = user.args[1]
@@ -221,6 +205,10 @@ class _Call:
         if not isinstance(result, (tuple, list)):
             self.node.replace_all_uses_with(result)
         self.graph.erase_node(self.node)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(value)]
 
 
 class _Observed(TorchDispatchMode):
@@ -233,7 +221,7 @@ class _Observed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func, *(t.dtype for t in pytree.tree_leaves(result) if isinstance(t, Tensor))))
+        self.calls.append((func, *_dtypes(result)))
         if func is aten._to_copy.default:
             self.casts.setdefault(id(args[0]), result.dtype)
         return result

@@ -5,8 +5,8 @@
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
     torch.autocast                   its casts, written out afterwards (planner.capture.gradients.autocast)
-    self.router.to(torch.float32)    nothing, of weights that are of float32 (planner.capture.gradients.own_casts)
-    a Function's apply               its forward in line, or one call (planner.capture.own_backward.custom_functions)
+    self.router.to(torch.float32)    nothing, of weights that are of float32 (planner.capture.gradients.parameters)
+    a Function's apply               its forward in line, or one call (planner.capture.gradients.custom_functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
     saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -29,22 +29,20 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.errors import PlanError, Where
-from passes.program.ops.recorded import GradientAsked, record
+from passes.program.ops.own_backward import GradientAsked, record
+from planner.capture.gradients.applications import Application
 from planner.capture.gradients.autocast import Regions
-from planner.capture.gradients.call_sites import CallSites, called_by_user
-from planner.capture.gradients.frozen_meanwhile import FrozenMeanwhile
-from planner.capture.gradients.functions import is_of_torch
-from planner.capture.gradients.hooks import HOOK_FIX
-from planner.capture.gradients.own_casts import watched_cast
-from planner.capture.own_backward.applications import Application, tensors_in
-from planner.capture.own_backward.custom_functions import CustomFunctions
+from planner.capture.gradients.custom_functions import CustomFunctions
+from planner.capture.gradients.parameters import HOOK_FIX, WRITE_FIX, FrozenMeanwhile, watched_cast
+from planner.capture.gradients.trials import is_of_torch
+from planner.capture.interceptors import installed
+from planner.capture.model.exchange import tensors_in
+from planner.capture.user_lines import CallSites, called_by_user
 
-_ABSENT = object()
 _HOOK = "a hook on a gradient would be lost: a plan contains only the computation of the forward"
 _TRANSFORM = "the forward uses a transform of torch.func (grad, jvp …), which cannot be captured"
 _TRANSFORM_FIX = "use torch.autograd.grad(…, create_graph=True)"
 _DETACH_FIX = "write `x = x.detach()`"
-_WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
 
 
 class PythonGradients:
@@ -70,9 +68,7 @@ class PythonGradients:
     def watched(self) -> Iterator[None]:
         torch.overrides.get_default_nowrap_functions()  # made once for good: not while attributes are replaced
         try:
-            with ExitStack() as stack:
-                for owner, name, replacement in self._replacements():
-                    stack.enter_context(_replaced(owner, name, replacement))
+            with installed(*self._replacements()):
                 with self._frozen:
                     yield
                 self._frozen.refuse_changed()
@@ -96,7 +92,7 @@ class PythonGradients:
         yield Tensor, "grad_fn", property(self._node)
         yield Tensor, "detach_", self._refusing(Tensor.detach_, "x.detach_() changes a tensor in place", _DETACH_FIX)
         model_of = lambda: None if self._elsewhere() else self._model  # noqa: E731
-        yield nn.Module, "_apply", watched_cast(nn.Module._apply, model_of, self._refuse)
+        yield nn.Module, "_apply", watched_cast(nn.Module._apply, model_of, self._sites.refuse)
         for owner, name in (
             (Tensor, "register_hook"),
             (Tensor, "register_post_accumulate_grad_hook"),
@@ -123,13 +119,10 @@ class PythonGradients:
     def _here(self) -> Where:
         return self._sites.here()
 
-    def _refuse(self, what: str, fix: str) -> NoReturn:
-        raise PlanError(what, where=self._sites.here(), fix=fix)
-
     def _refusing(self, original: Any, what: str, fix: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if not self._elsewhere():
-                self._refuse(what, fix)
+                self._sites.refuse(what, fix)
             return original(*args, **kwargs)
 
         return refuse
@@ -189,7 +182,7 @@ class PythonGradients:
             is_plain = type(hooks) is saved_graph.saved_tensors_hooks
             of_user = called_by_user() if is_plain else not type(hooks).__module__.startswith("torch.")
             if of_user and not self._elsewhere():
-                self._refuse(
+                self._sites.refuse(
                     "saved_tensors_hooks would be lost: they may change values that the backward reads",
                     "remove them before planning the model (save_on_cpu and checkpoint may stay)",
                 )
@@ -204,7 +197,7 @@ class PythonGradients:
             try:
                 result = original(*args, **kwargs)
             except GradientAsked as error:
-                self._refuse(str(error), "write the gradient or the Function with ordinary ops")
+                self._sites.refuse(str(error), "write the gradient or the Function with ordinary ops")
             if self._elsewhere():
                 return result
             self.asked_at = self.asked_at or self._here()
@@ -219,7 +212,7 @@ class PythonGradients:
 
     def _refuse_gradients_of_parameters(self) -> None:
         if any(self._grad_slot.__get__(p) is not None for p in self._model.parameters()):
-            self._refuse(
+            self._sites.refuse(
                 "backward() inside the forward adds to the gradients of parameters, which would be lost",
                 "use torch.autograd.grad(…, create_graph=True), or add the term to the loss",
             )
@@ -233,12 +226,12 @@ class PythonGradients:
 
     def _set_data(self, tensor: Tensor, value: Any) -> None:
         if called_by_user() and not self._elsewhere():
-            self._refuse("the forward writes into a tensor by `.data =`, which would be lost", _WRITE_FIX)
+            self._sites.refuse("the forward writes into a tensor by `.data =`, which would be lost", WRITE_FIX)
         self._data_slot.__set__(tensor, value)
 
     def _grad(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter) and called_by_user() and not self._elsewhere():
-            self._refuse(
+            self._sites.refuse(
                 "the forward reads the gradient of a parameter: it changes in each step, but a plan is the same "
                 "for all steps",
                 "use the gradient outside the forward",
@@ -282,16 +275,3 @@ class _WatchedNode:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)  # it was inherited
-        else:
-            setattr(owner, name, before)

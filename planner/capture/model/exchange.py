@@ -1,10 +1,15 @@
 """For the time of one capture, the model's tensors have shapes but no memory, and then their values again.
 
-    p ⇄ fake      the Python object stays: its holders (a module, a closure, a partial) see the fake one meanwhile
+    p ⇄ fake                         the Python object stays: its holders (a module, a closure, a partial) see the fake
+    module._c.weight ⇄ the object    of torch.jit, in C++: after each exchange of the tensors that the object stands for
+    module.forward                   of torch.jit: without ``__wrapped__``, which torch calls wrongly under a mode
 
 So the user's model itself is exported, not a copy of it: weights held by a closure, a patched forward and a hook, which
 a copy would lose, are captured like the rest, and nothing has to be copyable. Exchanged are parameters, buffers, and
 plain tensor attributes that are not on the CPU; a plain attribute with values stays, a constant of the graph.
+
+Scripted and traced modules are captured as the ops that their graph runs on the sizes of a microbatch. What a forward
+registers (buffers, global hooks) is taken away again.
 """
 
 from __future__ import annotations
@@ -12,16 +17,58 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules import module as modules_of_torch
+from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError
-from planner.capture.model.scripted import scripts_unwrapped, tensors_in_scripts
 
 _CONTAINERS = (list, tuple, dict)
+GLOBAL_HOOKS = [name for name in vars(modules_of_torch) if name.startswith("_global_") and name.endswith("hooks")]
+
+
+def tensors_in_scripts(modules: list[nn.Module]) -> list[tuple[Any, str, Tensor]]:
+    """(module in C++, name, tensor) of each parameter and buffer of a scripted or traced module."""
+    return [
+        (module._c, name, tensor)
+        for module in modules
+        if isinstance(module, torch.jit.ScriptModule)
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    ]
+
+
+@contextmanager
+def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, methods of scripted modules are those that C++ has, as of a module that was loaded from a file."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in modules:
+            content = vars(module)
+            for name in [n for n, value in content.items() if isinstance(value, torch.ScriptMethod)]:
+                kept.append((content, name, content[name]))
+                content[name] = module._c._get_method(name)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        yield
+    finally:
+        for content, name, value in kept:
+            content[name] = value
+
+
+def refuse_loaded(model: nn.Module) -> None:
+    """Raise PlanError for parameters that are plain tensors, as torch.jit.load makes them: export takes none."""
+    for name, tensor in model.named_parameters():
+        if not isinstance(tensor, nn.Parameter):
+            raise PlanError(
+                f"the parameter {name} is no nn.Parameter: torch.jit.load makes plain tensors, and export takes none",
+                where=name.rpartition(".")[0],
+                fix="build the module from its Python class, and load the weights: "
+                "`module.load_state_dict(loaded.state_dict())`",
+            )
 
 
 class Exchange:
@@ -125,6 +172,17 @@ def swap(a: Tensor, b: Tensor) -> None:
     b.__dict__, a.__dict__ = attributes  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in tuples, lists, dicts and registered classes."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def has_values(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a dense tensor with memory."""
+    is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+    return is_real and value.layout is torch.strided
+
+
 def storage_of(tensor: Tensor) -> int:
     """Equal for tensors that share memory; a sparse tensor has none of its own to share."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
@@ -184,3 +242,16 @@ def refuse_complex_parameters(model: nn.Module) -> None:
                 fix="store its real and imaginary parts as a real parameter [..., 2], and read it by "
                 "`torch.view_as_complex`; if it is not trained, register it as a buffer",
             )
+
+
+@contextmanager
+def global_hooks_kept() -> Iterator[None]:
+    """Leave them as they were: torch.export of torch 2.11 keeps one of its own if a forward raises."""
+    before = {name: dict(vars(modules_of_torch)[name]) for name in GLOBAL_HOOKS}
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            now = vars(modules_of_torch)[name]
+            for key in now.keys() - hooks.keys():
+                del now[key]

@@ -5,8 +5,8 @@
     lambda x: x @ w.data                           detach of it
 
 A tensor that a closure holds reaches export as a value without a name. It is recognised by its memory, which is that of
-a tensor of the model (capture.model.exchange). A tensor that requires a gradient and is not the model's is refused with
-the user's line: the optimizer would not update it.
+a tensor of the model (planner.capture.model.exchange). A tensor that requires a gradient and is not the model's is
+refused with the user's line: the optimizer would not update it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from passes.errors import PlanError, Where
-from passes.program.source_lines import where_of
-from planner.capture.gradients.call_sites import CallSites
+from passes.program.source_lines import origin_of, where_of
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.draws import Draw
+from planner.capture.user_lines import CallSites
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """The identity of a constant: the tensor ``fqn`` of the model, seen through ``views`` (op, arguments after the
     tensor).
     """
@@ -74,7 +74,7 @@ class ForeignTensors:
 
 def held_tensors(
     constants: Mapping[str, Any], model: nn.Module, exchange: Exchange, where: Callable[[str], Where]
-) -> dict[str, Held]:
+) -> dict[str, HeldTensor]:
     """By name of the constant; called while the tensors are exchanged. ``where``: the line that reads a constant."""
     names = _names(model)
     found = {}
@@ -82,7 +82,7 @@ def held_tensors(
         owner = exchange.original(value) if isinstance(value, Tensor) else None
         if owner is not None and id(owner) in names:
             fqn = names[id(owner)]
-            found[name] = Held(fqn, _views(value, owner, exchange.values(owner), fqn, lambda n=name: where(n)))
+            found[name] = HeldTensor(fqn, _views(value, owner, exchange.values(owner), fqn, lambda n=name: where(n)))
     return found
 
 
@@ -190,7 +190,7 @@ def _box(sizes: Mapping[int, int], whole: Tensor, start: int) -> tuple[tuple[Any
     return tuple(slices) if start == 0 else None
 
 
-def put_in_place(module: fx.GraphModule, held: Mapping[str, Held], placeholders: Mapping[str, str]) -> None:
+def put_in_place(module: fx.GraphModule, held: Mapping[str, HeldTensor], placeholders: Mapping[str, str]) -> None:
     """Readers of each held constant (by its placeholder's name) read the model's tensor (by its fqn) instead."""
     by_name = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
     last = list(by_name.values())[-1]
@@ -206,9 +206,7 @@ def _read_instead(
         reader = next(iter(constant.users), None)
         with constant.graph.inserting_after(last):
             made = constant.graph.call_function(target, (value, *args))
-        origin = reader.meta if reader else {}
-        made.meta = {k: origin[k] for k in ("nn_module_stack", "stack_trace") if k in origin}
-        made.meta["val"] = target(value.meta["val"], *args)
+        made.meta = (origin_of(reader) if reader else {}) | {"val": target(value.meta["val"], *args)}
         value = last = made
     constant.replace_all_uses_with(value)
     return last

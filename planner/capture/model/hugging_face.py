@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from passes.errors import PlanError, Where, first_line
+from passes.errors import PlanError, Where, refusing
+from planner.capture.interceptors import installed
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
-from planner.files.json_text import read_json
-from planner.files.text import is_directory, is_file
+from planner.files.text import is_directory, is_file, read_json
 
 _MOST_MODULES = 500_000  # a config with a digit too many would be built for hours
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -51,22 +51,14 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
         )
     else:
         build = lambda: _model_class(transformers, config)._from_config(config)  # noqa: E731
-    try:
-        with offline(), _counted_modules():
-            if materialize and seeded is not None:
-                return _recorded(build, seeded)
-            if materialize:
-                return build()
-            with meta_parameters():
-                return build()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # of the user's code: it may derive from any class
-        raise PlanError(
-            f"{path}: the model of this config cannot be built: {first_line(error)}",
-            where=Where(file=str(path)),
-            fix="change the config until transformers builds the model",
-        ) from error
+    cannot, fix = "the model of this config cannot be built", "change the config until transformers builds the model"
+    with refusing(f"{path}: {cannot}", where=Where(file=str(path)), fix=fix), offline(), _counted_modules():
+        if materialize and seeded is not None:
+            return _recorded(build, seeded)
+        if materialize:
+            return build()
+        with meta_parameters():
+            return build()
 
 
 def import_class(path: Path) -> None:
@@ -97,17 +89,9 @@ def _read_config(path: Path) -> Any:
         raise PlanError(f"{file} has no model_type", where=where, fix="use the config.json of a transformers model")
     _refuse_code(content, where)
     _refuse_many_names(content, where)
-    try:
-        with offline():
-            config = AutoConfig.from_pretrained(str(file), **_LOCAL)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # of the user's code: it may derive from any class
-        what, fix = (
-            f"{file} is not a config that transformers supports: {first_line(error)}",
-            "use the config of a transformers model",
-        )
-        raise PlanError(what, where=where, fix=fix) from error
+    what, fix = f"{file} is not a config that transformers supports", "use the config of a transformers model"
+    with refusing(what, where=where, fix=fix), offline():
+        config = AutoConfig.from_pretrained(str(file), **_LOCAL)
     if "/" in (kernels := str(getattr(config, "_attn_implementation", ""))):
         raise PlanError(
             f"the config asks for kernels of a repository ({kernels}), which are not run",
@@ -170,12 +154,8 @@ def offline() -> Iterator[None]:
     """Whatever transformers and peft look for, they do not look for it in the network."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
+    with installed((constants, "HF_HUB_OFFLINE", True)):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from planner.capture.model.exchange import tensors_in
+
 _ATEN = torch.ops.aten
 # They do not read their target: its old content need not be computed.
 _OVERWRITES = frozenset({_ATEN.normal_, _ATEN.uniform_, _ATEN.fill_, _ATEN.zero_, _ATEN.copy_})
@@ -172,17 +174,15 @@ class InitLog:
             torch.set_rng_state(entry.state.clone())
         if entry.op.overloadpacket in EMPTY or (isinstance(entry.op, BaseValue) and self.base is None):
             return
-        for made, window in zip(_tensors(self._call(entry, memories)), entry.made, strict=True):
+        for made, window in zip(tensors_in(self._call(entry, memories)), entry.made, strict=True):
             if window is not None:
                 window.of(self._memory(window.storage, memories)).copy_(made)
 
     def _call(self, entry: Entry, memories: dict[int, Tensor]) -> Any:
-        def actual(leaf: Any) -> Any:
-            if isinstance(leaf, Window):
-                return leaf.of(self._memory(leaf.storage, memories))
-            return leaf
+        def actual(window: Window) -> Tensor:
+            return window.of(self._memory(window.storage, memories))
 
-        args, kwargs = pytree.tree_map(actual, (entry.args, entry.kwargs))
+        args, kwargs = pytree.tree_map_only(Window, actual, (entry.args, entry.kwargs))
         with _default_dtype(entry.default_dtype):
             return entry.op(*args, **kwargs)
 
@@ -196,23 +196,8 @@ class InitLog:
 
 
 def _covers(window: Window, num_bytes: int) -> bool:
-    size = window.dtype.itemsize
-    for n in window.size:
-        size *= n
-    return not window.offset and size == num_bytes and _is_contiguous(window)
-
-
-def _is_contiguous(window: Window) -> bool:
-    expected = 1
-    for n, step in zip(reversed(window.size), reversed(window.stride), strict=True):
-        if n != 1 and step != expected:
-            return False
-        expected *= n
-    return True
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    shown = torch.empty_strided(window.size, window.stride, dtype=window.dtype, device="meta")
+    return not window.offset and shown.nbytes == num_bytes and shown.is_contiguous()
 
 
 @contextmanager

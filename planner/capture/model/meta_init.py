@@ -5,11 +5,16 @@ with meta_parameters():            parameters on meta, buffers real: the way to 
 
 with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
     model = Model(config)          they come back only if the model itself can initialise a module
+
+Freed memory is returned to the system (``give_back_freed``): glibc keeps its pages, between those in use, for the
+process. Building a model on the meta device and making a plan free much memory in small pieces, and a rank frees the
+user's model once its shards are copied. A step allocates large pieces, which fit into few of these gaps.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -20,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError, Where
-from planner.freed import give_back_freed
+from planner.capture.interceptors import Interceptor, installed
 
 HUGE = 1 << 31  # bytes
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
@@ -33,31 +38,43 @@ def meta_parameters() -> Iterator[None]:
     Storage that a constructor allocated and never wrote costs address space only; an allocation of more than ``HUGE``
     bytes, as for a stack of experts, is on meta from the start. So a model of any size builds.
     """
+    try:
+        with installed(on_registering(_on_meta)), _HugeOnMeta():
+            yield
+    finally:
+        give_back_freed()  # of tensors that constructors wrote: 400 MiB for a model of 671 B parameters
+
+
+def on_registering(changed: Callable[[nn.Parameter], nn.Parameter]) -> Interceptor:
+    """With it installed, a module registers another parameter in the place of each that it is given."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            attributes = dict(vars(param))
-            moved = type(param)(param.data.to("meta"), requires_grad=param.requires_grad)
-            vars(moved).update(attributes)
-            param = moved
-        original(self, name, param)
+        original(self, name, None if param is None else changed(param))
 
-    nn.Module.register_parameter = register
-    try:
-        with _HugeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = original
-        give_back_freed()  # of tensors that constructors wrote: 400 MiB for a model of 671 B parameters
+    return nn.Module, "register_parameter", register
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.device.type == "meta":
+        return parameter
+    moved = type(parameter)(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    return moved
+
+
+def copied(module: nn.Module, buffer_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with parameters on meta, and the results of ``buffer_of`` for buffers; ties are kept."""
+    memo: dict[int, Any] = {id(buffer): buffer_of(buffer) for buffer in module.buffers()}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    return copy.deepcopy(module, memo)
 
 
 class _HugeOnMeta(TorchFunctionMode):
     """Factories of tensors that no machine would give memory for at once."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         if func in _FACTORIES and given.get("device") is None and _bytes(args, given) > HUGE:
             given["device"] = "meta"
@@ -104,15 +121,18 @@ def initialisers(model: nn.Module, path: str) -> Iterator[Callable[..., Any]]:
 
 def _made_by(initialise: Callable[[nn.Module], Any], owner: nn.Module, name: str, fill: int) -> Tensor:
     """Buffer ``name`` after ``initialise`` ran on a copy of its module: buffers real, parameters on meta."""
-    memo: dict[int, Any] = {}
-    for parameter in owner.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in owner.buffers():
-        real = torch.full_like(buffer, fill, device="cpu") if buffer.is_meta else buffer.detach().clone()
-        memo[id(buffer)] = real
-    twin = copy.deepcopy(owner, memo)
+    twin = copied(owner, lambda b: torch.full_like(b, fill, device="cpu") if b.is_meta else b.detach().clone())
     with torch.no_grad():
         initialise(twin)
     value = twin._buffers[name]
     assert value is not None, name
     return value
+
+
+def give_back_freed() -> None:
+    """Return the pages of every gap, in a few milliseconds; does nothing if the C library is not glibc."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # of macOS, musl, Windows
+        return
+    trim(0)

@@ -30,10 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from planner.capture.model.exchange import fake, plain_tensors, swap
+from passes.program.ops.aten import written_by
+from planner.capture.interceptors import installed
+from planner.capture.model.exchange import fake, plain_tensors, swap, tensors_in
 from planner.capture.model.init_log import EMPTY, BaseValue, Entry, InitLog, Window
-from planner.capture.model.meta_init import HUGE
-from planner.capture.own_loss.with_loss import model_of
+from planner.capture.model.meta_init import HUGE, on_registering
+from planner.capture.own_loss import model_of
 
 _ASKS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _recorded: WeakKeyDictionary[nn.Module, RecordedValues] = WeakKeyDictionary()
@@ -125,15 +127,6 @@ class _Recorder(TorchDispatchMode):
     @contextmanager
     def registering(self) -> Iterator[None]:
         """Inside, a parameter has no memory from when a module registers it."""
-        original = nn.Module.register_parameter
-        recorder = self
-
-        def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            if param is not None and not isinstance(param, FakeTensor):
-                with _disable_current_modes():
-                    param = recorder.without_memory(param)
-            original(self, name, param)
-
         apply = nn.Module._apply
 
         def changing(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -142,11 +135,8 @@ class _Recorder(TorchDispatchMode):
                 is_same = all(fn(tensor) is tensor for tensor in (*self.parameters(), *self.buffers()))
             return self if is_same else apply(self, fn, *args, **kwargs)
 
-        nn.Module.register_parameter, nn.Module._apply = register, changing
-        try:
+        with installed(on_registering(self.without_memory), (nn.Module, "_apply", changing)):
             yield
-        finally:
-            nn.Module.register_parameter, nn.Module._apply = original, apply
 
     def take(self, base: nn.Module) -> None:
         """Note that the values of these parameters will be known later; the Python objects stay."""
@@ -158,7 +148,10 @@ class _Recorder(TorchDispatchMode):
             op = BaseValue(self.log, name)
             self.log.add(Entry(op, (), {}, (self._window(parameter),), (), torch.get_default_dtype()))
 
+    @_disable_current_modes()
     def without_memory(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, FakeTensor):
+            return parameter
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
             raise CannotRecord("a parameter of another kind")
         value = parameter.detach()
@@ -191,10 +184,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs))
         if func.overloadpacket in EMPTY and not given:
             return self._noted(func, (args, kwargs), (), (), self._empty(func, args, kwargs))
-        read = pytree.tree_map(lambda leaf: self.window(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        read = pytree.tree_map_only(Tensor, self.window, (args, kwargs))
         written = _written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs, read, written, given)
@@ -218,7 +211,7 @@ class _Recorder(TorchDispatchMode):
             except _ASKS_VALUES:
                 if written:
                     raise CannotRecord("a write with a data-dependent shape") from None
-        args, kwargs = pytree.tree_map(lambda x: self._value(x) if isinstance(x, FakeTensor) else x, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(FakeTensor, self._value, (args, kwargs))
         return func(*args, **kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor:
@@ -282,8 +275,7 @@ class _Recorder(TorchDispatchMode):
         ``read``: positional and keyword arguments, with windows for tensors.
         """
         known = {self._window(tensor).storage for tensor in given}
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        windows = [self._window(tensor) for tensor in results]
+        windows = [self._window(tensor) for tensor in tensors_in(result)]
         made = tuple(None if window.storage in known else window for window in windows)
         if written or any(window is not None for window in made):
             into = tuple(self._window(tensor) for tensor in written)
@@ -297,12 +289,8 @@ def _unknown(name: str) -> Tensor:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return tensors_in([given.get(name) for name in written_by(func)])
 
 
 def _to_meta(parameter: nn.Parameter) -> None:

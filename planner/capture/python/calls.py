@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,23 +26,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.canonical.certain_draws import ASKS
 from passes.errors import Where
-from passes.program.source_lines import is_foreign_frame, where_of_frame
+from passes.program.source_lines import users_frame, where_of_frame
 from planner.capture.model.exchange import storage_of
+from planner.capture.python.draws import ASKS
 
 _MOST_VALUES = 1 << 20
 _QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__len__", "get_device", "is_contiguous"}
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """One call of a forward: its ``steps`` (key of each function called, its line), and the keys of its ``outputs``."""
 
     steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = field(default_factory=list)
     outputs: list[str] | None = None
 
-    def first_other(self, earlier: Call) -> Where:
+    def first_other(self, earlier: ForwardCall) -> Where:
         """The line of the first step that ``earlier`` did not take."""
         for i, (key, site) in enumerate(self.steps):
             if i >= len(earlier.steps) or earlier.steps[i][0] != key:
@@ -119,17 +118,14 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
-        self.call, self._keys = Call(), keys
+        self.call, self._keys = ForwardCall(), keys
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _QUIET and not _gives_tensor(func):
+        # What a mode of dispatch does inside a call of the forward is not the forward's, and its memo changes it.
+        is_inside_a_mode = torch._C._len_torch_dispatch_stack() < self._dispatch_modes
+        if is_inside_a_mode or (name in _QUIET and not _gives_tensor(func)):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # other modes need not see these reads
             key = _hashed(f"{name}{self._keys.of(args)}{self._keys.of(kwargs)}")
@@ -139,7 +135,7 @@ class Recorder(TorchFunctionMode):
             result = self._keys.answered((key, name), lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
-        self.call.steps.append((key, _site()))
+        self.call.steps.append((key, users_frame()))
         with torch._C.DisableTorchFunction():
             self._keys.note(key, given, versions, result)
         return result
@@ -180,13 +176,3 @@ def _values_of(tensor: Tensor) -> str:
 
 def _hashed(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-def _site() -> tuple[Any, int] | None:
-    """The code and the line of the user's innermost frame."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if not is_foreign_frame(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None

@@ -15,6 +15,10 @@ Seeds and generators of PyTorch in a forward: an op has new draws in each step o
     torch.rand(4, generator=self.generator)            PlanError: a generator of the model's own
 
 While a forward is watched, PyTorch's generator has a seed of ours; any other seed was set by the forward.
+
+Layer drop asks at each layer ``if torch.rand([]) < probability: continue``. A draw from [0, 1) is never below 0 and
+always below 1: at probability 0 (or 1) the answer is known, and so is the branch. That a draw is not 0
+(``torch.rand(1) > 0.0``) is true of all but one in 2^24: an assumption of the plan.
 """
 
 from __future__ import annotations
@@ -33,20 +37,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode
 
-from passes.canonical.certain_draws import certain_answer
-from passes.errors import PlanError, Where
-from planner.capture.gradients.call_sites import CallSites, called_by_user
-from planner.capture.python.modules import names_replaced, own_modules
+from passes.errors import Where
+from passes.program.known_values import known_answer
+from planner.capture.interceptors import by_identity, installed
+from planner.capture.python.modules import own_modules
+from planner.capture.user_lines import CallSites, called_by_user
 
 FIX = "use torch.rand(()) or F.dropout, which draw new numbers in each step; or draw outside the forward"
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 TIME = "the time"
 UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
+SEED_FIX = (
+    "use F.dropout or torch.randn_like without a seed, which draw new numbers in each step; create noise that must "
+    "repeat outside the forward, as a buffer or an input"
+)
+SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "fork_rng")
+_SEED = 0x5EED_0F_0C5  # of no user's
+_REPEATED = "one process repeats the noise, but a plan would draw new noise"
 
 
 class PythonDraws:
@@ -76,7 +89,7 @@ class PythonDraws:
                 sys.modules["torch.cuda"],
                 *self._modules,
             ]
-            with names_replaced(owners, replaced), self.seeds.watched():
+            with installed(*by_identity(owners, replaced)), self.seeds.watched():
                 yield
         finally:
             random.setstate(states[0])
@@ -90,9 +103,9 @@ class PythonDraws:
         for function in (os.urandom, secrets.token_bytes, secrets.token_hex, secrets.randbits):
             yield function, self._draw(function.__name__, function)
         for function in (uuid.uuid1, uuid.uuid4):
-            yield function, self._identifier(function)
+            yield function, self._doubted(f"an identifier ({function.__name__})", function)
         for name in CLOCKS:
-            yield getattr(time, name), self._clock(getattr(time, name))
+            yield getattr(time, name), self._doubted(TIME, getattr(time, name))
         yield from self.seeds.replacements()
 
     def _draw(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,42 +122,96 @@ class PythonDraws:
         return draw
 
     def _refuse(self, name: str) -> None:
-        raise PlanError(
-            f"the forward draws a random number in Python ({name}): a plan would freeze that of the capture",
-            where=self._sites.here(),
-            fix=FIX,
+        self._sites.refuse(
+            f"the forward draws a random number in Python ({name}): a plan would freeze that of the capture", FIX
         )
 
-    def _clock(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _doubted(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def clock() -> Any:
-            if called_by_user() and not _is_of_python(sys._getframe(1)):
-                self.doubts.append((TIME, self._sites.here()))
-            return original()
-
-        return clock
-
-    def _identifier(self, original: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
-        @functools.wraps(original)
-        def identifier(*args: Any, **kwargs: Any) -> uuid.UUID:
+        def asked(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
             if called_by_user() and not _is_of_python(sys._getframe(1)):
-                self.doubts.append((f"an identifier ({original.__name__})", self._sites.here()))
-                object.__setattr__(value, "int", Identifier(value.int, lambda: self._refuse(original.__name__)))
+                self.doubts.append((what, self._sites.here()))
+                if isinstance(value, uuid.UUID):
+                    object.__setattr__(value, "int", Identifier(value.int, lambda: self._refuse(original.__name__)))
             return value
 
-        return identifier
+        return asked
 
 
-class Draw(float):
-    """A number drawn from [0, 1): only comparisons with a certain answer are allowed."""
+class _Refused:
+    """A number that nothing may compute with."""
 
     refuse: Callable[[], None]
 
-    def __new__(cls, value: float, refuse: Callable[[], None]) -> Draw:
-        made = super().__new__(cls, value)
+    def __new__(cls, value: Any, refuse: Callable[[], None]) -> Any:
+        made: Any = super().__new__(cls, value)  # pyright: ignore[reportCallIssue]
         made.refuse = refuse
         return made
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = _used
+
+
+_USED: Any = _Refused._used
+
+
+ASKS = ("__bool__", "item", "tolist", "numpy", "__int__", "__float__", "__index__")
+COMPARES = ("lt", "le", "gt", "ge")
+
+
+class CertainDraws(TorchFunctionMode):
+    """While it is entered, a certain comparison of one drawn number is a constant tensor, on which a branch may depend.
+
+    ``check`` is called with the arguments of every torch function, ``assume`` when a draw is assumed not to be 0.
+    """
+
+    def __init__(self, check: Callable[..., None] | None = None, assume: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._check, self._assume = check, assume
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._check is not None:
+            self._check(args, kwargs)
+        if getattr(func, "__name__", "") in ASKS and len(args) == 1 and not kwargs:
+            answer = known_answer(args[0], func.__name__)
+            if answer is not None:
+                return answer
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if _draws(name, args, kwargs) and isinstance(result, Tensor) and result.numel() == 1:
+            result._drawn_at_version = result._version  # pyright: ignore[reportAttributeAccessIssue]
+        elif name in COMPARES and len(args) == 2 and _is_drawn(args[0]) and isinstance(args[1], (int, float)):
+            answer = certain_answer(name, args[1])
+            if answer is None and self._assume is not None and args[1] == 0:
+                self._assume()
+                answer = name == "gt"
+            if answer is not None:
+                return torch.tensor(answer, device=args[0].device).reshape(result.shape)
+        return result
+
+
+def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    return name in ("rand", "rand_like") or (name == "uniform_" and len(args) == 1 and not kwargs)
+
+
+def _is_drawn(x: Any) -> bool:
+    """Whether nothing has written into the tensor since it was drawn."""
+    return isinstance(x, Tensor) and getattr(x, "_drawn_at_version", None) == x._version
+
+
+def certain_answer(name: str, bound: float) -> bool | None:
+    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None if it depends on the draw."""
+    if bound >= 1 or bound < 0:
+        return (name in ("lt", "le")) == (bound >= 1)
+    return {"lt": False, "ge": True}.get(name) if bound == 0 else None
+
+
+class Draw(_Refused, float):
+    """A number drawn from [0, 1): only comparisons with a certain answer are allowed."""
 
     def _compare(self, name: str, bound: Any) -> bool:
         answer = certain_answer(name, bound) if isinstance(bound, (int, float)) else None
@@ -164,32 +231,14 @@ class Draw(float):
     def __ge__(self, bound: Any) -> bool:
         return self._compare("ge", bound)
 
-    def _used(self, *_: Any) -> Any:
-        self.refuse()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
-    __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _used
-    __int__ = __trunc__ = __float__ = __bool__ = _used
+    __round__ = __int__ = __trunc__ = __bool__ = _USED
 
 
-class Identifier(int):
+class Identifier(_Refused, int):
     """The number of a UUID: it may name a thing, but nothing is computed of it."""
 
-    refuse: Callable[[], None]
-
-    def __new__(cls, value: int, refuse: Callable[[], None]) -> Identifier:
-        made = super().__new__(cls, value)
-        made.refuse = refuse
-        return made
-
-    def _used(self, *_: Any, **__: Any) -> Any:
-        self.refuse()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _used
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _used
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __divmod__ = _used
-    to_bytes = bit_length = bit_count = _used
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _USED
+    __lt__ = __le__ = __gt__ = __ge__ = __divmod__ = to_bytes = bit_length = bit_count = _USED
 
 
 def _is_of_python(frame: FrameType) -> bool:
@@ -198,14 +247,6 @@ def _is_of_python(frame: FrameType) -> bool:
 
 
 # ---- seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say
-
-
-SEED_FIX = (
-    "use F.dropout or torch.randn_like without a seed, which draw new numbers in each step; create noise that must "
-    "repeat outside the forward, as a buffer or an input"
-)
-SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "fork_rng")
-_SEED = 0x5EED_0F_0C5  # of no user's
 
 
 class TorchSeeds:
@@ -262,10 +303,7 @@ class TorchSeeds:
 
     def _refuse(self, does: str, why: str) -> None:
         self._is_running = False  # calls on the error's way out are not checked
-        raise PlanError(f"the forward {does}: {why}", where=self._sites.here(), fix=SEED_FIX)
-
-
-_REPEATED = "one process repeats the noise, but a plan would draw new noise"
+        self._sites.refuse(f"the forward {does}: {why}", SEED_FIX)
 
 
 @contextmanager

@@ -13,9 +13,11 @@ line, which is reported.
 from __future__ import annotations
 
 import builtins
+import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType, ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -30,9 +32,10 @@ from torch.utils import _python_dispatch
 
 from passes.errors import Where
 from passes.program.source_lines import is_foreign_frame
-from planner.capture.gradients.call_sites import CallSites
+from planner.capture.interceptors import by_identity, hiding, installed
 from planner.capture.model.exchange import Exchange
-from planner.capture.python.modules import foreign_modules, names_added, names_replaced
+from planner.capture.python.modules import foreign_modules
+from planner.capture.user_lines import CallSites
 
 Stack = tuple[tuple[str, int, int], ...]  # the user's frames, innermost first: file, first line of the function, line
 _NO = (
@@ -55,6 +58,7 @@ _NO = (
 )  # fmt: skip
 _MOST_FRAMES = 8
 _USUAL = (nn.Parameter, torch.Tensor)
+_NEAR = 12  # lines between a question and the branch that it guards
 
 
 class EagerAnswers:
@@ -78,9 +82,8 @@ class EagerAnswers:
             if original is not None:
                 replaced[id(original)] = (original, self._answering(original, eager))
                 owners.append(owner)
-        with ExitStack() as stack:
-            stack.enter_context(names_replaced(owners, replaced))
-            stack.enter_context(names_added(self._modules, {"isinstance": self._isinstance, "type": self._type()}))
+        hidden = {"isinstance": self._isinstance, "type": self._type()}
+        with installed(*by_identity(owners, replaced), *hiding(self._modules, hidden)):
             self._is_over = False
             try:
                 yield
@@ -108,7 +111,7 @@ class EagerAnswers:
             for line in lines
         ]
 
-    def _is_traced(self, frame: FrameType | None) -> bool:
+    def _is_traced(self, frame: FrameType) -> bool:
         """Notes a question that a user's frame asks; whether it is one of those answered truly."""
         stack = _users_stack(frame)
         self.asked.pop(stack, None)
@@ -165,9 +168,6 @@ class EagerAnswers:
         return Meta("type", (builtins.type,), {})
 
 
-_NEAR = 12  # lines between a question and the branch that it guards
-
-
 def _each(kinds: Any) -> list[Any]:
     if builtins.isinstance(kinds, tuple):
         return [k for inner in kinds for k in _each(inner)]
@@ -176,11 +176,7 @@ def _each(kinds: Any) -> list[Any]:
     return [kinds]
 
 
-def _users_stack(frame: FrameType | None) -> Stack:
-    found: list[tuple[str, int, int]] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        code = frame.f_code
-        if not is_foreign_frame(code.co_filename):
-            found.append((code.co_filename, code.co_firstlineno, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(found)
+def _users_stack(frame: FrameType) -> Stack:
+    codes = ((frame.f_code, line) for frame, line in traceback.walk_stack(frame))
+    own = ((c.co_filename, c.co_firstlineno, line) for c, line in codes if not is_foreign_frame(c.co_filename))
+    return tuple(itertools.islice(own, _MOST_FRAMES))

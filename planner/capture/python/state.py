@@ -8,17 +8,17 @@ frozen.
 
 Checks the attributes of modules and their content, the cells of functions among them, class attributes and globals of
 the user's modules, and generators. A second capture costs as much as the first, so it is made only if a value changed;
-if it differs, the forward depends on earlier calls and is refused (capture.python.watch). All values are restored.
+if it differs, the forward depends on earlier calls and is refused (planner.capture.python.watch). All values are
+restored.
 """
 
 from __future__ import annotations
 
 import inspect
-import linecache
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType
@@ -28,7 +28,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from passes.errors import Where
-from planner.capture.python.modules import own_modules, users_modules
+from passes.program.source_lines import where_of_line
+from planner.capture.python.modules import content_of, own_modules, users_modules
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
 MORE = 10  # further calls for a list that grows
@@ -101,7 +102,8 @@ class PythonState:
         for holder in self._holders:
             holder.before = holder.read()
             holder.versions = {k: v._version for k, v in holder.before.items() if isinstance(v, Tensor)}
-        self._hooks = [(table, set(table)) for module in model.modules() for table in _hook_tables(module)]
+        held = [(k, v) for module in model.modules() for k, v in vars(module).items() if k in _MACHINERY]
+        self._hooks = [(table, set(table)) for name, table in held if "_hooks" in name and isinstance(table, dict)]
 
     def changes(self) -> list[Change]:
         """The values that differ from the snapshot."""
@@ -120,15 +122,9 @@ class PythonState:
             for key in [key for key in table if key not in before]:
                 del table[key]
         for holder in self._holders:
-            if not all(_same(holder.before.get(k, _MISSING), v) for k, v in holder.read().items()) or len(
-                holder.before
-            ) != len(holder.read()):
+            now = holder.read()
+            if len(now) != len(holder.before) or not all(_same(holder.before.get(k, _MISSING), now[k]) for k in now):
                 holder.write(holder.before)
-
-
-def _hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """The tables of a module's hooks, by the number of each."""
-    yield from (v for k, v in vars(module).items() if k in _MACHINERY and "_hooks" in k and isinstance(v, dict))
 
 
 def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None], by: int = FAR) -> None:
@@ -251,16 +247,16 @@ def _access(value: Any) -> Access | None:
     if isinstance(value, dict):
         return lambda: dict(value), lambda v: _refill(value, v)
     if isinstance(value, (list, deque)):
-        return lambda: dict(enumerate(value)), lambda v: _relist(value, list(v.values()))
+        return lambda: dict(enumerate(value)), lambda v: _replace(value, value.extend, v.values())
     if isinstance(value, set):
-        return lambda: dict.fromkeys(value, True), lambda v: _reset(value, v)
+        return lambda: dict.fromkeys(value, True), lambda v: _replace(value, value.update, v)
     if isinstance(value, random.Random):
         return lambda: {_DRAWN: value.getstate()}, lambda v: value.setstate(v[_DRAWN])
     if isinstance(value, (np.random.Generator, np.random.RandomState)):
         bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
         return lambda: {_DRAWN: _Bits(bits.state)}, lambda v: setattr(bits, "state", v[_DRAWN].state)
     if isinstance(value, FunctionType):
-        cells = [c for c in value.__closure__ or () if _is_filled(c)]
+        cells = [c for c in value.__closure__ or () if content_of(c, _MISSING) is not _MISSING]
         return _cell_access(dict(zip(value.__code__.co_freevars, cells, strict=False)))
     content = getattr(value, "__dict__", None)
     if isinstance(content, dict) and not _is_torchs(type(value).__module__) and not callable(value):
@@ -300,13 +296,6 @@ def _cell_access(cells: dict[str, CellType]) -> Access:
     return lambda: {name: cell.cell_contents for name, cell in cells.items()}, write
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None or True
-    except ValueError:
-        return False
-
-
 def _class_holder(kind: type) -> Holder:
     def read() -> dict[Any, Any]:
         return {k: v for k, v in vars(kind).items() if isinstance(v, (int, float, str, list, dict, Tensor))}
@@ -336,14 +325,10 @@ def _refill(content: dict[Any, Any], values: dict[Any, Any]) -> None:
     content.update(values)
 
 
-def _reset(held: set[Any], values: dict[Any, Any]) -> None:
+def _replace(held: Any, put: Callable[[list[Any]], None], values: Iterable[Any]) -> None:
+    content = list(values)
     held.clear()
-    held.update(values)
-
-
-def _relist(held: Any, values: list[Any]) -> None:
-    held.clear()
-    held.extend(values)
+    put(content)
 
 
 def _is_torchs(name: str) -> bool:
@@ -359,8 +344,7 @@ def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
         with suppress(Exception):
             written = inspect.unwrap(source)
             file = inspect.getsourcefile(written) or ""
-            lines, first = inspect.getsourcelines(written)
-            for number, line in enumerate(lines, first):
+            for number, line in enumerate(*inspect.getsourcelines(written)):
                 if writes.search(line):
-                    return Where(path, file, number, linecache.getline(file, number).strip())
+                    return where_of_line(file, number, path)
     return Where(path)

@@ -1,8 +1,9 @@
 """Watches the model's forward while export runs it: its inputs, the state that it leaves, its results.
 
 Around the call of the caller's model, and without hooks that it could count: the first thing before its own hooks and
-the last after them. In between are watched tensors that are none of the model's (capture.model.held_tensors), Python's
-random numbers and clocks (planner.capture.python.draws), and the model's Python state (planner.capture.python.state).
+the last after them. In between are watched tensors that are none of the model's (planner.capture.model.held_tensors),
+Python's random numbers and clocks (planner.capture.python.draws), and the model's Python state
+(planner.capture.python.state).
 """
 
 from __future__ import annotations
@@ -15,24 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
-from torch.utils import _pytree as pytree
 
-from passes.canonical.certain_draws import CertainDraws
 from passes.errors import PlanError, Where
-from passes.program.constants import is_made_of
-from passes.program.known_values import node_of, value_of
+from passes.program.known_values import is_made_of, node_of, value_of
 from passes.program.source_lines import where_of
-from planner.capture.again.recording import FurtherCall
-from planner.capture.model.exchange import Exchange, fake
+from planner.capture.graphs_equal import first_difference
+from planner.capture.interceptors import installed
+from planner.capture.model.exchange import Exchange, fake, tensors_in
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
-from planner.capture.python.cached_functions import CachedFunctions, refuse_frozen
-from planner.capture.python.calls import Call, Keys, Recorder
-from planner.capture.python.changing_line import line_that_changes
+from planner.capture.python.calls import ForwardCall, Keys, Recorder
 from planner.capture.python.draws import FIX as DRAW_FIX
-from planner.capture.python.draws import PythonDraws
+from planner.capture.python.draws import CertainDraws, PythonDraws
+from planner.capture.python.modules import CachedFunctions, refuse_frozen
 from planner.capture.python.state import FAR, MORE, NEAR, Change, PythonState, is_doubtful, move_on
-from planner.capture.same_forward import first_difference
+from planner.capture.recording import FurtherCall
+from planner.capture.user_lines import line_that_changes
 
 STATE_FIX = "a plan is the same for every step: pass changing values as inputs of the forward, or compute them outside"
 
@@ -53,7 +52,7 @@ class ForwardWatch:
         # tensors that the forward left, made of constants, buffers and frozen parameters, and their values if known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._running = ExitStack()
-        self._keys, self._calls, self._records = Keys(), list[Call](), True
+        self._keys, self._calls, self._records = Keys(), list[ForwardCall](), True
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Check the arguments of each torch function."""
@@ -77,11 +76,10 @@ class ForwardWatch:
                 self._after()
             return plain_structure(output)
 
-        nn.Module._call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            yield
+            with installed((nn.Module, "_call_impl", watched)):
+                yield
         finally:
-            nn.Module._call_impl = call
             self._stop()
             self._cached.forget()
             if self._state is not None:
@@ -112,9 +110,9 @@ class ForwardWatch:
         self._calls.append(recorder.call)
         return output
 
-    def call_again(self, kwargs: Mapping[str, Any], times: int = 2) -> None:
+    def call_again(self, kwargs: Mapping[str, Any]) -> None:
         """After the first export: the next calls, without export. One that asks for values ends this."""
-        for _ in range(times if self._calls else 0):
+        for _ in range(2 if self._calls else 0):
             self._call(kwargs)
         if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
             self._call(kwargs)
@@ -146,7 +144,7 @@ class ForwardWatch:
         """The line at which one of the next calls went another way than the first; None if all computed the same."""
         return self._unlike(self._calls)
 
-    def _unlike(self, calls: list[Call]) -> Where | None:
+    def _unlike(self, calls: list[ForwardCall]) -> Where | None:
         for call in calls[1:]:
             if call.outputs != calls[0].outputs:
                 return call.first_other(calls[0])
@@ -263,7 +261,7 @@ class ForwardWatch:
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors that the forward left and that are made of constant values, while the tracer knows them."""
         mode = proxy_tensor.get_proxy_mode()
-        tensors = {id(t): t for change in self._changes for t in _tensors(change.after)}.values()
+        tensors = {id(t): t for change in self._changes for t in tensors_in(change.after)}.values()
         if mode is None or not tensors:
             return
         fixed = self._fixed_nodes(mode.tracer)
@@ -316,7 +314,3 @@ class ForwardWatch:
             where=line,
             fix=STATE_FIX,
         )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

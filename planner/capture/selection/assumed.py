@@ -13,15 +13,16 @@ from __future__ import annotations
 import dis
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
 from passes.errors import PlanError, Where
-from passes.program.assumptions import Assumption, Condition
+from passes.program.program import Assumption, Condition
 from passes.program.source_lines import is_foreign_frame
 from planner.capture.data_dependence import FIX
 
@@ -105,9 +106,8 @@ class Assumptions:
                     raise
                 continue
             kept = self._taken, self._draws, self._checks
-            taken = self._taken
             for key in [key for key in self._answers if key not in self._raises]:
-                self._try_flipped(key, taken, trial)
+                self._try_flipped(key, kept[0], trial)
             self._taken, self._draws, self._checks = kept
             return found
 
@@ -158,14 +158,8 @@ def branch_on_data(where: Where) -> PlanError:
 
 def key_of_stack() -> Key:
     """The place in the code that asks, and those that called it; equal for layers of one kind in a loop."""
-    found: list[tuple[str, str, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_checking(code.co_filename):
-            found.append((code.co_filename, code.co_qualname, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+    frames = ((frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return tuple((code.co_filename, code.co_qualname, at) for code, at in frames if _is_checking(code.co_filename))
 
 
 def _is_checking(file: str) -> bool:

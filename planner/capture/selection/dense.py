@@ -6,14 +6,13 @@
     p = where(chosen == e, probs, 0).sum(-1)
     out += where((chosen == e).any(-1), expert(x) * p, 0)
 
-Both are equal if the ops between reading rows and writing them back act on each row alone (row_ops), so that unselected
-rows do not affect others, and if no such row makes a gradient NaN (finite). All else is refused by line.
+Both are equal if the ops between reading rows and writing them back act on each row alone, and if no unselected row
+makes a gradient NaN (planner.capture.selection.space). All else is refused by line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from math import prod
 from operator import getitem
 from typing import Any
@@ -28,29 +27,35 @@ from passes.program.ops.aten import aten, named, packet_of, returns_nothing, sha
 from passes.program.ops.groups import LAID_OUT, LOOKUPS, PLACING
 from passes.program.source_lines import where_of
 from passes.program.walks import ancestors
-from planner.capture.selection.finite import endangered
-from planner.capture.selection.places import Slots, Writer, added, adds_to, only_selected, read, replaced
-from planner.capture.selection.refusal import name_of, refused
-from planner.capture.selection.row_ops import SINGULAR, acts_on_each_row
-from planner.capture.selection.space import Keys, Space, at_most_one, key_of_mask, root_of
-from planner.capture.selection.values import COUNT, Positions, Rows, column_of, columns, row_dim, symbols_of, tensors
-
-
-@dataclass(frozen=True)
-class AllRows:
-    """``asked``: of masks that a branch asked about, by key their number. ``told``: the lines that select rows."""
-
-    graph: fx.Graph
-    asked: dict[str, int]
-    told: list[Where]
-
-
-def is_dynamic(module: fx.GraphModule) -> bool:
-    """Whether any shape depends on data, in the graph or in a region of it."""
-    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
-    return any(
-        symbols_of(node.meta.get("val")) for graph in graphs for node in graph.nodes if node.op == "call_function"
-    )
+from planner.capture.data_dependence import name_of, refused, tensors
+from planner.capture.selection.places import (
+    COUNT,
+    AllRows,
+    Positions,
+    Rows,
+    Slots,
+    Writer,
+    added,
+    adds_to,
+    column_of,
+    columns,
+    kept_small,
+    only_selected,
+    read,
+    replaced,
+    row_dim,
+    symbols_of,
+)
+from planner.capture.selection.space import (
+    SINGULAR,
+    Keys,
+    Space,
+    acts_on_each_row,
+    at_most_one,
+    endangered,
+    key_of_mask,
+    root_of,
+)
 
 
 def with_all_rows(module: fx.GraphModule, nobody: Collection[int] = ()) -> AllRows:
@@ -95,9 +100,11 @@ class _Rewriter:
             return given[0][index]
         if returns_nothing(node.target) and not all(isinstance(v, fx.Node) for v in given):
             return None
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._number(node, value)
-        if node.op != "call_function" or (not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)):
+        is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if is_number and (symbols := value.node.expr.free_symbols) and symbols <= self.spaces.keys():
+            return COUNT
+        is_static = not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)
+        if is_number or is_static or node.op != "call_function":
             return self.write.graph.node_copy(node, lambda n: self._static(node, n))
         found = self._select(node, given) or self._place(node) or self._put(node)
         if found is not None:
@@ -114,12 +121,6 @@ class _Rewriter:
         if made is COUNT:
             raise refused(where, "Python computes with the number of selected rows")
         raise refused(where, f"the output shape of {name_of(node)} depends on data")
-
-    def _number(self, node: fx.Node, value: Any) -> Any:
-        symbols = value.node.expr.free_symbols
-        if symbols and symbols <= self.spaces.keys():
-            return COUNT
-        return self.write.graph.node_copy(node, lambda n: self._static(node, n))
 
     # ---- selections
 
@@ -168,9 +169,7 @@ class _Rewriter:
         if packet not in LOOKUPS:
             return None
         x = self.env[given["self"]]
-        at = given["indices"] if packet is aten.index else given["index"]
-        dim = 0 if packet is aten.index else int(given["dim"]) % len(given["self"].meta["val"].shape)
-        found = self._slots(node, at, dim, packet is not aten.index)
+        found = self._slots(node, given)
         if found is None or not isinstance(x, fx.Node):
             return None
         space, slots = found
@@ -180,11 +179,16 @@ class _Rewriter:
             raise refused(node, "bools are read at selected positions")
         self._note(space, node.meta["val"])
         rows = read(self.write, space, x, slots)
-        return Rows(space, self._kept_small(space, rows, slots.dims[0]), (x, slots))
+        return Rows(space, kept_small(self.write, space, rows, slots.dims[0]), (x, slots))
 
-    def _slots(self, node: fx.Node, at: Any, dim: int, alone: bool) -> tuple[Space, Slots] | None:
-        """By which mask, and along which dims; None if positions are given by something else."""
-        indices = at if isinstance(at, (list, tuple)) else [at]
+    def _slots(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[Space, Slots] | None:
+        """By which mask, and along which dims; None if positions are given by something else. ``given``: the arguments,
+        one index and its dim, or several of the first dims.
+        """
+        alone = "index" in given
+        indices, dim = [given["index"]] if alone else given["indices"], 0
+        if alone:
+            dim = int(given["dim"]) % len(given["self"].meta["val"].shape)
         found: list[tuple[Space, int, int]] = []
         for index in indices:
             made = self.env[index] if isinstance(index, fx.Node) else None
@@ -222,9 +226,7 @@ class _Rewriter:
             return None
         out = self.env[given["self"]]
         source: Any = given.get("source", given.get("src", given.get("values")))
-        at = given["indices"] if packet is aten.index_put else given["index"]
-        dim = 0 if packet is aten.index_put else int(given["dim"]) % len(given["self"].meta["val"].shape)
-        found = self._slots(node, at, dim, packet is not aten.index_put)
+        found = self._slots(node, given)
         if found is None or not isinstance(out, fx.Node) or not isinstance(source, fx.Node):
             return None
         space, slots = found
@@ -287,7 +289,7 @@ class _Rewriter:
         made = self.write.call(node.target, *args, **kwargs)  # pyright: ignore
         self._check(node, made, space)
         dim = row_dim(value)
-        rows = Rows(space, self._kept_small(space, made, dim) if dim is not None else made)
+        rows = Rows(space, kept_small(self.write, space, made, dim) if dim is not None else made)
         return self._sum(node, rows)
 
     def _piece(self, node: fx.Node, made: Any) -> Rows:
@@ -333,14 +335,6 @@ class _Rewriter:
         for before, after in zip(tensors(node.meta["val"]), tensors(made.meta["val"]), strict=True):
             if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
                 raise refused(node, f"{name_of(node)} mixes the selected rows")
-
-    def _kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
-        """float16 has so little range that an unselected row may overflow."""
-        tensor = rows.meta["val"]
-        is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
-        origin = self.write.origin
-        began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
-        return only_selected(self.write, space, rows, dim) if is_half and began else rows
 
     def _sum(self, node: fx.Node, rows: Rows) -> Rows:
         """Notes the addend of a sum with rows of a value, as the sum may be written back to that value."""

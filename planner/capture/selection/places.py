@@ -1,4 +1,4 @@
-"""Reading rows at selected positions, and writing them back, in the dense form with every row.
+"""Values with selected rows, and their positions: read there and written back, in the dense form with every row.
 
     x[token]                                  x
     probs[token, choice]                      where(mask, probs, 0).sum(choices)      one choice at most is so
@@ -14,10 +14,92 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
+import torch
 from torch import fx
 
+from passes.errors import Where
 from passes.program.ops.aten import aten, named, packet_of, shape_of
+from passes.program.ops.groups import LOOKUPS
+from planner.capture.data_dependence import calls_in, tensors
 from planner.capture.selection.space import Space
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """``asked``: of masks that a branch asked about, by key their number. ``told``: the lines that select rows."""
+
+    graph: fx.Graph
+    asked: dict[str, int]
+    told: list[Where]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value with selected rows, and ``node``, the same with all rows. ``source``: the value and positions from which
+    the rows were read; ``addend``: for a sum, the rows that were added.
+    """
+
+    space: Space
+    node: fx.Node
+    source: tuple[fx.Node, Slots] | None = None
+    addend: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of the selected rows along ``dims`` of the mask; of several dims each is a column."""
+
+    space: Space
+    dims: tuple[int, ...]
+
+
+class _Count:
+    """The number of selected rows, or a number computed from it."""
+
+
+COUNT = _Count()
+
+
+def column_of(value: torch.Tensor) -> int | None:
+    """Of a table of positions the dim that is not the rows."""
+    rows = row_dim(value)
+    return None if rows is None or value.dim() != 2 else 1 - rows
+
+
+def columns(node: fx.Node, dims: tuple[int, ...], column: int) -> tuple[int, ...] | list[tuple[int, ...]] | None:
+    """The columns that a call takes of a table; several tables if it makes several."""
+    packet, given = packet_of(node.target), named(node)
+    if packet in (aten.t, aten.transpose, aten.permute, aten.contiguous, aten.clone, aten.detach, aten.alias):
+        return dims
+    if int(given.get("dim", 0)) % 2 != column or packet not in (aten.select, aten.unbind, aten.split, aten.slice):
+        return None
+    if packet is aten.select:
+        return (dims[int(given["index"])],)
+    if packet is aten.slice:
+        return tuple(dims[slice(given["start"], given["end"], given["step"])])
+    size = 1 if packet is aten.unbind else given.get("split_size")
+    return [(d,) for d in dims] if size == 1 else None
+
+
+def row_dim(value: Any) -> int | None:
+    """The dim of rows in a tensor: the one dim with a symbol as size."""
+    if not isinstance(value, torch.Tensor):
+        return next((row_dim(v) for v in value), None) if isinstance(value, (tuple, list)) else None
+    found = [d for d, n in enumerate(value.shape) if not isinstance(n, int)]
+    is_plain = len(found) == 1 and isinstance(value.shape[found[0]].node.expr, sympy.Symbol)  # pyright: ignore
+    return found[0] if is_plain else None
+
+
+def symbols_of(value: Any) -> set[sympy.Symbol]:
+    """Symbols in the shapes of a value."""
+    sizes: list[Any] = [n for tensor in tensors(value) for n in tensor.shape]
+    return {s for n in sizes if not isinstance(n, int) for s in n.node.expr.free_symbols}
+
+
+def is_dynamic(module: fx.GraphModule) -> bool:
+    """Whether any shape depends on data, in the graph or in a region of it."""
+    return any(symbols_of(call.meta.get("val")) for call in calls_in(module))
 
 
 class Writer:
@@ -78,6 +160,14 @@ def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: floa
     """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
     mask = write.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
     return write.call(aten.where.ScalarOther, mask, x, other)
+
+
+def kept_small(write: Writer, space: Space, rows: fx.Node, dim: int) -> fx.Node:
+    """float16 has so little range that an unselected row may overflow."""
+    tensor, origin = rows.meta["val"], write.origin
+    is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
+    began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
+    return only_selected(write, space, rows, dim) if is_half and began else rows
 
 
 def read(write: Writer, space: Space, x: fx.Node, slots: Slots) -> fx.Node:

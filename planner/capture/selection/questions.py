@@ -1,7 +1,7 @@
 """A forward's questions about data in Python: whether a mask selects any row, and checks that only raise.
 
     if mask.any(): …          if token.numel() == 0: continue          if expert_mask[e].sum() > 0: …
-    if not (ids < n).all(): raise …                                    (capture.selection.assumed)
+    if not (ids < n).all(): raise …                                    (planner.capture.selection.assumed)
 
 All other questions are refused. Whether a mask selects any row may be answered either way, if the plan is the same: if
 no row is selected, nothing is written. So the model is exported with other answers too, and each export must compute
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
@@ -24,19 +24,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from passes.errors import PlanError, Where
-from passes.program.assumptions import Condition
-from passes.program.constants import follows
-from passes.program.known_values import known_results
+from passes.errors import Where
+from passes.program.known_values import follows, known_results
 from passes.program.ops.aten import aten, is_mutable, packet_of
+from passes.program.program import Condition
 from passes.program.walks import in_order
-from planner.capture.gradients.call_sites import CallSites
+from planner.capture.interceptors import installed
 from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
 from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
 from planner.capture.selection.spelled_out import SpelledOut
+from planner.capture.user_lines import CallSites
 
 Answer = Callable[[int], bool]  # of the first, second … mask asked about: whether it selects no row
 OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)
+MOST_ELEMENTS = 1 << 22  # of all values of one microbatch together
 
 
 class Questions:
@@ -72,17 +73,9 @@ class Questions:
             self._check(question)
             return defer(env, question, *args, **kwargs)
 
-        ShapeEnv.evaluate_sym_node = evaluate  # pyright: ignore[reportAttributeAccessIssue]
-        ShapeEnv.guard_or_defer_runtime_assert = deferred  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            with SpelledOut(self._refuse), known_results():
-                yield
-        finally:
-            ShapeEnv.evaluate_sym_node = before
-            ShapeEnv.guard_or_defer_runtime_assert = defer
-
-    def _refuse(self, what: str, fix: str) -> NoReturn:
-        raise PlanError(what, where=self._sites.here(), fix=fix)
+        watched = (ShapeEnv, "evaluate_sym_node", evaluate), (ShapeEnv, "guard_or_defer_runtime_assert", deferred)
+        with installed(*watched, known_results()), SpelledOut(self._sites.refuse):
+            yield
 
     def draw_is_not_zero(self) -> None:
         """Called if a branch asks whether a number drawn from [0, 1) is more than 0."""
@@ -90,10 +83,9 @@ class Questions:
 
     def _told(self, question: Any) -> bool | None:
         """The answer to a question in numbers of rows or truths; None if it asks for anything else."""
-        mode = proxy_tensor.get_proxy_mode()
-        if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)) or not question.free_symbols:
+        tracer, makers = self._makers_of(question)
+        if not makers:
             return None
-        makers = {s: self._maker(mode.tracer.graph, s) for s in sorted(question.free_symbols, key=str)}
         again = self._identity(question, makers)
         if again in self._answered:
             return self._answered[again]
@@ -105,7 +97,7 @@ class Questions:
             answer = self._assumed.guess(key)
         if answer is not None:
             is_assumed = self._assumed.answer(key) is not None
-            condition = condition_of(question, answer, makers, mode.tracer) if is_assumed else None
+            condition = condition_of(question, answer, makers, tracer) if is_assumed else None
             self._assumed.took(Taken(key, answer, self._sites.here(), self._is_first, condition))
             if again is not None:
                 self._answered[again] = answer
@@ -113,10 +105,17 @@ class Questions:
 
     def _check(self, question: Any) -> None:
         """``torch._check`` of numbers read from the batch, which export leaves to the run."""
+        tracer, makers = self._makers_of(question)
+        if makers:
+            self._assumed.checks(self._sites.here(), condition_of(question, True, makers, tracer))
+
+    def _makers_of(self, question: Any) -> tuple[Any, dict[Any, fx.Node | None]]:
+        """The tracer, and the call that made each number of a question; none if it is not in numbers of data."""
         mode = proxy_tensor.get_proxy_mode()
-        if mode is not None and isinstance(question, (sympy.Rel, BooleanFunction)) and question.free_symbols:
-            makers = {s: self._maker(mode.tracer.graph, s) for s in sorted(question.free_symbols, key=str)}
-            self._assumed.checks(self._sites.here(), condition_of(question, True, makers, mode.tracer))
+        if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)):
+            return None, {}
+        symbols = sorted(question.free_symbols, key=str)
+        return mode.tracer, {symbol: self._maker(mode.tracer.graph, symbol) for symbol in symbols}
 
     def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
         """Equal for the same question about the same value; None if the value was written to."""
@@ -222,9 +221,6 @@ def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
 
 
 # ---- the small graph by which a host checks an assumption: its batch inputs, and the question about them
-
-
-MOST_ELEMENTS = 1 << 22  # of all values of one microbatch together
 
 
 def is_read(node: fx.Node | None) -> bool:

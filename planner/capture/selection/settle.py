@@ -1,16 +1,34 @@
-"""The export as the planner can take it: all rows, and the same whatever was answered to questions about data."""
+"""The export as the planner can take it: all rows, and the same whatever was answered to questions about data.
+
+    pad = ids.eq(1)
+    if not pad.any(): pad = None        captured is the branch with the mask, for every batch
+
+That a branch without its mask is the same, where the mask selects nothing, is proved by folding: the mask is all false,
+and so is all that is made of such values alone; 1 − pad is all ones; what adds zeros, multiplies by ones, fills nothing
+or attends with a neutral mask is its operand. Where that does not get through, both graphs run in float64 on three
+drawn batches, forward and backward, with the mask set to false.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
-from planner.capture.selection.dense import AllRows, is_dynamic, with_all_rows
+from passes.program.known_values import computed, follows
+from passes.program.ops.aten import aten, named, nodes_in, packet_of
+from passes.program.walks import operands, walk
+from planner.capture.graphs_equal import CHEAP
+from planner.capture.model.exchange import tensors_in
+from planner.capture.selection.dense import with_all_rows
+from planner.capture.selection.places import AllRows, is_dynamic
 from planner.capture.selection.questions import Questions
-from planner.capture.selection.space import Keys
-from planner.capture.selection.without_mask import is_same_without
+from planner.capture.selection.space import Keys, key_of_mask
 
 TOLD = "selected rows are computed densely: all rows, with a mask on the result"
 BRANCHED = "captured with its mask for every batch: without it, the result is the same where the mask selects nothing"
@@ -18,6 +36,13 @@ EMPTY_FIX = (
     "branches such as `if mask.any():` may skip only computation on the selected rows: with no row selected, the "
     "forward must give the same result without the branch"
 )
+MOST_ELEMENTS = 1 << 22
+NUM_TRIALS = 3
+TOLERANCE = 1e-9
+_NEUTRAL = {
+    aten.mul: 1, aten.add: 0, aten.logical_and: 1, aten.logical_or: 0, aten.div: 1, aten.sub: 0,
+    aten.__and__: 1, aten.bitwise_and: 1, aten.__or__: 0, aten.bitwise_or: 0,
+}  # fmt: skip
 
 
 def compute_all_rows(
@@ -67,11 +92,176 @@ def _read(module: fx.GraphModule, fqn_of: Mapping[str, str]) -> frozenset[str]:
 def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:
     """Whether both compute the same, and the masks that were said to be empty are the same too."""
     masks = [{number: key for key, number in rows.asked.items() if number in empty} for rows in (expected, found)]
-    return masks[0] == masks[1] and _outputs_key(expected.graph) == _outputs_key(found.graph)
+    keys = [list(map(Keys(), _results(rows.graph))) for rows in (expected, found)]
+    return masks[0] == masks[1] and keys[0] == keys[1]
 
 
-def _outputs_key(graph: fx.Graph) -> str:
-    """Equal for graphs that compute the same."""
-    keys, found = Keys(), list[str]()
-    fx.map_arg(graph.output_node().args, lambda n: found.append(keys(n)))
-    return " ".join(found)
+def is_same_without(
+    module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
+) -> bool:
+    """Whether both compute the same if the masks with these numbers select nothing."""
+    masks = [_masks(m, empty) for m in (module, other)]
+    if masks[0] != masks[1]:
+        return False
+    keys = [list(map(_Folded(empty), _results(m.graph))) for m in (module, other)]
+    return keys[0] == keys[1] or _are_equal_when_run(module, other, empty, constants)
+
+
+def _masks(module: fx.GraphModule, empty: Collection[int]) -> dict[int, str]:
+    """The masks with these numbers, by key."""
+    keys = Keys()
+    return {n.meta["asked"]: key_of_mask(keys, n) for n in module.graph.nodes if n.meta.get("asked") in empty}
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    return nodes_in(graph.output_node().args)
+
+
+class _Folded(Keys):
+    """Keys of values where some masks are all false. ``_filled``: values with one number everywhere."""
+
+    def __init__(self, empty: Collection[int]) -> None:
+        super().__init__()
+        self._empty, self._filled = empty, dict[fx.Node, Any]()
+
+    def _made(self, node: fx.Node) -> str:
+        number = self._number(node)
+        if number is not None:
+            self._filled[node] = number
+            return f"{number} {tuple(node.meta['val'].shape)} {node.meta['val'].dtype}"
+        same = self._operand(node)
+        if same is not None:
+            return self._known[same]
+        if packet_of(node.target) is not aten.scaled_dot_product_attention:
+            return super()._made(node)
+        given = dict(sorted(named(node).items()))
+        mask: Any = given.pop("attn_mask", None)
+        masks = mask is not None and self._filled.get(mask) != (mask.meta["val"].dtype == torch.bool)
+        return self._hashed(node, given | {"attn_mask": mask} if masks else given)
+
+    def _number(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or val.numel() > MOST_ELEMENTS or not val.numel():
+            return None
+        if node.meta.get("asked") in self._empty:
+            return False
+        read = node.all_input_nodes[:1] if packet_of(node.target) is aten.type_as else node.all_input_nodes
+        if not follows(node) or any(n not in self._filled for n in read):
+            return None
+        with suppress(Exception):
+            made = computed(node, self._full)
+            return made.flatten()[0].item() if bool((made == made.flatten()[0]).all()) else None
+        return None
+
+    def _full(self, node: fx.Node) -> Tensor:
+        val = node.meta["val"]
+        return torch.tensor(self._filled.get(node, 0), dtype=val.dtype).expand(val.shape).contiguous()
+
+    def _operand(self, node: fx.Node) -> fx.Node | None:
+        """The operand that the value equals."""
+        val: Any = node.meta.get("val")
+        for x, filled in self._pairs(node) if node.op == "call_function" and isinstance(val, Tensor) else ():
+            own = x.meta.get("val") if isinstance(x, fx.Node) else None
+            if filled and isinstance(own, Tensor) and (val.shape, val.dtype) == (own.shape, own.dtype):
+                return x
+        return None
+
+    def _pairs(self, node: fx.Node) -> list[tuple[Any, bool]]:
+        """Operands that the value may equal, and whether the other operands make it so."""
+        packet, args = packet_of(node.target), [*node.args, None, None, None][:3]
+        if packet is aten.masked_fill:
+            return [(args[0], self._is(args[1], 0))]
+        if packet is aten.where:
+            return [(args[1], self._is(args[0], 1)), (args[2], self._is(args[0], 0))]
+        if packet is aten.index_put:
+            masks: Any = args[1]
+            return [
+                (args[0], any(n is not None and n.meta["val"].dtype == torch.bool and self._is(n, 0) for n in masks))
+            ]
+        if node.kwargs:  # alpha, rounding_mode
+            return []
+        neutral = _NEUTRAL.get(packet)
+        if packet in (aten.__and__, aten.bitwise_and, aten.__or__, aten.bitwise_or):
+            neutral = neutral if node.meta["val"].dtype == torch.bool else None  # of other integers all bits count
+        first = None if packet in (aten.div, aten.sub) else neutral
+        return [(args[0], self._is(args[1], neutral)), (args[1], self._is(args[0], first))]
+
+    def _is(self, value: Any, number: int | None) -> bool:
+        known = self._filled.get(value) if isinstance(value, fx.Node) else value
+        return number is not None and isinstance(known, (int, float)) and known == number
+
+
+def _are_equal_when_run(
+    module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
+) -> bool:
+    holders = {n.name: n for m in (module, other) for n in m.graph.find_nodes(op="placeholder")}
+    sizes = [n.meta["val"].numel() for n in holders.values() if isinstance(n.meta.get("val"), Tensor)]
+    own = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    batch = max((v.numel() for v in own if isinstance(v, Tensor) and not v.is_floating_point()), default=1)
+    if sum(sizes) * batch > 10 * CHEAP:
+        return False
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
+        return all(_agree(module, other, empty, _drawn(holders, constants, seed)) for seed in range(NUM_TRIALS))
+    return False
+
+
+def _drawn(holders: Mapping[str, fx.Node], constants: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+    """Integers are 0 and 1: ids, labels and masks alike."""
+    generator, found = torch.Generator().manual_seed(seed), dict[str, Any]()
+    for name, holder in holders.items():
+        val, known = holder.meta.get("val"), constants.get(name)
+        if known is not None:
+            found[name] = known.double() if known.is_floating_point() else known
+        elif not isinstance(val, Tensor):
+            found[name] = val
+        elif val.is_floating_point():
+            found[name] = torch.randn(val.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        else:
+            found[name] = torch.randint(2, val.shape, generator=generator).to(val.dtype)
+    return found
+
+
+def _agree(module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]) -> bool:
+    (first, gradients), (second, expected) = (_run(m, empty, values) for m in (module, other))
+    pairs = [*zip(first, second, strict=True), *((gradients[name], expected[name]) for name in gradients)]
+    both = [[torch.zeros(()) if x is None else x for x in pair] for pair in pairs]
+    return all(bool(((a - b).abs() <= TOLERANCE * (1 + b.abs())).all()) for a, b in both)
+
+
+def _run(
+    module: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """The results, and the gradients of a random product with them."""
+    torch.manual_seed(0)
+    leaves = {n: v.detach().requires_grad_(v.is_floating_point()) for n, v in values.items() if isinstance(v, Tensor)}
+    given = {**values, **leaves}
+    made = _WithoutMasks(module, empty).run(*(given[n.name] for n in module.graph.find_nodes(op="placeholder")))
+    results = tensors_in(made)
+    if not all(bool(r.isfinite().all()) for r in results):
+        raise ArithmeticError("a result is not finite")
+    total = sum((r.sin().sum() for r in results if r.requires_grad), torch.zeros((), dtype=torch.float64))
+    floats = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(total, list(floats.values()), allow_unused=True) if total.requires_grad else ()
+    return [r.detach() for r in results], dict(zip(floats, gradients, strict=False))
+
+
+class _WithoutMasks(fx.Interpreter):
+    """Runs what the results need, in float64, with the masks all false."""
+
+    def __init__(self, module: fx.GraphModule, empty: Collection[int]) -> None:
+        super().__init__(module)
+        self._empty, self._needed = empty, set(walk([module.graph.output_node()], operands))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "placeholder" and n not in self._needed:
+            return None
+        made = super().run_node(n)
+        return torch.zeros_like(made) if n.meta.get("asked") in self._empty else made
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_in_float64, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _in_float64(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

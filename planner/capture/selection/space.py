@@ -1,12 +1,21 @@
-"""The rows that one mask selects, and facts about masks.
+"""The rows that one mask selects, facts about masks, and ops that act on each row alone.
 
 torch.where(chosen == e)      mask [t, k], rows of t: at most one of a token's k choices is e, since they are of a topk
 x[kept]                       mask [b, s], rows of b·s
+
+What such an op makes of a row does not depend on which others are there. ``rows`` is where the rows stand in each
+operand that has some; sizes may be symbols, a row's dim is never looked at.
+
+A row that is not selected is computed too, and its result is discarded. If it were inf or NaN on the way, its gradient
+would be 0 · inf. So an op that may be singular reads 1 there, unless its operand is known to be positive:
+
+    y / z, log(z), rsqrt(z)   →   … where(selected, z, 1) …         but rsqrt(mean(x²) + eps) stays
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import getitem
@@ -14,10 +23,22 @@ from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
-from passes.program.ops.groups import ANDS, LAID_OUT, MOVED, PERMUTES, RESHAPES
-from passes.rules.rule import RESULT
+from passes.program.ops.aten import aten, draws, is_pointwise, is_random, named, packet_of, shape_of
+from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, PERMUTES, RESHAPES, Ops
+from passes.rules.call import operands_of
+from passes.rules.rule import RESULT, Role
 from passes.rules.table import rule_of
+
+TOTAL = Ops(
+    "add sub rsub mul neg abs to _to_copy contiguous clone detach alias dropout masked_fill where relu gelu silu relu6 "
+    "softplus sigmoid tanh hardtanh hardsigmoid hardswish leaky_relu elu selu celu mish log_sigmoid clamp clamp_min "
+    "clamp_max clip minimum maximum max min eq ne lt le gt ge logical_and logical_or logical_not logical_xor "
+    "bitwise_and bitwise_or bitwise_not __and__ __or__ square sin cos erf erfc atan sign sgn round floor ceil trunc "
+    "zeros_like ones_like full_like empty_like type_as isnan isinf isfinite lerp addcmul threshold multiply subtract "
+    "zero fill lift_fresh_copy"
+)
+# may give no number, or have no derivative, somewhere: a row that is not selected is kept away from there
+SINGULAR = Ops("div divide true_divide reciprocal log log2 log10 log1p sqrt rsqrt pow exp exp2 expm1 sinh cosh tan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +90,13 @@ class Keys:
 
     def _hashed(self, node: fx.Node, given: Any) -> str:
         """``given``: the arguments of the call."""
-        given = fx.map_arg(given, lambda n: _Key(self._known[n]))
+        given = fx.map_arg(given, self._named)
         # two draws are two values: the number of earlier draws distinguishes them
         drawn = sum(is_random(n) for n in self._known) if is_random(node) else ""
         return hashlib.sha256(f"{node.target} {given} {drawn}".encode()).hexdigest()
+
+    def _named(self, node: fx.Node) -> Any:
+        return _Key(self._known[node])
 
 
 class _Key(str):
@@ -206,3 +230,78 @@ def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
         return dims
     found = [(f, f.at(RESULT)) for d in dims if (f := rule.sole(0, d)) is not None]
     return frozenset(place.dim for f, place in found if place is not None and rule.sole(RESULT, place.dim) is f)
+
+
+def acts_on_each_row(call: fx.Node, rows: Mapping[fx.Node, int], out: int | None) -> bool:
+    """Whether the rows are one factor of their own wherever they stand, and nothing else is.
+
+    ``out``: where the rows stand in what the call makes; None where it is no tensor or has none.
+    """
+    rule = rule_of(call) if _is_known(call) else None
+    if rule is None:
+        return False
+    places = {(i, rows[n]) for i, n in enumerate(operands_of(call)) if n in rows and i not in rule.unread}
+    places |= {(RESULT, out)} if out is not None else set()
+    found = {rule.sole(*place) for place in places}
+    factor = found.pop() if len(found) == 1 else None
+    if factor is None or factor.role is not Role.EACH:
+        return False
+    return {(p.operand, p.dim) for p in factor.places if p.operand not in rule.unread} == places
+
+
+def _is_known(call: fx.Node) -> bool:
+    """Whether the op has a number and a derivative everywhere, or it is known where not, and draws none of its own."""
+    packet = packet_of(call.target)
+    known = not is_pointwise(call.target) or packet in TOTAL or packet in SINGULAR
+    return known and (not draws(call.target) or packet is aten.dropout)
+
+
+def endangered(call: fx.Node) -> list[fx.Node]:
+    """The operands of a singular op that at some values make its value or derivative non-finite."""
+    packet = packet_of(call.target)
+    if packet in DIVISIONS or packet is aten.reciprocal:
+        divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
+        return [divisor] if isinstance(divisor, fx.Node) and not _is_positive(divisor) else []
+    if packet is aten.pow:
+        return [] if _is_power(call) else [n for n in call.all_input_nodes if not _is_positive(n)]
+    first: Any = call.args[0]
+    overflows = packet in (aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh)
+    return [] if not overflows and _is_positive(first) else [first]
+
+
+def _is_power(call: fx.Node) -> bool:
+    exponent = call.args[1]
+    return isinstance(exponent, (int, float)) and exponent >= 1 and float(exponent).is_integer()
+
+
+def _is_positive(node: Any) -> bool:
+    """Whether a value is never zero or below: a sum of a non-negative value and a positive number."""
+    node = _below(node, aten.sqrt, aten.rsqrt)
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float)) and node > 0
+    if packet_of(node.target) is aten.add:
+        a, b = node.args[:2]
+        return any(isinstance(n, (int, float)) and n > 0 and _not_negative(o) for n, o in ((a, b), (b, a)))
+    if packet_of(node.target) in (aten.clamp, aten.clamp_min, aten.clip):
+        least = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+        return isinstance(least, (int, float)) and least > 0
+    return False
+
+
+def _below(node: Any, *packets: Any) -> Any:
+    """The value from which one is made by these ops, casts and views alone."""
+    while isinstance(node, fx.Node) and (node.target in LAID_OUT or packet_of(node.target) in packets):
+        node = node.args[0]
+    return node
+
+
+def _not_negative(node: Any) -> bool:
+    node = _below(node, aten.mean, aten.sum, aten.amax, aten.amin)
+    if not isinstance(node, fx.Node):
+        return isinstance(node, (int, float)) and node >= 0
+    packet = packet_of(node.target)
+    if packet is aten.pow:
+        return node.args[1] in (2, 2.0, 4, 4.0)
+    if packet is aten.mul:
+        return node.args[0] is node.args[1]
+    return packet in (aten.square, aten.abs, aten.relu, aten.sigmoid, aten.softmax, aten.var, aten.std, aten.sqrt)

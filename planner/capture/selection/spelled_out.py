@@ -4,9 +4,9 @@ torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
 masked_select(x, mask)     x[mask], if both have one shape
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
-ctc_loss(p, targets, …)    a loss for each sequence, then its reduction (planner.capture.selection.ctc)
+ctc_loss(p, targets, …)    a loss for each sequence, then its reduction
 
-``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence (graph.ops.ctc).
+``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence.
 
 ctc_loss(p, targets [b, s], …)                                 ctc_losses(p, targets, …)
 ctc_loss(p, labels[mask], …, mask.sum(-1))                     ctc_losses(p, the selected of each row first, …)
@@ -15,7 +15,7 @@ reduction = mean                                               (losses / target_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -32,6 +32,13 @@ from passes.program.ops.ctc import ctc_losses
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME
 
 MOST_ITEMS = 256
+_SELECTS = ("masked_select", "__getitem__")
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+FIX = (
+    "give ctc_loss targets [batch, length] and a tensor of their lengths, "
+    "or labels[mask] of labels [batch, length] and mask.sum(-1)"
+)
+Refuse = Callable[[str, str], Any]
 
 
 class SpelledOut(TorchFunctionMode):
@@ -41,13 +48,7 @@ class SpelledOut(TorchFunctionMode):
         super().__init__()
         self._selected, self._refuse = Selected(), refuse
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         spell = partial(spelled_ctc, self._selected, self._refuse) if name == "ctc_loss" else _SPELLED.get(name)
         is_traced = bool(args) and isinstance(args[0], FakeTensor)
@@ -56,14 +57,6 @@ class SpelledOut(TorchFunctionMode):
         if name in _SELECTS and len(args) == 2 and isinstance(made, FakeTensor):
             self._selected.note(made, *args)
         return made
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a == b).all())
-
-
-def _allclose(*args: Any, **kwargs: Any) -> bool:
-    return bool(torch.isclose(*args, **kwargs).all())
 
 
 def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -96,25 +89,16 @@ def _is_index(node: fx.Node, size: int) -> bool:
     return dim is not None and shape_of(source)[int(dim)] <= size
 
 
-_SELECTS = ("masked_select", "__getitem__")
 _SPELLED: dict[str, Callable[..., Any]] = {
-    "equal": _equal,
-    "allclose": _allclose,
+    "equal": lambda a, b: a.shape == b.shape and bool((a == b).all()),
+    "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),
     "bincount": _bincount,
     "masked_select": _masked_select,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }
 
 
-# ---- ``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence (graph.ops.ctc)
-
-
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-FIX = (
-    "give ctc_loss targets [batch, length] and a tensor of their lengths, "
-    "or labels[mask] of labels [batch, length] and mask.sum(-1)"
-)
-Refuse = Callable[[str, str], Any]
+# ---- ``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence
 
 
 class Selected:

@@ -9,23 +9,23 @@ a view      nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
 from torch import fx
 
 from passes.ops.documents import attention_by_documents
-from passes.ops.grouped_linear import grouped_linear
+from passes.ops.meeting import grouped_linear
 from passes.own_linears import PRODUCTS
 from passes.program.ops.aten import arguments, aten, packet_of
 from passes.program.ops.groups import ATTENTION, CONVOLUTIONS, LOOKUPS, WITH_WEIGHT
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules.flops import has_flops, multiplied, node_flops
-from planner.cost.cut.kernels import OF_FIRST, OF_SECOND, CallOps, Op, Sides, Size, together
-from planner.saved.observe import Like
-from planner.saved.trace import Call, StageTrace
+from planner.cost.cut.units import OF_FIRST, OF_SECOND, CallOps, Op, Sides, Size, together
+from planner.trace.observe import Like
+from planner.trace.trace import StageTrace, TraceCall
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recomputes the scores
 
@@ -35,16 +35,16 @@ def touched(like: Like) -> int:
     return like.dtype.itemsize * prod(n for n, stride in zip(like.shape, like.strides, strict=True) if stride or not n)
 
 
-def factors_of(call: Call, node: fx.Node) -> list[int]:
+def factors_of(call: TraceCall, node: fx.Node) -> list[int]:
     """Numbers of the values that a product multiplies; lowering puts them first in products with a parameter."""
     first, last = (0, 1) if call.node.target in PRODUCTS else multiplied(node.target) or (0, 1)
     return list(call.operands[first : last + 1])
 
 
-def puts_aside(trace: StageTrace, call: Call) -> bool:
+def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
     """Whether a W may compute gradients of a call: it multiplies a value that has a gradient with trained parameters.
 
-    Products of experts do not wait (passes.ops.grouped_linear).
+    Products of experts do not wait (passes.ops.meeting).
     """
     if call.node.target not in PRODUCTS or call.node.target is grouped_linear:
         return False
@@ -69,7 +69,7 @@ class OpsOf:
                     self.memory_follows[memory] = call.name in follows
         self._cache: dict[Any, CallOps] = {}
 
-    def of(self, call: Call) -> CallOps:
+    def of(self, call: TraceCall) -> CallOps:
         """Of equal calls once."""
         values = self.trace.values
         key = (
@@ -87,37 +87,28 @@ class OpsOf:
     def size_follows(self, number: int) -> bool:
         return self.value_follows.get(number, self.memory_follows[self.trace.values[number].memory])
 
-    def kept(self, call: Call) -> Size:
-        """Bytes of values that a call keeps, without memory that the stage does not own."""
-        total = Size()
-        for memory in call.keeps:
-            if memory not in self.trace.outside:
-                total = total.plus(self._memory(memory))
-        return total
-
-    def _held_bytes(self, call: Call) -> Size:
+    def _held_bytes(self, call: TraceCall) -> Size:
         """Bytes that the backward of a call reads: its saved tensors."""
-        total = self.hidden(call)
-        for memory in call.keeps:
-            total = total.plus(self._memory(memory))
-        return total
+        kept = (Size.of(self.trace.bytes_of[m], self.micro, follows=self.memory_follows[m]) for m in call.keeps)
+        return reduce(Size.plus, kept, self.hidden(call))
 
-    def hidden(self, call: Call) -> Size:
+    def hidden(self, call: TraceCall) -> Size:
         """Bytes that only this call saves; they are proportional to the batch if an operand is, for a loss too."""
         follows = call.name in self.follows or any(map(self.size_follows, call.operands))
         return Size.of(sum(call.hidden), self.micro, follows=follows)
-
-    def _memory(self, memory: int) -> Size:
-        return Size.of(self.trace.bytes_of[memory], self.micro, follows=self.memory_follows[memory])
 
     def size_of(self, number: int) -> Size:
         """Bytes that a reader of all of a value reads."""
         like = self.trace.values[number].like
         return Size.of(touched(like), self.micro, follows=self.size_follows(number))
 
-    def _made(self, call: Call) -> CallOps:
+    def sizes_of(self, numbers: Iterable[int]) -> Size:
+        """The same of several."""
+        return Size.total(map(self.size_of, numbers))
+
+    def _made(self, call: TraceCall) -> CallOps:
         if call.changed is not None:
-            return self._products(call) if call.ops else self._change(call)
+            return self._products(call) if call.ops else self._copied(call, self.size_of(call.results[0]))
         node = self.node_of(call.ops[0])
         if node.target in ATTENTION:
             return self._attention(call, node)
@@ -128,48 +119,38 @@ class OpsOf:
 
     # ---- ops other than products
 
-    def _moved(self, call: Call) -> CallOps:
+    def _moved(self, call: TraceCall) -> CallOps:
         made = [n for n in call.results if self.trace.values[n].memory not in call.reads]
         if not made:
             return CallOps((), tuple(self._gradient_ops(call)))
-        total, target = Size(), self.node_of(call.name).target
-        picks = target in LOOKUPS or packet_of(target) is aten.embedding
-        for number in made if picks else (*call.operands, *made):
-            total = total.plus(self.size_of(number))
-        if picks:
-            total = total.times(2)  # it reads as much as it makes
+        target = self.node_of(call.name).target
+        if target in LOOKUPS or packet_of(target) is aten.embedding:
+            total = self.sizes_of(made).times(2)  # it reads as much as it makes
+        else:
+            total = self.sizes_of((*call.operands, *made))
         return CallOps((Op(self.dtype_of(call), total),), tuple(self._gradient_ops(call)))
 
-    def _gradient_ops(self, call: Call) -> Iterator[Op]:
+    def _gradient_ops(self, call: TraceCall) -> Iterator[Op]:
         """One kernel for all gradients that are new memory."""
         new = self._new_gradients(call)
         if not new:
             return
-        total = self._held_bytes(call)
-        for number in call.results:
-            if self.trace.values[number].like.requires_grad:
-                total = total.plus(self.size_of(number))
-        for size in new:
-            total = total.plus(size)
-        yield Op(self.dtype_of(call), total)
+        results = [self.size_of(n) for n in call.results if self.trace.values[n].like.requires_grad]
+        yield Op(self.dtype_of(call), reduce(Size.plus, (*results, *new), self._held_bytes(call)))
 
-    def _new_gradients(self, call: Call) -> list[Size]:
+    def _new_gradients(self, call: TraceCall) -> list[Size]:
         values, seen = self.trace.values, call.seen
         if not seen.gradients:
-            grads = [n for n in call.operands if values[n].like.requires_grad]
-            return [self.size_of(n) for n in grads]
+            return [self.size_of(n) for n in call.operands if values[n].like.requires_grad]
         pairs = zip(call.operands, seen.gradients, strict=True)
         return [
             Size.of(g.bytes, self.micro, follows=self.size_follows(n))
             for n, g in pairs if g is not None and not g.is_given
         ]  # fmt: skip
 
-    def _change(self, call: Call) -> CallOps:
-        """A gather or scatter along an inner dim copies once; its communication is counted in the messages."""
-        return self._copied(call, self.size_of(call.results[0]))
-
-    def _copied(self, call: Call, result: Size) -> CallOps:
-        """``result``: bytes of the value in its new type."""
+    def _copied(self, call: TraceCall, result: Size) -> CallOps:
+        """A gather or scatter along an inner dim copies once; its communication is counted in the messages. ``result``:
+        bytes of the value in its new type."""
         assert call.changed is not None
         how = call.changed.how
         copies = how.name in ("gather", "collect", "scatter", "exchange")
@@ -180,16 +161,14 @@ class OpsOf:
 
     # ---- products
 
-    def _of_product(self, call: Call, product: Op) -> CallOps:
-        factors, values = self._factors(call), self.trace.values
-        total = Size()
-        for number in (*call.operands, *call.results):
-            total = total.plus(self.size_of(number))
+    def _of_product(self, call: TraceCall, product: Op) -> CallOps:
+        factors, values = factors_of(call, self.node_of(call.ops[0])), self.trace.values
+        total = self.sizes_of((*call.operands, *call.results))
         trained = [values[n].like.requires_grad for n in factors]
         rest = any(values[n].like.requires_grad for n in call.operands if n not in factors)
         return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
 
-    def _products(self, call: Call) -> CallOps:
+    def _products(self, call: TraceCall) -> CallOps:
         """Of one value, which the call gathers first, or its gradient is summed: each as if it stood alone."""
         args: Any = call.node.args
         *_, weights, biases, _ = args
@@ -200,13 +179,11 @@ class OpsOf:
             found.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
         return together(found)
 
-    def _of_linear(self, call: Call, value: int, weight: int, bias: int | None, result: int) -> CallOps:
+    def _of_linear(self, call: TraceCall, value: int, weight: int, bias: int | None, result: int) -> CallOps:
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
         m, n = prod(out.shape[:-1]), out.shape[-1]
         k, follows = prod(w.shape) // n, self.size_follows(value)
-        total = self._factor(value, weight, result)
-        for number in (weight, result):
-            total = total.plus(self.size_of(number))
+        total = self._factor(value, weight, result).plus(self.size_of(weight)).plus(self.size_of(result))
         product = self._per_sequence(call, (1, m, n, k), 1 if follows else -1)
         has_bias = bias is not None and self.trace.values[bias].like.requires_grad
         return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
@@ -218,7 +195,7 @@ class OpsOf:
         return Size.of(elements * x.dtype.itemsize, self.micro, follows=self.size_follows(value))
 
     def _both_ways(
-        self, call: Call, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
+        self, call: TraceCall, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
     ) -> CallOps:
         """``trained``: which of the two factors have gradients. ``bias``: whether an addend has."""
         forward = Op(product.dtype, total, product.sides, product.follows)
@@ -226,25 +203,19 @@ class OpsOf:
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
         if bias:
             held += (Op(product.dtype, self.size_of(result)),)
-        found = CallOps((forward,), (*of_value, *held), held)
-        if not puts_aside(self.trace, call):
-            return found
-        return replace(found, of_weights=held, puts_aside=self.size_of(result))
+        return CallOps((forward,), (*of_value, *held), held, held if puts_aside(self.trace, call) else ())
 
-    def _per_sequence(self, call: Call, sides: Sides, at: int) -> Op:
+    def _per_sequence(self, call: TraceCall, sides: Sides, at: int) -> Op:
         """``at``: the side that is proportional to the sequences; −1: none."""
         if at >= 0 and sides[at] % self.micro:
             at = -1
         b, m, n, k = (side // self.micro if i == at else side for i, side in enumerate(sides))
         return Op(self.dtype_of(call), Size(), (b, m, n, k), at)
 
-    def _factors(self, call: Call) -> list[int]:
-        return factors_of(call, self.node_of(call.ops[0]))
-
-    def _product(self, call: Call, node: fx.Node) -> Op | None:
+    def _product(self, call: TraceCall, node: fx.Node) -> Op | None:
         if not has_flops(node):
             return None
-        factors = self._factors(call)
+        factors = factors_of(call, node)
         if not call.results or not factors:
             return None
         likes = [self.trace.values[n].like for n in factors]
@@ -274,32 +245,27 @@ class OpsOf:
 
     # ---- attention
 
-    def _attention(self, call: Call, node: fx.Node) -> CallOps:
+    def _attention(self, call: TraceCall, node: fx.Node) -> CallOps:
         values = self.trace.values
-        query, key, value = (values[n].like.shape for n in self._three(call))
+        query, key, value = (values[n].like.shape for n in (call.operands * 3)[:3])
         cp = int(node.args[4]) if node.target is gathered_attention else 1  # pyright: ignore[reportArgumentType]
         flops = 2.0 * prod(query[:-2]) * query[-2] * key[-2] * cp * (query[-1] + value[-1])
-        if (documents := _documents(call.node)) is not None:
+        lowered = call.node.target is attention_by_documents  # tokens of a document, if it runs within documents
+        documents: Any = call.node.args[4] if lowered else call.node.kwargs.get("documents")
+        if documents is not None:
             flops *= documents / (key[-2] * cp)
-        elif _is_causal(node) and query[-2] == key[-2]:
+        elif (node.target is causal_attention or arguments(node).get("is_causal")) and query[-2] == key[-2]:
             flops /= 2  # kernels skip the scores above the diagonal
-        total = Size()
-        for number in dict.fromkeys((*call.operands, *call.results)):
-            total = total.plus(self.size_of(number))
+        total = self.sizes_of(dict.fromkeys((*call.operands, *call.results)))
         work = Size.of(flops, self.micro, follows=self.size_follows(call.operands[0]))
         forward = Op(self.dtype_of(call), total, attention=work, head=query[-1])
         if not any(values[n].like.requires_grad for n in call.operands):
             return CallOps((forward,))
-        more = total.times(2)
         again = work.times(BACKWARD_PRODUCTS / FORWARD_PRODUCTS)
-        backward = Op(self.dtype_of(call), more, attention=again, head=query[-1])
+        backward = Op(self.dtype_of(call), total.times(2), attention=again, head=query[-1])
         return CallOps((forward,), (backward,))
 
-    def _three(self, call: Call) -> list[int]:
-        numbers = list(call.operands)
-        return (numbers * 3)[:3] if len(numbers) < 3 else numbers[:3]
-
-    def dtype_of(self, call: Call) -> str:
+    def dtype_of(self, call: TraceCall) -> str:
         """Of what a call makes."""
         values = self.trace.values
         floats = [values[n].like.dtype for n in (*call.results, *call.operands)]
@@ -326,12 +292,3 @@ def _other_sides(flops: float, out: Like, follows: list[bool]) -> tuple[Sides, i
     m = max(1, prod(out.shape) // max(1, n))
     k = max(1, round(flops / (2 * max(1, m * n))))
     return (1, m, n, k), 1 if follows[-1] else -1
-
-
-def _documents(node: fx.Node) -> Any:
-    """Tokens of a document, if lowered attention runs within documents; None if it does not."""
-    return node.args[4] if node.target is attention_by_documents else node.kwargs.get("documents")
-
-
-def _is_causal(node: fx.Node) -> bool:
-    return node.target is causal_attention or bool(arguments(node).get("is_causal"))

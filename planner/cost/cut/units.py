@@ -1,19 +1,103 @@
 """The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.blocks.live_sets). If the
 embedding or the loss may be alone on a stage, the calls before the first block and those after the last are units too.
 
-    stage [a, b)     Σ of its units, + what several units share (once), + what is kept of values that are made in
-                     one unit and kept in a later one (where both are in the stage; else it was received)
+    stage [a, b)     Σ of its units, + work that several units share (once)
 
 Equal units are one object, so that each is computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from functools import reduce
+from itertools import accumulate, chain, pairwise
+from math import prod
+from typing import NamedTuple
 
-from planner.cost.cut.kernels import NOTHING, Op, Size
+from planner.pipeline.ledger import StageBytes
+
+
+class Size(NamedTuple):
+    """``fixed`` and, for each sequence of a microbatch, ``per``: bytes, elements or operations."""
+
+    fixed: float = 0.0
+    per: float = 0.0
+
+    @classmethod
+    def of(cls, amount: float, micro: int, *, follows: bool) -> Size:
+        """``amount`` of ``micro`` sequences."""
+        return cls(0.0, amount / micro) if follows else cls(float(amount), 0.0)
+
+    def at(self, micro: int) -> float:
+        return self.fixed + self.per * micro
+
+    @staticmethod
+    def total(sizes: Iterable[Size]) -> Size:
+        return reduce(Size.plus, sizes, Size())
+
+    def plus(self, other: Size) -> Size:
+        return Size(self.fixed + other.fixed, self.per + other.per)
+
+    def times(self, factor: float) -> Size:
+        return Size(self.fixed * factor, self.per * factor)
+
+
+NOTHING = Size()
+Sides = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: the index of the side that
+    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products, for heads
+    of ``head`` features.
+    """
+
+    dtype: str
+    bytes: Size
+    sides: tuple[int, int, int, int] | None = None
+    follows: int = -1
+    attention: Size = NOTHING
+    head: int = 0
+
+    def sides_at(self, micro: int) -> tuple[int, int, int, int]:
+        assert self.sides is not None
+        b, m, n, k = (side * micro if at == self.follows else side for at, side in enumerate(self.sides))
+        return b, m, n, k
+
+    def flops(self, micro: int) -> float:
+        """Operations of its products."""
+        return self.attention.at(micro) if self.sides is None else 2.0 * prod(self.sides_at(micro))
+
+    def turned(self, order: tuple[int, int, int, int], more: Size) -> Op:
+        """The product with its sides in another order, as the gradient of an operand is."""
+        assert self.sides is not None
+        b, m, n, k = (self.sides[i] for i in order)
+        return Op(self.dtype, more, (b, m, n, k), order.index(self.follows) if self.follows >= 0 else -1)
+
+
+OF_FIRST, OF_SECOND = (0, 1, 3, 2), (0, 3, 2, 1)  # [m, k] = g Bᵀ contracts n; [k, n] = Aᵀ g contracts m
+
+
+@dataclass(frozen=True, slots=True)
+class CallOps:
+    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone.
+
+    ``of_weights``: of these, the ones that a W of a schedule may run: the second operand is a parameter, and the first
+    has a gradient of its own.
+    """
+
+    forward: tuple[Op, ...] = ()
+    backward: tuple[Op, ...] = ()
+    of_held: tuple[Op, ...] = ()
+    of_weights: tuple[Op, ...] = ()
+
+
+def together(parts: Iterable[CallOps]) -> CallOps:
+    """Kernels of a call that does the work of several."""
+    sides = zip(*((part.forward, part.backward, part.of_held, part.of_weights) for part in parts), strict=True)
+    return CallOps(*(tuple(chain.from_iterable(of_side)) for of_side in sides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +128,12 @@ NO_PHASE = Phase()
 
 
 @dataclass(frozen=True, slots=True)
-class KindWork:
-    """A unit under one kind of recompute. ``again``: the forward work that its backward repeats, beside ``backward``.
+class Work:
+    """Of one microbatch. ``weights``: the part of the backward that a W may run."""
 
-    ``kept``: bytes between forward and backward, of the unit's own values; ``kept_of_previous``: of values of the unit
-    before that this one is the first to save. ``logits``: the part of it after the last block. ``forward_over``,
-    ``backward_over``: the most bytes at once beyond those saved before this unit, each the maximum of several;
-    ``backward_apart``: if tied weights are on several stages, so that none of their gradients waits.
-    ``weights``: the part of the backward that a W may run, and ``aside``: bytes that wait for it.
-    """
-
+    forward: Phase = NO_PHASE
     backward: Phase = NO_PHASE
-    again: Phase = NO_PHASE
-    kept: Size = NOTHING
-    kept_of_previous: Size = NOTHING
-    logits: Size = NOTHING
-    forward_over: tuple[Size, ...] = ()
-    backward_over: tuple[Size, ...] = ()
-    backward_apart: tuple[Size, ...] = ()
     weights: Phase = NO_PHASE
-    aside: Size = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,97 +165,67 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """One unit. ``parameters`` with how often each occurs; those that several units hold are in CutWork.tied.
+    """One unit. ``parameters`` with how often each occurs; those that several units hold are in CutWork.shared.
 
-    ``after``: the values sent if a stage ends with this unit. ``buffers``: bytes of the model's own buffers.
+    ``again``: by kind of recompute the forward work that its backward repeats. ``after``: the values sent if a stage
+    ends with this unit. ``buffers``: bytes of the model's own buffers.
     """
 
-    forward: Phase
-    kinds: Mapping[str, KindWork] = field(hash=False)
+    work: Work
+    again: Mapping[str, Phase] = field(hash=False)
     parameters: tuple[tuple[HeldParameter, int], ...] = ()
     after: tuple[Crossing, ...] = ()
     buffers: int = 0
 
     @property
-    def sent(self) -> Size:
-        """Bytes that are sent if a stage ends here."""
-        total = Size()
-        for value in self.after:
-            total = total.plus(value.bytes)
-        return total
-
-    @property
     def returned(self) -> Size:
-        """Bytes of the gradients that come back there."""
-        total = Size()
-        for value in self.after:
-            total = total.plus(value.bytes) if value.has_gradient else total
-        return total
+        """Bytes of the gradients that come back if a stage ends here."""
+        return Size.total(value.bytes for value in self.after if value.has_gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Work that several units need and a stage does once: masks, rotary tables, an f that all decoder layers read.
-
-    ``units``: those that need it, ascending. ``kept``: bytes by kind, counted if one of ``kept_by`` is in the stage.
+    """Of several ``units``, ascending. ``work`` that a stage does once: masks, rotary tables, an f that all decoder
+    layers read. ``held``, ``buffer_bytes``: a parameter, or buffer, that a rank with one of them holds once.
     """
 
     units: tuple[int, ...]
-    forward: Phase = NO_PHASE
-    backward: Phase = NO_PHASE
-    weights: Phase = NO_PHASE
-
-    def is_in(self, first: int, end: int) -> bool:
-        return any(first <= unit < end for unit in self.units)
-
-
-@dataclass(frozen=True, slots=True)
-class Loose:
-    """Bytes kept under ``kind``. With ``maker`` ≥ 0: made there, first saved in ``units[0]``, and counted if a stage
-    has both; else counted once if a stage has any of ``units``.
-    """
-
-    kind: str
-    maker: int
-    units: tuple[int, ...]
-    bytes: Size
-
-    def is_in(self, first: int, end: int) -> bool:
-        if self.maker >= 0:
-            return self.maker >= first and self.units[0] < end
-        return any(first <= unit < end for unit in self.units)
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """A parameter, or buffer, that several units read: a rank that has one of them holds it once."""
-
-    name: str
-    units: tuple[int, ...]
+    work: Work = field(default_factory=Work)
     held: HeldParameter | None = None
     buffer_bytes: int = 0
 
     def is_in(self, first: int, end: int) -> bool:
+        """Whether a stage of units [first, end) has one of them."""
         return any(first <= unit < end for unit in self.units)
+
+
+MemoryOf = Callable[[str, Sequence[int], int, bool], StageBytes]  # kind of recompute, units, micro, whether W wait
+
+
+def ranges_of(sizes: Sequence[int], *, ends: bool) -> list[tuple[int, int]]:
+    """[first, end) of the units of each stage. ``sizes``: blocks of each; ``ends``: as CutWork has it."""
+    found = [int(ends) + end for end in accumulate(sizes)]
+    found[-1] += ends
+    return list(pairwise((0, *found)))
 
 
 @dataclass(frozen=True, eq=False)
 class CutWork:
-    """The cost of one cut. ``micro``: sequences of a microbatch. ``kinds``: the kinds of recompute that it has.
+    """The cost of one cut. ``micro``: sequences of a microbatch.
 
-    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``ends``: the first unit is what comes
-    before all blocks, the last what comes after them. ``cache``: derived values that others store with it.
+    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``ends``: the first unit are the calls
+    before all blocks, the last those after them. ``source``: the unit of the trace that each repeats; ``memory``:
+    of a stage of such units. ``cache``: derived values that others store with it.
     """
 
     units: tuple[UnitWork, ...]
     micro: int
-    kinds: tuple[str, ...]
     shared: tuple[Shared, ...] = ()
-    loose: tuple[Loose, ...] = ()
-    tied: tuple[Tied, ...] = ()
     num_noted: int = 0
     reads_global_sums: bool = False
     ends: bool = False
+    source: tuple[int, ...] = ()
+    memory: MemoryOf | None = field(default=None, repr=False)
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def at(self, micro: int) -> CutWork:
@@ -200,9 +240,7 @@ class CutWork:
 
     def ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """[first, end) of the units of each stage. ``sizes``: blocks of each."""
-        ends = [int(self.ends) + end for end in accumulate(sizes)]
-        ends[-1] += self.ends
-        return list(pairwise((0, *ends)))
+        return ranges_of(sizes, ends=self.ends)
 
     def repeated(self, order: tuple[int, ...]) -> CutWork:
         """The cut of a deeper model: block i of it is block ``order[i]`` of this one (``order`` ascends, and has all).
@@ -214,32 +252,8 @@ class CutWork:
         where: dict[int, list[int]] = {}
         for new, old in enumerate(order):
             where.setdefault(old, []).append(new)
-
-        def all_of(units: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(sorted(new for old in units for new in where[old]))
-
-        shared = tuple(replace(item, units=all_of(item.units)) for item in self.shared)
-        loose = tuple(
-            replace(item, maker=where[item.maker][-1] if item.maker >= 0 else -1, units=all_of(item.units))
-            for item in self.loose
-        )
-        tied = tuple(replace(item, units=all_of(item.units)) for item in self.tied)
+        everywhere = (tuple(sorted(new for old in item.units for new in where[old])) for item in self.shared)
+        shared = tuple(replace(item, units=units) for item, units in zip(self.shared, everywhere, strict=True))
         units = tuple(self.units[old] for old in order)
-        return replace(self, units=units, shared=shared, loose=loose, tied=tied, cache={})
-
-    def kept(self, kind: str, first: int, end: int) -> Size:
-        """Bytes that a stage of units [first, end) keeps of one microbatch, without its received values."""
-        total = Size()
-        for number in range(first, end):
-            work = self.units[number].kinds[kind]
-            total = total.plus(work.kept)
-            if number > first:
-                total = total.plus(work.kept_of_previous)
-        for item in self.loose:
-            if item.kind == kind and item.is_in(first, end):
-                total = total.plus(item.bytes)
-        return total
-
-    def received(self, first: int) -> Size:
-        """Bytes that the stage which begins with unit ``first`` receives and holds."""
-        return self.units[first - 1].sent if first else Size()
+        source = tuple(self.source[old] for old in order)
+        return replace(self, units=units, shared=shared, source=source, cache={})

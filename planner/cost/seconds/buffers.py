@@ -2,20 +2,34 @@
 
 A buffer is as long as its parameters from slot to slot, and each bucket ends on a multiple (planner.sharding.buckets):
 here the buckets are counted as total / bucket size, so a length is off by less than one end's multiple a bucket.
+
+Memory rows of a layout, as planner.cost.memory has them of a plan, from the parts of a cut (planner.cost.cut.parts).
+
+peak of a rank       along its actions, as long as its memory still grows
+messages             those received for the next action, and those just sent
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, zip_longest
 
 from planner.cost.cut.units import CutWork, HeldParameter
 from planner.cost.layout import Layout
-from planner.cost.seconds.sharded import SIZES, whole_bytes
+from planner.cost.memory import Lasting
+from planner.pipeline.actions import Order
+from planner.pipeline.ledger import Peak, StageBytes, peak
+from planner.pipeline.links import received_by, sent_by
+from planner.pipeline.schedule import KINDS, build_schedule, rank_order
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
+from planner.sharding.buffers import gradient_size
 from planner.spec.spec import Spec
 from planner.spec.update_rules import moments_of
+
+Held = Iterable[tuple[HeldParameter, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +102,24 @@ class RankHolds:
     whole: int = 0
 
     @property
-    def parameters(self) -> int:
-        return self.frozen + sum(b.parameter_bytes for b in self.buffers)
-
-    @property
-    def gradients(self) -> int:
-        return sum(b.gradient_bytes for b in self.buffers)
-
-    @property
-    def optimizer(self) -> int:
-        return sum(b.optimizer_bytes for b in self.buffers)
+    def lasting(self) -> Lasting:
+        parameters = self.frozen + sum(b.parameter_bytes for b in self.buffers)
+        gradients, optimizer = sum(b.gradient_bytes for b in self.buffers), sum(b.optimizer_bytes for b in self.buffers)
+        return Lasting(parameters, gradients, optimizer, self.whole)
 
 
 def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], layout: Layout,
                spec: Spec) -> RankHolds:  # fmt: skip
     """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
-    groups: dict[tuple[str, str, tuple[str, ...], bool, str, str], _Sums] = {}
+    groups: dict[tuple[object, ...], list[tuple[HeldParameter, int]]] = {}
     frozen = 0
     held: list[tuple[HeldParameter, int, bool]] = []
     for first, end in chunks:
         for unit in work.units[first:end]:
             held += [(p, count, False) for p, count in unit.parameters]
             frozen += unit.buffers
-    for item in work.tied:
+    for item in work.shared:
         times = sum(item.is_in(*chunk) for chunk in chunks)
         if times and item.held is None:
             frozen += item.buffer_bytes * times
@@ -119,47 +127,123 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
             count = 1 if item.held.is_trainable else times
             held.append((item.held, count, any(item.is_in(*chunk) for chunk in others)))
     for p, count, tied in held:
-        if not p.is_trainable:
+        if p.is_trainable:
+            key = tied, p.dtype, p.reduced_over, p.partial_over, p.rule, p.shared_by
+            groups.setdefault(key, []).append((p, count))
+        else:
             shards = layout.mesh.size(p.reduced_over) if layout.zero == 3 else 1
             frozen += -(-p.elements * p.itemsize * count // shards)
-            continue
-        key = p.dtype, p.reduced_over, p.partial_over, tied, p.rule, p.shared_by
-        sums = groups.setdefault(key, _Sums(p.itemsize))
-        sums.elements += p.starts * count
-        for number, *shape in p.matrices:
-            sums.matrices[tuple(shape)] += number * count
-    asked = spec.precision.gradients
-    buffers = tuple(
-        _buffer(sums, dtype, asked, over, partial, tied, rule, shared_by, layout, spec)
-        for (dtype, over, partial, tied, rule, shared_by), sums in groups.items()
-    )
-    return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, asked))
+    buffers = tuple(_buffer(of, layout, spec, tied=bool(tied)) for (tied, *_), of in groups.items())
+    return RankHolds(buffers, frozen, whole_bytes(work, chunks, layout, spec.precision.gradients))
 
 
-@dataclass
-class _Sums:
-    """Of parameters that share a buffer."""
-
-    itemsize: int
-    elements: int = 0
-    matrices: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-
-def _buffer(
-    sums: _Sums, dtype: str, asked: str | None, over: str, partial: tuple[str, ...], tied: bool, rule: str,
-    shared_by: str, layout: Layout, spec: Spec,
-) -> HeldBuffer:  # fmt: skip
-    total, itemsize = sums.elements, sums.itemsize
-    optimizer, ranks = spec.optimizer, layout.mesh.size(over)
-    sharded = layout.zero >= 1
-    num_ranks, alignment = (ranks, optimizer.alignment) if sharded else (1, "none")
+def _buffer(held: Sequence[tuple[HeldParameter, int]], layout: Layout, spec: Spec, *, tied: bool) -> HeldBuffer:
+    """Of the parameters that share it."""
+    first, optimizer, matrices = held[0][0], spec.optimizer, Counter[tuple[int, int]]()
+    for p, count in held:
+        for number, rows, columns in p.matrices:
+            matrices[rows, columns] += number * count
+    total, ranks = sum(p.starts * count for p, count in held), layout.mesh.size(first.reduced_over)
+    num_ranks, alignment = (ranks, optimizer.alignment) if layout.zero >= 1 else (1, "none")
     size = optimizer.bucket_size or default_bucket_size(ranks, optimizer.alignment)
-    num_buckets = max(1, -(-total // size) if size else 1)
     elements = padded(total, end_multiple(num_ranks, alignment))
-    main = 8 if dtype == "float64" else 4
-    gradient = SIZES[asked] if asked else max(4, itemsize)
-    kept = optimizer.ema is not None, len(moments_of(rule, optimizer))
-    shard = elements // num_ranks
-    matrices = tuple((count, shape[0], shape[1]) for shape, count in sums.matrices.items())
-    kept = (*kept, matrices, shared_by, layout.zero if ranks > 1 else min(1, layout.zero))
-    return HeldBuffer(elements, shard, num_buckets, itemsize, gradient, main, over, partial, tied, *kept)
+    return HeldBuffer(
+        elements,
+        shard=elements // num_ranks,
+        num_buckets=max(1, -(-total // size) if size else 1),
+        itemsize=first.itemsize,
+        gradient_itemsize=gradient_size(spec.precision.gradients, first.itemsize),
+        main_itemsize=8 if first.dtype == "float64" else 4,
+        reduced_over=first.reduced_over,
+        partial_over=first.partial_over,
+        tied=tied,
+        averaged=optimizer.ema is not None,
+        num_moments=len(moments_of(first.rule, optimizer)),
+        matrices=tuple((count, *shape) for shape, count in matrices.items()),
+        shared_by=first.shared_by,
+        zero=layout.zero if ranks > 1 else min(1, layout.zero),
+    )
+
+
+def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of full weights, and of their gradients, by the axis that shares them. ``asked``: dtype of gradients."""
+    weights, gradients = dict[str, int](), dict[str, int]()
+    for p, count in held:
+        weights[p.reduced_over] = weights.get(p.reduced_over, 0) + p.starts * count * p.itemsize
+        if p.is_trainable:
+            size = p.starts * count * gradient_size(asked, p.itemsize)
+            gradients[p.reduced_over] = gradients.get(p.reduced_over, 0) + size
+    return weights, gradients
+
+
+def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, asked: str | None) -> int:
+    """Bytes of full weights and gradients at once on a rank with these ranges of units; as planner.cost.whole."""
+    if layout.zero < 2:
+        return 0
+    mesh, weights, gradients = layout.mesh, list[int](), list[int]()
+
+    def shared(by_axis: Mapping[str, int]) -> int:
+        return sum(size for axis, size in by_axis.items() if mesh.size(axis) > 1)
+
+    for first, end in chunks:
+        for unit in work.units[first:end]:
+            of_unit = bytes_by_axis(unit.parameters, asked)
+            weights.append(shared(of_unit[0]))
+            gradients.append(shared(of_unit[1]))
+    tied = [(i.held, 1) for i in work.shared if i.held is not None and any(i.is_in(*chunk) for chunk in chunks)]
+    tied_weights, tied_gradients = map(shared, bytes_by_axis(tied, asked))
+    most = sum(gradients) if layout.waits else max((a + b for a, b in pairwise(gradients)), default=sum(gradients))
+    found = most + tied_gradients
+    if layout.zero == 3 and layout.reshards:
+        found += max((a + b for a, b in pairwise(weights)), default=sum(weights))
+    elif layout.zero == 3:
+        found += sum(weights) + tied_weights
+    return found
+
+
+def stage_bytes(work: CutWork, layout: Layout, first: int, end: int) -> StageBytes:
+    """Of the stage of units [first, end)."""
+    assert work.memory is not None, "a work without memory has no rows"
+    key = "bytes", layout.recompute, work.source[first:end], layout.waits
+    if key not in work.cache:
+        of = work.memory(layout.recompute, work.source[first:end], work.micro, layout.waits)
+        work.cache[key] = of._replace(returned=work.units[end - 1].returned.at(work.micro))
+    return work.cache[key]  # pyright: ignore[reportReturnType]
+
+
+def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None) -> Peak:
+    """As long as its memory still grows; of messages those received for the next action, and those just sent."""
+    mesh = layout.mesh
+    pp, own = mesh.pp, mesh.stages_of(rank)
+    group = group_size or pp
+    count = layout.num_microbatches
+    if KINDS[layout.schedule].repeats:
+        few = 2 * pp + 2 * group
+        count = min(count, few + (count - few) % group) if count > few else count
+    order = _order(layout.schedule, pp, rank, count, mesh.vpp, group)
+    awaited, sends = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
+    for chunk, stage in enumerate(own):
+        for kind, given in (("F", stages[stage].received), ("B", stages[stage].returned)):
+            crosses = received_by(kind, stage, 0).crosses(len(stages), pp, mesh.fold)
+            awaited[kind, chunk] = given if crosses else 0.0
+        for kind, given in (("F", stages[stage].sent), ("B", stages[stage - 1].returned)):
+            sends[kind, chunk] = given if sent_by(kind, stage, 0).crosses(len(stages), pp, mesh.fold) else 0.0
+    sent, under_way = {"F": 0.0, "B": 0.0}, list[float]()
+    for action, following in zip_longest(order, order[1:]):
+        waiting = awaited.get((following.kind, following.chunk), 0.0) if following else 0.0
+        under_way.append(waiting + sent["F"] + sent["B"])
+        if action.kind != "W":
+            sent[action.kind] = sends[action.kind, action.chunk]
+    return peak(order, [stages[stage] for stage in own], under_way)
+
+
+def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
+    """The actions of a rank; with deferred weight gradients, those of equal stages."""
+    if not KINDS[kind].waits:
+        return rank_order(kind, pp, rank, count, vpp, group)
+    return _orders_of_equal_stages(kind, pp, count, vpp)[rank]
+
+
+@lru_cache(maxsize=256)
+def _orders_of_equal_stages(kind: str, pp: int, count: int, vpp: int) -> tuple[Order, ...]:
+    return build_schedule(kind, pp, count, vpp).orders

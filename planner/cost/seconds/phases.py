@@ -2,26 +2,52 @@
 
 A collective that overlaps products costs the exposed rest: seconds − overlap · min(seconds, those products). If weight
 gradients wait for a W of the schedule, nothing overlaps the collectives of a backward.
+
+Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 2009), softened for small work.
+
+    product on a GPU    the fastest tile: rounds · tiles at once · 2·rows·columns·(k + t) / (peak · product_fraction)
+    other product       2·(k + t)·b·(m + t)·(n + t) / (peak · product_fraction)
+    attention           its operations / (peak · attention_fraction); on a GPU of heads filled up to a multiple of 32,
+                        above 128 features of 64 (the kernels of Dao 2023, "FlashAttention-2")
+    bytes               bytes / (bandwidth · bandwidth_fraction)
+    a kernel            √(launch² + max(operations, bytes)²)
+
+A GPU computes a product in tiles, one at a time on each of its processors (below). Elsewhere a
+tile at an edge is half empty on average, which costs t more rows and columns. In both, k must fill the pipeline of a
+tile once, which costs t more steps; t is the device's half_tile. Attention heads and shards over many ranks lose this
+way. A kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of
+a pass of a stage take at least as long as its host needs to launch them; it launches a captured CUDA graph as one
+kernel.
+
+Products of a GPU, tile by tile: each processor computes one tile of the result at a time, in rounds.
+
+    rounds = ⌈b · ⌈m / rows⌉ · ⌈n / columns⌉ / processors⌉          the last one leaves processors idle
+
+A library has kernels of several tiles and takes the fastest. A large tile reads each operand less often; a small one
+leaves less of an edge and of the last round empty. If few tiles have a long k, it is split, and the parts are added.
+Tiles and their order are those of NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.1 (tiles),
+3.2 (tile quantization) and 3.3 (wave quantization); the speed of a small tile beside the largest is an estimate from
+the bytes that it reads for each operation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
 
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import Cluster, Device
 from planner.cluster.links import group, seconds, wires
-from planner.cost.cut.kernels import Op, Size
-from planner.cost.cut.units import CutWork, Message, Phase, UnitWork
-from planner.cost.seconds.roofline import Roofline
+from planner.cost.cut.units import CutWork, Message, Op, Phase, Size, Work
 from planner.mesh import BY_ROUTING, Mesh
 from planner.pipeline.zero_bubble import StageCosts
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(NamedTuple):
     """Seconds by cause; ``host``: of the host that launches the kernels meanwhile."""
 
     compute: float = 0.0
@@ -34,18 +60,116 @@ class Spent:
 
     @property
     def total(self) -> float:
-        return self.compute + self.recompute + self.tp_comm + self.cp_comm + self.ep_comm + self.dp_comm
+        return sum(self[:-1])
 
     def plus(self, other: Spent, times: int = 1) -> Spent:
-        return Spent(*(getattr(self, f.name) + times * getattr(other, f.name) for f in fields(Spent)))
+        return Spent(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def with_host(self) -> Spent:
         """The device waits for its host, if that takes longer over all kernels."""
         waits = max(0.0, self.host - self.compute - self.recompute)
-        return replace(self, compute=self.compute + waits, host=0.0)
+        return self._replace(compute=self.compute + waits, host=0.0)
 
 
 CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(BY_ROUTING, "ep_comm")}
+
+
+# if a device's sheet does not name a dtype: the same speed as another, or a part of it
+LIKE = {"bfloat16": (("float16", 1.0), ("float32", 1.0)), "float16": (("bfloat16", 1.0), ("float32", 1.0)),
+        "float64": (("float32", 0.5),), "float32": (("float64", 2.0),)}  # fmt: skip
+FINE_HEADS, HEADS = 128, (32, 64)  # features of a head up to which kernels have the finer step, and both steps
+
+
+def peak_of(device: Device, dtype: str) -> float:
+    """Operations a second of products of ``dtype``; of a dtype that is not listed, those of its neighbour."""
+    if dtype in device.flops:
+        return device.flops[dtype]
+    for other, factor in LIKE.get(dtype, ()):
+        if other in device.flops:
+            return device.flops[other] * factor
+    return min(device.flops.values())
+
+
+TILES = {(256, 128): 1.0, (128, 128): 0.95, (256, 64): 0.9, (128, 64): 0.8, (64, 64): 0.65}  # sides → relative speed
+SPLITS = (1, 2, 4)  # parts of k
+LEAST_PART = 512  # of k: with less, adding the parts costs more than idle processors
+ADDING = 1.03  # a product in parts, relative to one
+
+
+@lru_cache(maxsize=1 << 16)
+def tiled_flops(sides: tuple[int, int, int, int], processors: int, fill: int) -> float:
+    """Operations that the device could do at its full speed while it computes a product of ``sides`` (b, m, n, k).
+
+    ``fill``: steps of k in which the pipeline of a tile fills.
+    """
+    b, m, n, k = sides
+    best = float("inf")
+    for (long, short), speed in TILES.items():
+        for rows, columns in {(long, short), (short, long)}:
+            tiles = b * ceil(m / rows) * ceil(n / columns)
+            for parts in SPLITS:
+                if parts > 1 and k < LEAST_PART * parts:
+                    break
+                rounds = ceil(tiles * parts / processors)
+                work = 2.0 * rounds * processors * rows * columns * (k / parts + fill) / speed
+                best = min(best, work if parts == 1 else work * ADDING)
+    return best
+
+
+class Roofline:
+    """Of one device. ``slower``: the slowdown of devices that share their processor."""
+
+    def __init__(self, device: Device, slower: float = 1.0) -> None:
+        self.slower = slower
+        self.device = device
+        self.launch = device.launch
+        self.bandwidth = device.bandwidth * device.bandwidth_fraction
+        self._peaks: dict[str, float] = {}
+
+    def _peak(self, dtype: str) -> float:
+        found = self._peaks.get(dtype)
+        if found is None:
+            found = self._peaks[dtype] = peak_of(self.device, dtype)
+        return found
+
+    def seconds(self, op: Op, micro: int) -> float:
+        work = op.bytes.at(micro) / self.bandwidth
+        if op.sides is not None:
+            work = max(work, self._product(op.sides_at(micro)) / (self._peak(op.dtype) * self.device.product_fraction))
+        elif op.attention.per or op.attention.fixed:
+            speed = self._peak(op.dtype) * self.device.attention_fraction
+            work = max(work, op.attention.at(micro) * self._filled(op.head) / speed)
+        return self.slower * (self.launch**2 + work**2) ** 0.5
+
+    def _product(self, sides: tuple[int, int, int, int]) -> float:
+        """Operations at full speed that take as long as the product."""
+        fill = self.device.half_tile
+        if self.device.processors is not None:
+            return tiled_flops(sides, self.device.processors, fill)
+        b, m, n, k = sides
+        return 2.0 * b * (m + fill) * (n + fill) * (k + fill)
+
+    def _filled(self, head: int) -> float:
+        """How many times as many features a GPU's attention computes as a head has."""
+        if self.device.processors is None or not head:
+            return 1.0
+        step = HEADS[head > FINE_HEADS]
+        return ceil(head / step) * step / head
+
+    def all(self, ops: Iterable[tuple[Op, int]], micro: int) -> float:
+        """Of kernels one after the other, if the host launches them as fast."""
+        return sum(self.seconds(op, micro) * count for op, count in ops)
+
+    def host(self, ops: Iterable[tuple[Op, int]], saved: int = 0) -> float:
+        """Of the host that launches them. ``saved``: launches that it need not make, because a CUDA graph launches
+        several kernels at once.
+        """
+        kernels = sum(count for _, count in ops)
+        return self.slower * (self.device.host or 0.0) * max(0, kernels - saved)
+
+    def moving(self, num_bytes: float) -> float:
+        """Of a kernel that only moves bytes."""
+        return self.slower * (self.launch**2 + (num_bytes / self.bandwidth) ** 2) ** 0.5 if num_bytes else 0.0
 
 
 class Pricing:
@@ -67,7 +191,7 @@ class Pricing:
         return seconds(kind, num_bytes, group(self.mesh, axis, self.cluster), self.wires)
 
     def phase(self, phase: Phase, micro: int, *, again: bool = False, alone: bool = False) -> Spent:
-        spent = dict.fromkeys((f.name for f in fields(Spent)), 0.0)
+        spent = dict.fromkeys(Spent._fields, 0.0)
         spent["recompute" if again else "compute"] = self.roofline.all(phase.ops, micro)
         spent["host"] = self.roofline.host(phase.ops, phase.saved)
         for message, count in phase.messages:
@@ -76,48 +200,35 @@ class Pricing:
         return Spent(**spent)
 
 
-NO_SECONDS = Spent()
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSeconds:
+class UnitSeconds(NamedTuple):
     """Of one unit, or stage, and one microbatch. ``weights``: of a W, if the schedule has them; else none, and the
     backward has all.
     """
 
-    forward: Spent = NO_SECONDS
-    backward: Spent = NO_SECONDS
-    weights: Spent = NO_SECONDS
+    forward: Spent = Spent()
+    backward: Spent = Spent()
+    weights: Spent = Spent()
 
     @property
     def total(self) -> float:
-        return self.forward.total + self.backward.total + self.weights.total
+        return sum(spent.total for spent in self)
 
     def plus(self, other: UnitSeconds) -> UnitSeconds:
-        weights = self.weights.plus(other.weights)
-        return UnitSeconds(self.forward.plus(other.forward), self.backward.plus(other.backward), weights)
+        return UnitSeconds(*map(Spent.plus, self, other))
 
     def with_host(self) -> UnitSeconds:
         """Each pass as long as the host needs for it, or longer."""
-        return UnitSeconds(self.forward.with_host(), self.backward.with_host(), self.weights.with_host())
+        return UnitSeconds(*map(Spent.with_host, self))
 
 
-def unit_seconds(unit: UnitWork, kind: str, pricing: Pricing, micro: int, *, waits: bool = False) -> UnitSeconds:
-    """Forward; backward with its recomputation; weight gradients, if they are deferred."""
-    work = unit.kinds[kind]
-    found = _sides(unit.forward, work.backward, work.weights, pricing, micro, waits=waits)
-    return replace(found, backward=found.backward.plus(pricing.phase(work.again, micro, again=True)))
-
-
-def _sides(
-    forward: Phase, backward: Phase, weights: Phase, pricing: Pricing, micro: int, *, waits: bool
-) -> UnitSeconds:
+def _seconds(work: Work, pricing: Pricing, micro: int, *, waits: bool) -> UnitSeconds:
+    """``waits``: weight gradients are deferred."""
+    forward, backward = pricing.phase(work.forward, micro), work.backward
     if not waits:
-        return UnitSeconds(pricing.phase(forward, micro), pricing.phase(backward, micro))
-    later = dict(weights.ops)
+        return UnitSeconds(forward, pricing.phase(backward, micro))
+    later = dict(work.weights.ops)
     rest = replace(backward, ops=tuple((op, count - later.get(op, 0)) for op, count in backward.ops))
-    parts = pricing.phase(forward, micro), pricing.phase(rest, micro, alone=True), pricing.phase(weights, micro)
-    return UnitSeconds(*parts)
+    return UnitSeconds(forward, pricing.phase(rest, micro, alone=True), pricing.phase(work.weights, micro))
 
 
 class WorkSeconds:
@@ -128,15 +239,14 @@ class WorkSeconds:
     """
 
     def __init__(self, work: CutWork, kind: str, pricing: Pricing, *, waits: bool = False) -> None:
-        found: dict[int, UnitSeconds] = {}
-        for unit in work.units:
-            if id(unit) not in found:
-                found[id(unit)] = unit_seconds(unit, kind, pricing, work.micro, waits=waits)
+        found, micro = dict[int, UnitSeconds](), work.micro
+        for unit in {id(unit): unit for unit in work.units}.values():
+            once = _seconds(unit.work, pricing, micro, waits=waits)
+            again = pricing.phase(unit.again[kind], micro, again=True)
+            found[id(unit)] = once._replace(backward=once.backward.plus(again))
         self.units = [found[id(unit)] for unit in work.units]
         self.flops, self.dtype = flops_of(work, kind)
-        self.shared = [
-            (s, _sides(s.forward, s.backward, s.weights, pricing, work.micro, waits=waits)) for s in work.shared
-        ]
+        self.shared = [(s, _seconds(s.work, pricing, micro, waits=waits)) for s in work.shared]
         self.until = [0.0, *accumulate(unit.total for unit in self.units)]
         self.forward_until = [0.0, *accumulate(unit.forward.total for unit in self.units)]
 
@@ -157,16 +267,15 @@ def flops_of_stages(work: CutWork, kind: str, ranges: Sequence[tuple[int, int]])
     Attention has no weights: its backward is a B alone.
     """
 
-    def of_ops(*phases: Phase) -> float:
+    def of_ops(phases: Iterable[Phase]) -> float:
         return sum(op.flops(work.micro) * count for phase in phases for op, count in phase.ops if _multiplies(op))
 
     def of_stage(first: int, end: int) -> tuple[float, float, float]:
-        units, shared = work.units[first:end], [s for s in work.shared if s.is_in(first, end)]
-        kinds = [unit.kinds[kind] for unit in units]
-        forward = of_ops(*(u.forward for u in units), *(s.forward for s in shared))
-        weights = of_ops(*(k.weights for k in kinds), *(s.weights for s in shared))
-        whole = of_ops(*(k.backward for k in kinds), *(k.again for k in kinds), *(s.backward for s in shared))
-        return forward, whole - weights, weights
+        units = work.units[first:end]
+        parts = [unit.work for unit in units] + [s.work for s in work.shared if s.is_in(first, end)]
+        weights = of_ops(part.weights for part in parts)
+        backward = of_ops(part.backward for part in parts) + of_ops(unit.again[kind] for unit in units)
+        return of_ops(part.forward for part in parts), backward - weights, weights
 
     return StageCosts(*(list(side) for side in zip(*(of_stage(*of) for of in ranges), strict=True)))
 
@@ -180,7 +289,7 @@ def flops_of(work: CutWork, kind: str) -> tuple[float, str]:
     found: Counter[str] = Counter()
     counts = Counter(map(id, work.units))
     for unit in {id(unit): unit for unit in work.units}.values():
-        for op, count in (*unit.forward.ops, *unit.kinds[kind].backward.ops):
+        for op, count in (*unit.work.forward.ops, *unit.work.backward.ops):
             if _multiplies(op):
                 found[op.dtype] += op.flops(work.micro) * count * counts[id(unit)]  # pyright: ignore
     dtype = max(found, key=found.__getitem__, default="")

@@ -7,6 +7,14 @@ update           bytes of gradient, moments and parameters over the memory's ban
                  all-reduces of their sums, and of two sizes
 all-gather       starts after the update; each forward waits for the buckets that it reads: all but the first
                  beside the first forward, or while a later stage waits for its first microbatch
+
+Full weights and gradients, if the ranks of dp keep shards of them (zero 2 and 3), are moved in each microbatch:
+
+forward     zero 3: gathers of the weights of all units but the first beside the products before them
+backward    zero 3: the same gathers; the sums of all gradients but those of the last unit beside products
+once        with reshard: false the gathers of a step are spread over its microbatches
+
+Units that several blocks read are gathered with the first of a stage.
 """
 
 from __future__ import annotations
@@ -14,11 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.cut.kernels import Op, Size
-from planner.cost.seconds.buffers import HeldBuffer, RankHolds
-from planner.cost.seconds.phases import Pricing
-from planner.sharding.collectives import NOTES_OF_A_RANK, SUMS
+from planner.cost.cut.units import CutWork, Op, Size
+from planner.cost.layout import Layout
+from planner.cost.seconds.buffers import Held, HeldBuffer, RankHolds, bytes_by_axis
+from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds
 from planner.sharding.homes import SENT_BYTES
+from planner.sharding.shards import NOTES_OF_A_RANK, SUMS
+from planner.spec.spec import Spec
 from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
 
 NORM_BYTES = 8
@@ -43,7 +53,7 @@ def end_of_step(
     reduce = gather = sums = update = 0.0
     last_bucket = first_bucket = 0.0
     for buffer in holds.buffers:
-        if zero < 2:  # else within the backwards (planner.cost.seconds.sharded)
+        if zero < 2:  # else within the backwards (Exchanged)
             kind = "reduce_scatter" if zero else "all_reduce"
             each = pricing.collective(kind, buffer.reduced_over, _bucket(buffer) * buffer.gradient_itemsize)
             reduce += buffer.num_buckets * each
@@ -66,7 +76,8 @@ def _matrices(buffer: HeldBuffer, pricing: Pricing) -> float:
     for count, *shape in buffer.matrices:
         a, b = sorted(shape)
         products = ((1, a, a, b), (1, a, a, a), (1, a, b, a))
-        ops = [(Op("bfloat16", Size(_bytes(sides)), sides), 1) for sides in products]
+        moved = ((sides, 2.0 * (m * n + m * k + k * n)) for sides in products for _, m, n, k in [sides])
+        ops = [(Op("bfloat16", Size(size), sides), 1) for sides, size in moved]
         each = max(pricing.roofline.all(ops, 1), pricing.roofline.host(ops))
         seconds += count * NEWTON_SCHULZ_STEPS * each
         elements += count * a * b
@@ -75,11 +86,6 @@ def _matrices(buffer: HeldBuffer, pricing: Pricing) -> float:
     ranks = pricing.mesh.size(buffer.shared_by)
     exchange = pricing.collective("all_to_all", buffer.shared_by, elements * SENT_BYTES / ranks / buffer.num_buckets)
     return seconds / ranks + 2 * buffer.num_buckets * exchange
-
-
-def _bytes(sides: tuple[int, int, int, int]) -> float:
-    _, m, n, k = sides
-    return 2.0 * (m * n + m * k + k * n)
 
 
 def _bucket(buffer: HeldBuffer) -> float:
@@ -100,3 +106,42 @@ def norm_seconds(pricing: Pricing, num_noted: int) -> float:
     """One all-reduce over all ranks, which the update waits for."""
     size = NORM_BYTES * (3 + num_noted + NOTES_OF_A_RANK * pricing.mesh.world_size)
     return pricing.collective("all_reduce", "world", size) if pricing.mesh.world_size > 1 else 0.0
+
+
+class Exchanged:
+    """Owns the seconds of the exchanges of each unit."""
+
+    def __init__(self, work: CutWork, layout: Layout, pricing: Pricing, spec: Spec) -> None:
+        self._work, self._layout, self._pricing = work, layout, pricing
+        self._asked = spec.precision.gradients
+        self._gathers = layout.zero == 3
+        self._per_microbatch = 1.0 if layout.reshards else 1 / layout.num_microbatches
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def beside(self, stage: UnitSeconds, first: int, end: int) -> UnitSeconds:
+        """``stage``, of units [first, end), with what its exchanges add to a microbatch."""
+        units = [self._of(unit.parameters, id(unit)) for unit in self._work.units[first:end]]
+        tied = [(item.held, 1) for item in self._work.shared if item.held is not None and item.is_in(first, end)]
+        units.append(self._of(tied, None))
+        gathers, sums = [gather for gather, _ in units], [reduced for _, reduced in units]
+        gathered, overlap = self._per_microbatch * sum(gathers), self._pricing.cluster.overlap
+        alone = self._per_microbatch * max(gathers, default=0.0)
+        forward = gathered - overlap * min(gathered - alone, stage.forward.total)
+        back = gathered if self._per_microbatch == 1.0 else 0.0
+        total, last = back + sum(sums), max(sums, default=0.0)
+        computing = stage.backward.total + stage.weights.total
+        backward = total - overlap * min(max(0.0, total - last - (alone if back else 0.0)), computing)
+        added = Spent(dp_comm=forward), Spent(dp_comm=backward), Spent()
+        return stage.plus(UnitSeconds(*added))
+
+    def _of(self, held: Held, key: int | None) -> tuple[float, float]:
+        """Seconds of the gather of the weights of a unit, and of the sum of their gradients."""
+        if key is not None and key in self._known:
+            return self._known[key]
+        weights, gradients = bytes_by_axis(held, self._asked)
+        gather = sum(self._pricing.collective("all_gather", axis, size) for axis, size in weights.items())
+        reduced = sum(self._pricing.collective("reduce_scatter", axis, size) for axis, size in gradients.items())
+        found = (gather if self._gathers else 0.0, reduced)
+        if key is not None:
+            self._known[key] = found
+        return found

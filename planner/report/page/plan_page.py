@@ -1,30 +1,34 @@
 """The page of a plan: pictures first, then every table that the terminal prints.
 
-Memory of each pipeline rank, the seconds of a step and the bytes of each axis, as bars.
+The schedule as a chart, of which a long one is cut; memory of each pipeline rank, the seconds of a step and the bytes
+of each axis, as bars.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from passes.errors import PlanError
-from planner.cluster.cluster import Cluster
+from planner.cluster.cluster import Cluster, read_cluster
 from planner.cluster.links import EXPERT_AXES, group, level_between
-from planner.cluster.read import read_cluster
+from planner.cost.layout import PARTS
 from planner.cost.planned import usable_bytes
-from planner.cost.step_time import PARTS
-from planner.report.fold import fold
-from planner.report.page.bars import Bars, bars_of
-from planner.report.page.engine import render
-from planner.report.page.tables import tables_of
-from planner.report.page.timeline import timeline
+from planner.pipeline.simulate import simulate
+from planner.report.of_ranks import MEMORY_PARTS, words
+from planner.report.page.engine import render, tables_of
+from planner.report.schedule import schedule_svg
+from planner.report.section import names_text
 from planner.report.sections import sections
+from planner.report.shapes import Bars, bars_of
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 Facts = tuple[tuple[str, str], ...]
+_READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
+PHASES = ("forward", "backward", "recomputation", "step")
+MOST_DRAWN = 1200  # actions: some 200 bytes and four elements each
 
 
 def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
@@ -45,19 +49,15 @@ def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
         traffic=traffic_bars(plan, cluster),
         tables=tables_of(sections(plan, full=full, each_remark=True)),
         format_bytes=format_bytes,
-        folded=_folded,
+        folded=names_text,
     )
-
-
-def _folded(names: tuple[str, ...]) -> str:
-    """Blocks of a stage in few words."""
-    return ", ".join(item.name for item in fold(names, str, lambda _: None))
 
 
 def facts_of(plan: Tables) -> Facts:
     """The most important facts."""
     mesh, schedule, batch = plan.mesh, plan.schedule, plan.spec.get("batch", {})
-    axes = [axis for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp") if _is_told(axis, mesh)]
+    axes = [axis for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp") if getattr(mesh, axis) > 1]
+    axes = [axis for axis in axes if mesh.has_expert_axes or axis not in ("etp", "edp")]
     facts = [
         ("mesh", " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in axes) or "one rank"),
         ("devices", f"{mesh.world_size:,}"),
@@ -74,19 +74,7 @@ def facts_of(plan: Tables) -> Facts:
     return tuple(facts)
 
 
-def _is_told(axis: str, mesh: Any) -> bool:
-    return getattr(mesh, axis) > 1 and (axis not in ("etp", "edp") or mesh.has_expert_axes)
-
-
 # ---- memory of each pipeline rank, the seconds of a step and the bytes of each axis, as bars
-
-
-MEMORY_PARTS = (
-    "parameters", "gradients", "optimizer", "activations", "logits", "working", "communication", "whole",
-    "graph_buffers", "slack", "device",
-)  # fmt: skip
-_READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
-PHASES = ("forward", "backward", "recomputation", "step")
 
 
 def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
@@ -94,7 +82,7 @@ def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bar
     rows = []
     for row in plan.memory:
         sizes = [(part, getattr(row, part)) for part in MEMORY_PARTS]
-        named = [(_words(part), size, f"{_words(part)} {format_bytes(size)}") for part, size in sizes]
+        named = [(words(part), size, f"{words(part)} {format_bytes(size)}") for part, size in sizes]
         peak = f", peak at {row.peak}" if row.peak else ""
         rows.append((f"pp rank {row.pp_rank}", named, format_bytes(row.total) + peak))
     limits, note = [], why_not
@@ -107,7 +95,7 @@ def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bar
         )
         if most > usable * _READS_WELL:  # else the bars would be too short to be read
             limits = [(float(usable), f"usable: {format_bytes(usable)}")]
-    return bars_of("Memory", rows, list(map(_words, MEMORY_PARTS)), limits, note) if rows else None
+    return bars_of("Memory", rows, list(map(words, MEMORY_PARTS)), limits, note) if rows else None
 
 
 def cost_bars(plan: Tables) -> Bars | None:
@@ -115,12 +103,12 @@ def cost_bars(plan: Tables) -> Bars | None:
     if plan.cost is None:
         return None
     sizes = [(part, getattr(plan.cost, part)) for part in PARTS]
-    named = [(_words(part), seconds, f"{_words(part)} {format_seconds(seconds)}") for part, seconds in sizes]
+    named = [(words(part), seconds, f"{words(part)} {format_seconds(seconds)}") for part, seconds in sizes]
     said = format_seconds(plan.cost.step_seconds)
     if plan.cost.uncertain:
         said += ", between {} and {}".format(*map(format_seconds, plan.cost.range))
     row = ("a step", named, said)
-    return bars_of("Seconds of a step", [row], list(map(_words, PARTS)))
+    return bars_of("Seconds of a step", [row], list(map(words, PARTS)))
 
 
 def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
@@ -146,10 +134,6 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
     return bars_of("Bytes by axis and link", rows, PHASES, note=note) if rows else None
 
 
-def _words(part: str) -> str:
-    return part.replace("_", " ")
-
-
 def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
     """The cluster, and why there is none."""
     name = plan.spec.get("cluster")
@@ -171,8 +155,34 @@ def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
         pairs = pairwise(firsts) if axis == "pp" else [(firsts[0], firsts[-1])]
         level = max((level_between(a, b, cluster) for a, b in pairs), default=0)
     elif set(axis.split("-")) <= {*EXPERT_AXES, "world", "tp", "cp", "dp"}:
-        sizes = group(mesh, axis, cluster).sizes
+        sizes = group(mesh, axis, cluster)
         level = max((level for level, n in enumerate(sizes) if n > 1), default=0)
     else:
         return ""
     return cluster.links[level].name
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """``svg`` is complete and safe; ``note``: the part of the schedule that is not drawn."""
+
+    svg: str
+    note: str = ""
+
+
+def timeline(plan: Tables) -> Timeline | None:
+    """None if there is one rank only, or if the orders of a plan changed by hand do not fit each other."""
+    row, mesh = plan.schedule, plan.mesh
+    if mesh.pp == 1:
+        return None
+    try:
+        schedule = row.on(mesh)
+        simulation = simulate(schedule)
+    except PlanError:
+        return None
+    starts = sorted(start for spans in simulation.spans for start, _ in spans)
+    if len(starts) <= MOST_DRAWN:
+        return Timeline(schedule_svg(schedule, simulation))
+    drawn, end = sum(start < starts[MOST_DRAWN] for start in starts), starts[MOST_DRAWN]
+    note = f"The chart shows the first {drawn:,} of {len(starts):,} actions; the table below lists all."
+    return Timeline(schedule_svg(schedule, replace(simulation, duration=end)), note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import threading
@@ -17,12 +18,12 @@ from typing import Any
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
 from runtime.data.instruction.conversation import Message
-from runtime.data.text.rows import RowError
-from runtime.data.text.tokenizer_file import end_ids
+from runtime.data.text.documents import RowError
+from runtime.data.text.encoders import end_ids
 
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
 _NEAR, _SEGMENTS = 24, 64  # characters beside a border; texts between special tokens that are kept
-_MOST_SECONDS = 10.0  # of one rendering: a template may loop
+_MOST_SECONDS, _MOST_BYTES = 10.0, 1 << 29  # of one rendering: a template may loop, or write 'x' * 999999999
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
@@ -72,7 +73,7 @@ class ChatTokenizer:
             what = f"{shorten(self.path)} has no chat template"
             raise PlanError(what, where="--tokenizer", fix=f"add --chat-template FILE, or {_DIRECTORY}")
         try:
-            with _at_most(_MOST_SECONDS):
+            with _at_most(_MOST_SECONDS), _within(_MOST_BYTES):
                 chosen = self.tokenizer.get_chat_template(self.template, tools)
                 _compiled(chosen).globals["strftime_now"] = self.day.strftime
                 return self.tokenizer.apply_chat_template(
@@ -83,10 +84,11 @@ class ChatTokenizer:
                     tokenize=False,
                     **self._arguments,
                 )
-        except (MemoryError, KeyboardInterrupt):
+        except KeyboardInterrupt:
             raise
         except Exception as error:
-            words = shorten(first_line(error), 300)
+            is_large = isinstance(error, MemoryError)
+            words = f"it takes more than {_MOST_BYTES >> 20} MiB" if is_large else shorten(first_line(error), 300)
             fix = "correct the row, or choose another template with --chat-template"
             raise RowError(f"the chat template fails: {words}", fix=fix) from None
 
@@ -96,9 +98,6 @@ class ChatTokenizer:
             return self._encoded(text)
         places = [0, *(found.start() for found in self.special_in(text, 1)), len(text)]
         return [i for begin, end in pairwise(places) for i in self._encoded(text[begin:end])]
-
-    def _last_special(self, text: str) -> int:
-        return max((found.start() for found in self.special_in(text, max(0, len(text) - 4 * _NEAR))), default=0)
 
     def begun_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
@@ -110,7 +109,8 @@ class ChatTokenizer:
 
     def crosses(self, before: str, answer: str) -> bool:
         """Whether a token of the joined text would hold the end of one and the begin of the other."""
-        head = before[self._last_special(before) :][-_NEAR:]
+        markers = self.special_in(before, max(0, len(before) - 4 * _NEAR))
+        head = before[max((found.start() for found in markers), default=0) :][-_NEAR:]
         found = self._fast.encode(head + answer[:_NEAR], add_special_tokens=False)
         last = found.char_to_token(len(head) - 1) if head and answer else None
         return last is not None and last == found.char_to_token(len(head))
@@ -196,6 +196,31 @@ def _compiled(template: str) -> Any:
     from transformers.utils import chat_template_utils
 
     return chat_template_utils._compile_jinja_template(template)
+
+
+@lru_cache(1)
+def _statm(pid: int) -> int:
+    """The open file with the sizes of this process; to open it takes longer than to render a short row."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@contextmanager
+def _within(num_bytes: int) -> Iterator[None]:
+    """Raise MemoryError inside the block when the process takes that much more; only on Linux."""
+    try:
+        import resource
+
+        now = int(os.pread(_statm(os.getpid()), 32, 0).split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [n for n in (now + num_bytes, soft, hard) if n != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from planner.files.text import shorten
-from runtime.data.text.rows import RowError, names_in, text_of
+from runtime.data.text.documents import RowError, names_in, text_of
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")

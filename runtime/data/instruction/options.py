@@ -26,11 +26,17 @@ def _told(help: str) -> Any:
 
 @dataclass(frozen=True)
 class Instruction:
-    """``chat``: the field of messages; or ``prompt`` and ``answer``, or ``text``: those of texts."""
+    """``chat``: the field of messages; or ``prompt`` and ``answer``, or ``text``: those of texts; or ``chosen`` and
+    ``rejected``: those of two answers."""
 
     chat: Annotated[Text, _named("FIELD", "Rows are conversations: this field is a list of role and content.")] = None
     prompt: Annotated[Text, _named("FIELD", "With --answer: the field of a prompt, which is no label.")] = None
     answer: Annotated[Text, _named("FIELD", "With --prompt: the field of an answer; its tokens are labels.")] = None
+    chosen: Annotated[
+        Text,
+        _named("FIELD", "Rows are pairs: the field of the better answer (a text with --prompt, or messages)."),
+    ] = None
+    rejected: Annotated[Text, _named("FIELD", "With --chosen: the field of the worse answer.")] = None
     text: Annotated[Text, _named("FIELD", "Rows are documents: this field of JSON lines, parquet or `datasets`.")] = (
         None
     )
@@ -68,13 +74,16 @@ class Instruction:
 
     def makes_samples(self, tokenizer: str | None) -> bool:
         """Whether rows become samples with labels, not texts. Raises PlanError for options that do not go together."""
-        if (self.prompt is None) != (self.answer is None):
+        if (self.chosen is None) != (self.rejected is None):
+            raise PlanError("--chosen and --rejected go together", where="--chosen", fix="name both fields")
+        is_pair = self.chosen is not None
+        if (self.prompt is None) != (self.answer is None) and not (is_pair and self.answer is None):
             raise PlanError("--prompt and --answer go together", where="--prompt", fix="name both fields")
         is_chat = self.chat is not None or self.format == "alpaca"
-        if is_chat + (self.prompt is not None) + (self.text is not None) > 1:
-            what = "--chat, --prompt with --answer, and --text are three kinds of rows"
+        if is_chat + is_pair + (self.answer is not None) + (self.text is not None) > 1:
+            what = "--chat, --prompt with --answer, --chosen with --rejected, and --text are four kinds of rows"
             raise PlanError(what, where="--chat", fix="choose one of them")
-        if not is_chat and self.prompt is None:
+        if not is_chat and not is_pair and self.prompt is None:
             self._check_texts()
             return False
         if tokenizer is None:

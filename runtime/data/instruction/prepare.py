@@ -15,12 +15,11 @@ from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
 from runtime.data.instruction.options import Instruction
 from runtime.data.instruction.supervised import Rule, Sample, pair_of, samples_of
-from runtime.data.text.pieces import Piece, id_dtype
-from runtime.data.text.rows import Row, RowError, rows_of, text_of
-from runtime.data.text.tokenizer_file import GENERATION_CONFIG
+from runtime.data.text.documents import Row, RowError, rows_of, text_of
+from runtime.data.text.encoders import GENERATION_CONFIG
 from runtime.data.token_file import Header
 from runtime.data.token_writer import TokenWriter
-from runtime.data.tokens import LABEL, ROW, Tokenization
+from runtime.data.tokens import LABEL, PAIRS, ROW, Piece, Tokenization, id_dtype
 
 TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
@@ -39,23 +38,18 @@ def prepare_samples(
 
     Raises PlanError for a row that cannot be used, unless such rows are to be left out; no output stays then.
     """
-    made, num_bytes = _Samples(tokenizer, asked), 0
-
-    def read(count: int) -> None:
-        nonlocal num_bytes
-        num_bytes += count
-        on_bytes(count)
-
+    made = _Samples(tokenizer, asked)
     files, tokenization = _files_of(made.chat, asked), _tokenization(made.chat)
-    with TokenWriter(output, tokenization, files) as writer:
-        for row in rows_of(paths, asked.split, read):
+    with TokenWriter(output, tokenization, files, on_bytes) as writer:
+        for row in rows_of(paths, asked.split, writer.note_read):
             writer.add(_pieces(made.of(row), id_dtype(tokenization)))
         if not made.sizes:
             raise made.first_bad or PlanError("the texts have no row to train on", where="TEXT", fix="give rows")
         files |= _generation_config(files, made.rule.ends, made.chat)
         how = {"date": str(made.chat.day.date()), "train_on": asked.train_on}
         how |= {"template_args": json.dumps(asked.arguments)} if asked.arguments else {}
-        return writer.finish(num_bytes, how), made.shown() if asked.json else [*made.lines(), *made.shown()]
+        how |= {PAIRS: f"{asked.chosen}, {asked.rejected}"} if asked.chosen is not None else {}
+        return writer.finish(how), made.shown() if asked.json else [*made.lines(), *made.shown()]
 
 
 class _Samples:
@@ -85,7 +79,7 @@ class _Samples:
             return []
         sizes = [len(sample.ids) for sample in found]
         self.sizes += sizes
-        if len(sizes) > 1:
+        if len(sizes) > 1 and self.asked.chosen is None:
             rows, tokens, longest = self.several
             self.several = rows + 1, tokens + sum(sizes), longest + max(sizes)
         self._shown += [(row.number, sample) for sample in found][: self.asked.show - len(self._shown)]
@@ -93,13 +87,37 @@ class _Samples:
 
     def _of(self, row: dict[str, object]) -> list[Sample]:
         asked = self.asked
+        if asked.chosen is not None and asked.rejected is not None:
+            return self._pair(row, asked.chosen, asked.rejected)
         if asked.prompt is None or asked.answer is None:
             talk = conversation_of(row, asked.chat, asked.format, asked.train_on)
             how = "given" if asked.format else "detected"
             self.rule.counts[f"rows of the format {talk.format} ({how})"] += 1
             return self._of_talk(talk)
-        prompt, answer = text_of(row, asked.prompt), text_of(row, asked.answer)
-        if asked.chat_template is not None:
+        return self._of_texts(text_of(row, asked.prompt), text_of(row, asked.answer))
+
+    def _pair(self, row: dict[str, object], *names: str) -> list[Sample]:
+        """The last answer of each field, behind one prompt; none if either has no answer."""
+        prompt, found = self.asked.prompt, list[Sample]()
+        for name in names:
+            own, before = row.get(name), row.get(prompt or "")
+            if isinstance(own, str):
+                if prompt is None:
+                    what = f"{name} is a text: the place at which its answer begins is not known"
+                    raise RowError(what, fix="add --prompt with the field of the prompt, or give messages")
+                found += self._of_texts(text_of(row, prompt), own)
+                continue
+            first = [{"role": "user", "content": before}] if isinstance(before, str) else before or []
+            whole = [*first, *own] if isinstance(first, list) and isinstance(own, list) else own
+            found += self._of_talk(conversation_of({**row, name: whole}, name, self.asked.format, "last"))
+        if len(found) == 2:
+            contexts = [sample.ids[: sample.answers[0][0]] for sample in found]
+            if contexts[0] != contexts[1] and not self.rule.common:
+                raise RowError(f"{' and '.join(names)} answer different prompts", fix="give two answers to one prompt")
+        return found if len(found) == 2 else []
+
+    def _of_texts(self, prompt: str, answer: str) -> list[Sample]:
+        if self.asked.chat_template is not None:
             talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return self._of_talk(Conversation(talk, [1]))
         if (end := self.chat.eos) is None:

@@ -30,9 +30,17 @@ import numpy as np
 from numpy.random import Generator
 
 from passes.errors import PlanError
-from planner.spec.data import DataSpec
-from runtime.data.objectives.protocol import ALL, NOTHING, Objective, Roles, Within
-from runtime.data.objectives.windows import PlainWindows, SentenceWindows, Windows, inner_sentences
+from planner.spec.inputs import DataSpec
+from runtime.data.objectives.samples import (
+    ALL,
+    NOTHING,
+    Objective,
+    Roles,
+    Within,
+    inner_sentences,
+    plain_windows,
+    sentence_windows,
+)
 from runtime.data.tokens import WORD, Tokens
 
 NEEDED = ("class", "separator", "mask", "padding")
@@ -74,10 +82,13 @@ class MaskedWords:
         self._class, self._separator, self._mask, self._padding = (special[name] for name in NEEDED)
         self._ids, self._marks = np.asarray(tokens.ids), np.asarray(tokens.marks)  # views: a map's own are slow to make
         self._random = RandomIds(tokens.tokenization.vocabulary_size, list(special.values()))
-        made = SentenceWindows if is_paired else PlainWindows
-        self.windows: Windows = made.of(tokens, self._capacity)
+        self.windows = (sentence_windows if is_paired else plain_windows)(tokens, self._capacity)
         if not len(self.windows):
-            raise _no_sample(tokens, is_paired=is_paired)
+            what, fix = "the data contains no tokens", "give a longer text"
+            if is_paired:
+                what = "no document of the data has two sentences, which a pair needs"
+                fix = "give a text with sentences, or a model without token_type_ids and sentence order"
+            raise PlanError(what, where=tokens.source, fix=fix)
 
     @property
     def num_samples(self) -> int:
@@ -177,16 +188,6 @@ def _check(tokens: Tokens, length: int, capacity: int) -> None:
             where="inputs",
             fix="use inputs of at least 5 tokens",
         )
-
-
-def _no_sample(tokens: Tokens, *, is_paired: bool) -> PlanError:
-    if not is_paired:
-        return PlanError("the data contains no tokens", where=tokens.source, fix="give a longer text")
-    return PlanError(
-        "no document of the data has two sentences, which a pair needs",
-        where=tokens.source,
-        fix="give a text with sentences, or a model without token_type_ids and sentence order",
-    )
 
 
 # ---- choose the masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019)

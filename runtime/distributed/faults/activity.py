@@ -2,19 +2,28 @@
 
 The executor sets it before each action, the engine around each call: an assignment and a line of text in a page of
 memory, some microseconds.
+
+The page outlives the rank. A heartbeat is up to a second old, and a step may be shorter. The launcher has passed the
+page to the process, and watchers on this host have mapped it, so that the error about a killed rank names its last
+action. The processes share it by a descriptor, and it has no name in any directory: it leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import reduction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from planner.pause_gc import frame_of
 from planner.pipeline.schedule import Action
-from planner.undisturbed import frame_of
-from runtime.distributed.faults.page import Page
 
 START, BETWEEN = "start", "between steps"
 DENOMINATORS, FORWARD, LAST_SENDS, GRADIENTS, UPDATE = (
@@ -28,6 +37,8 @@ BATCH, SEARCH = "batch", "search for NaN and Inf"  # calls of an engine, as erro
 _OF_THE_NEXT_STEP = (BATCH, UPDATE)
 WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}  # of the kinds of actions
 _OURS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("runtime", "passes"))
+_SLOT = 1024
+_SIZE = 2 * _SLOT + 1
 
 
 class Now(NamedTuple):
@@ -53,6 +64,7 @@ class Activity:
         self.page: Page | None = None
         self.listener: Callable[[Now], None] | None = None
         self.now = Now(START, 0, time.monotonic())
+        self.must_end: float | None = None  # by the monotonic clock: a call of the user's own code
         self._ahead = 0  # from the index of a step to its number in the log
         self._thread = threading.get_ident()
 
@@ -77,6 +89,15 @@ class Activity:
     def off(self, phase: str) -> None:
         """Of the same step, no more at an action."""
         self._set(Now(phase, self.now.step, time.monotonic()))
+
+    @contextmanager
+    def at_most(self, limit: timedelta) -> Iterator[None]:
+        """Around a call of the user's code that all ranks make: if it hangs on each, no rank waits for another."""
+        self.must_end = time.monotonic() + limit.total_seconds()
+        try:
+            yield
+        finally:
+            self.must_end = None
 
     def _set(self, now: Now) -> None:
         self.now = now
@@ -120,3 +141,78 @@ class Activity:
 
 def _listed(coordinate: Mapping[str, int]) -> str:
     return " · ".join(f"{axis} {i}" for axis, i in coordinate.items())
+
+
+_own: Page | None = None
+
+
+def own_page() -> Page | None:
+    """That of this process, for all its engines; None if this system has no memory without a name."""
+    global _own
+    if _own is None:
+        with suppress(OSError):
+            _own = Page.make()
+    return _own
+
+
+def use(page: Page) -> None:
+    """Take ``page``, which the launching process reads too, as that of this process."""
+    global _own
+    _own = page
+
+
+class Page:
+    """Two slots of text, and which of them is complete."""
+
+    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
+        self._memory, self.descriptor = memory, descriptor
+
+    @classmethod
+    def make(cls) -> Page:
+        descriptor = unnamed_memory("meshwright-place")
+        os.ftruncate(descriptor, _SIZE)
+        return cls(mmap.mmap(descriptor, _SIZE), descriptor)
+
+    def __reduce__(self) -> tuple[Callable[..., Page], tuple[Any, ...]]:
+        """Passes the page to another process at its start."""
+        return _received, (reduction.DupFd(self.descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def of(cls, pid: int, descriptor: int) -> Page | None:
+        """That of another process of this host; None if it is gone, or not ours to read."""
+        if descriptor < 0:
+            return None
+        with suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+            return cls(mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ))
+        return None
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def write(self, text: str) -> None:
+        slot = 1 - self._memory[2 * _SLOT]
+        content = text.encode()[: _SLOT - 1] + b"\0"
+        self._memory[slot * _SLOT : slot * _SLOT + len(content)] = content
+        self._memory[2 * _SLOT] = slot
+
+    def read(self) -> str:
+        slot = self._memory[2 * _SLOT] * _SLOT
+        return self._memory[slot : slot + _SLOT].partition(b"\0")[0].decode(errors="replace")
+
+
+def _received(duplicate: Any) -> Page:
+    descriptor = duplicate.detach()
+    return Page(mmap.mmap(descriptor, _SIZE), descriptor)
+
+
+def unnamed_memory(label: str) -> int:
+    """A descriptor. Memory if the kernel supports it (a full disk does not affect that), else a file without a name: a
+    sandbox may refuse ``memfd_create``. Raises OSError if it refuses both."""
+    if hasattr(os, "memfd_create"):
+        try:
+            return os.memfd_create(label)
+        except OSError:
+            pass
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -2,25 +2,42 @@
 
 failures     lines in the order of the store; the first that was not withdrawn is the cause of all
 pulses       of each rank: a growing count, its process, its activity
+
+Entries are signed if the ranks share a secret:
+
+    content   ->   hmac-sha256 <hex of HMAC-SHA256(secret, key and content)> <content>
+
+A signature proves that the writer has the secret: no other process can forge a seat, a verdict or a failure. It hides
+nothing, and an old value of the same key stays valid. The addresses of groups, which torch writes, are not signed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from torch.distributed import PrefixStore, Store
 
-from passes.errors import PlanError
+from passes.errors import PlanError, Where
+from planner.files.text import read_text
 from runtime.distributed.faults.failure import Failure
-from runtime.distributed.signatures import Signer
 
 _OF_A_FAILURE, _OF_A_JOINING = r'"rank": (\d{1,9})\b', r"\[(\d{1,9}), "
 _FAILURES, _SESSION = "meshwright/failures", "meshwright/session"
+SECRET = "MESHWRIGHT_SECRET"
+LEAST_CHARACTERS = 16
+_MARK = "hmac-sha256 "
+_DIGITS = 64
+_MOST_BYTES = 1 << 16
+_MAKE_ONE = "create one with `openssl rand -hex 32`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +141,19 @@ class Board:
         """The host of each rank that has joined."""
         if not self._pulses.check(["joined"]):
             return {}
+        check = partial(self.signer.checked, self._joined)
         lines = self._pulses.get("joined").decode(errors="replace").splitlines()
-        return dict(json.loads(self._joining(line)) for line in lines)
+        return dict(json.loads(check(line, f"the joining{_claimed(_OF_A_JOINING, line)}")) for line in lines)
 
     def pulses(self, ranks: Iterable[int]) -> dict[int, Pulse]:
         """Of ranks that have joined."""
         ranks = list(ranks)
         contents = self._pulses.multi_get([str(rank) for rank in ranks]) if ranks else []
-        return {rank: self._pulse(rank, content) for rank, content in zip(ranks, contents, strict=True)}
-
-    def _pulse(self, rank: int, content: bytes) -> Pulse:
-        return Pulse(**json.loads(self.signer.checked(self._key(rank), content, f"the pulse of rank {rank}")))
-
-    def _joining(self, line: str) -> str:
-        return self.signer.checked(self._joined, line, f"the joining{_claimed(_OF_A_JOINING, line)}")
+        given = [
+            self.signer.checked(self._key(rank), content, f"the pulse of rank {rank}")
+            for rank, content in zip(ranks, contents, strict=True)
+        ]
+        return {rank: Pulse(**json.loads(content)) for rank, content in zip(ranks, given, strict=True)}
 
     def _key(self, rank: int) -> str:
         return f"pulse {self.session} {rank}"
@@ -151,3 +167,61 @@ def _claimed(pattern: str, content: str) -> str:
     """The rank that a value claims, before that is proved; empty without one."""
     found = re.search(pattern, content)
     return f" of rank {found[1]}" if found else ""
+
+
+class Signer:
+    """Holds the secret; empty: values are neither signed nor checked."""
+
+    def __init__(self, secret: str = "") -> None:
+        """Raises PlanError for a secret that can be guessed."""
+        if 0 < len(secret) < LEAST_CHARACTERS:
+            raise PlanError(
+                f"the secret has {len(secret)} characters, fewer than {LEAST_CHARACTERS}",
+                where=SECRET,
+                fix=_MAKE_ONE,
+            )
+        self._secret = secret.encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Signer:
+        return cls(environment.get(SECRET, ""))
+
+    def __bool__(self) -> bool:
+        return bool(self._secret)
+
+    def signed(self, key: str, content: str) -> str:
+        """To be written under ``key``, which may be any name of the value that its readers know too."""
+        return f"{_MARK}{self._digest(key, content)} {content}" if self else content
+
+    def checked(self, key: str, stored: bytes | str, whose: str) -> str:
+        """The content. Raises PlanError, naming ``whose`` value it is, unless it is signed with this secret."""
+        text = stored if isinstance(stored, str) else stored.decode("utf-8", "replace")
+        is_signed = text.startswith(_MARK)
+        if not self:
+            if is_signed:
+                raise _refused(f"{whose} in the store is signed, but this rank has no secret")
+            return text
+        if not is_signed:
+            raise _refused(f"{whose} in the store is not signed, but this rank has a secret")
+        start = len(_MARK) + _DIGITS
+        given, content = text[len(_MARK) : start], text[start + 1 :]
+        if not hmac.compare_digest(given.encode(), self._digest(key, content).encode()):
+            raise _refused(f"{whose} in the store is signed with another secret, or was changed")
+        return content
+
+    def _digest(self, key: str, content: str) -> str:
+        message = f"{len(key)} {key} {content}".encode("utf-8", "surrogateescape")
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+
+
+def secret_in(file: Path) -> str:
+    """Without the white space around it. Raises PlanError, naming the file."""
+    secret = read_text(file, "secret", most_bytes=_MOST_BYTES, fix=_MAKE_ONE).strip()
+    if not secret or "\0" in secret:
+        raise PlanError("the file holds no secret", where=Where(file=str(file)), fix=_MAKE_ONE)
+    Signer(secret)
+    return secret
+
+
+def _refused(what: str) -> PlanError:
+    return PlanError(what, where=SECRET, fix=f"give every host the same {SECRET}, and use a private network")

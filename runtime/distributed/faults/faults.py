@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from passes.errors import PlanError, RunError, message_of
 from runtime.distributed.faults.activity import START, Activity
@@ -31,6 +33,7 @@ from runtime.distributed.faults.watch import HURRY_SECONDS, Watch
 CAUSE_SECONDS = 10.0  # a peer that died is found within this; the store's order does the rest
 STUCK_SECONDS = 2.0
 _standing: list[tuple[Board, str]] = []  # published by this process and not withdrawn
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Faults:
@@ -167,3 +170,20 @@ def _stuck(pulses: dict[int, Pulse]) -> Failure | None:
         return None
     worst = max(found, key=lambda pulse: pulse.seconds)
     return Failure(worst.rank, worst.at, f"stuck for {worst.seconds:.0f} s at {worst.line}")
+
+
+def shared_call(phase: str) -> Callable[[Method], Method]:
+    """For methods of a class with ``groups.faults`` and ``step_index``.
+
+    ``phase``: its name in errors, until the method sets a finer one.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with self.groups.faults.during(phase, self.step_index):
+                return method(self, *args, **options)
+
+        return cast(Method, call)
+
+    return decorate

@@ -8,25 +8,35 @@
 A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel distinguishes
 dead ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain
 attributes of the main thread, so a step costs nothing.
+
+Watched ranks are dead by the kernel if they are of this host, by missing heartbeats otherwise:
+
+    on this host     its process is gone                                          dead
+                     its process is stopped, and beats no more for a while        dead
+                     its process runs, however silent                             alive: it may hold its interpreter
+    elsewhere        silent for long                                              dead
+                     silent, and connections of peers were closed                 dead sooner
+
+A judge that was itself held up restarts its counts: a machine that slept is not dead.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import Literal
 
 from passes.errors import PlanError
-from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.activity import Activity, Page, own_page
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import Failure
-from runtime.distributed.faults.judge import BEAT_SECONDS, Judge
-from runtime.distributed.faults.page import Pages, own_page
-from runtime.distributed.faults.processes import State, host_key, start_of, state_of
 
 HURRY_SECONDS = 0.2  # between looks once something is wrong
 ENGAGED_SECONDS = 3.0  # for the main thread to notice a failure by itself, in an exchange
@@ -64,6 +74,93 @@ def _end_before_the_interpreter() -> None:
         watch.join(STORE_SECONDS)
 
 
+BEAT_SECONDS = 1.0
+STOPPED_SECONDS = 6.0
+REMOTE_SECONDS = 30.0
+LOST_SECONDS = 6.0
+HELD_UP_SECONDS = 4.0
+STOPPED = "its process is stopped (SIGSTOP)"
+State = Literal["gone", "stopped", "runs", "unknown"]
+
+
+class Judge:
+    """Owns when each rank was last heard, by this rank's clock."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._gone: set[int] = set()
+        self._looked = 0.0
+
+    def dead(
+        self, pulses: Iterable[Pulse], states: Mapping[int, State], now: float, *, peers_were_lost: bool
+    ) -> dict[int, str]:
+        """Rank → why. ``states``: of the processes of this host, by rank."""
+        was_held_up = now - self._looked > HELD_UP_SECONDS
+        self._looked = now
+        found = {}
+        gone = set()
+        for pulse in pulses:
+            beat, heard = self._heard.get(pulse.rank, (-1, now))
+            if pulse.beat != beat or was_held_up:
+                heard = now
+            self._heard[pulse.rank] = (pulse.beat, heard)
+            state = states.get(pulse.rank, "unknown") if pulse.host == self.host else "unknown"
+            if state == "gone" and not pulse.has_left:
+                gone.add(pulse.rank)
+            reason = _reason(state, now - heard, peers_were_lost, pulse.rank in self._gone)
+            if reason and not pulse.has_left:
+                found[pulse.rank] = reason
+        self._gone = gone  # a second look: a rank that ends well reports it before it ends
+        return found
+
+
+def _reason(state: State, silent: float, peers_were_lost: bool, was_gone: bool) -> str:
+    if state == "gone":
+        return "its process has died" if was_gone else ""
+    if state == "stopped":
+        return f"{STOPPED}, no heartbeat for {silent:.0f} s" if silent > STOPPED_SECONDS else ""
+    if state == "unknown" and silent > (LOST_SECONDS if peers_were_lost else REMOTE_SECONDS):
+        return f"no heartbeat for {silent:.0f} s: its process or its host is down"
+    return ""
+
+
+def host_key() -> str:
+    """The same for two processes that see each other's numbers: one boot of one machine, one namespace of pids."""
+    with suppress(OSError):
+        return f"{boot_of_host()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {os.getpid()}"  # nothing is known of others
+
+
+def boot_of_host() -> str:
+    """Identity of this machine since its start, unique among machines. Raises OSError if it is unknown."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_of(pid: int) -> str:
+    """When the process started, in ticks of the machine: a number that is used again has another."""
+    fields = _fields(pid)
+    return fields[19] if fields else ""
+
+
+def state_of(pid: int, start: str) -> State:
+    if not start:
+        return "unknown"
+    fields = _fields(pid)
+    if fields is None or fields[19] != start or fields[0] in "ZX":
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "runs"
+
+
+def _fields(pid: int) -> list[str] | None:
+    """From the state on: the name before it may hold blanks and brackets. None for no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
 class Watch(threading.Thread):
     """Owns the pulse of this rank and the judge of the others."""
 
@@ -78,7 +175,7 @@ class Watch(threading.Thread):
         self.is_closing = False
         self._first_at = 0.0
         self._hosts: dict[int, str] = {}
-        self._pages = Pages()
+        self._pages: dict[int, Page | None] = {}  # of the ranks that are watched, mapped while they lived
         self._beat = 0
         self._left: set[int] = set()
         self._reached = time.monotonic()
@@ -98,12 +195,11 @@ class Watch(threading.Thread):
                 self._unreachable(error)
             self._over.wait(HURRY_SECONDS if self.first or self.peers_were_lost else BEAT_SECONDS)
 
-    def stop(self, *, says_so: bool = True) -> None:
-        """No more beats; ``says_so``: the others know that this is no death."""
+    def stop(self) -> None:
+        """No more beats; the others know that this is no death."""
         self.end()
         with self._lock, suppress(Exception):
-            if says_so:
-                self.board.beat(self.pulse(has_left=True))
+            self.board.beat(self.pulse(has_left=True))
 
     def end(self) -> None:
         """No round after this one."""
@@ -117,9 +213,15 @@ class Watch(threading.Thread):
                 return
             self._tell()
         self._hear(self.board.first())
+        if self.first is None and (end := self.activity.must_end) is not None and time.monotonic() > end:
+            stuck = f"stuck for {self.activity.seconds:.0f} s at {self.activity.line()[0]}"
+            self.board.publish(Failure(self.activity.rank, str(self.activity), stuck))
+            self._hear(self.board.first())
         for rank, reason in self._dead().items():
             if self.first is None:
-                self.board.publish(self._death(rank, reason))
+                page = self._pages.get(rank)  # of its last action; without one, its activity at its last heartbeat
+                at = (page.read() if page is not None else "") or self._last[rank].at
+                self.board.publish(Failure(rank, at, reason))
                 self._hear(self.board.first())
         self._end_if_nobody_else_does()
 
@@ -150,8 +252,8 @@ class Watch(threading.Thread):
         self._last = pulses
         self._left |= {rank for rank, pulse in pulses.items() if pulse.has_left}
         for pulse in pulses.values():
-            if pulse.host == self.host:
-                self._pages.map(pulse.rank, pulse.pid, pulse.page)
+            if pulse.host == self.host and pulse.rank not in self._pages:
+                self._pages[pulse.rank] = Page.of(pulse.pid, pulse.page)
         states: dict[int, State] = {r: state_of(p.pid, p.start) for r, p in pulses.items() if p.host == self.host}
         return self.judge.dead(pulses.values(), states, time.monotonic(), peers_were_lost=self.peers_were_lost)
 
@@ -164,9 +266,6 @@ class Watch(threading.Thread):
                 first.setdefault(host, rank)
         here = [rank for rank, host in self._hosts.items() if host == self.host or (own and rank == 0)]
         return [rank for rank in (*here, *(first.values() if own == 0 else ())) if rank != own]
-
-    def _death(self, rank: int, reason: str) -> Failure:
-        return Failure(rank, self._pages.last_of(rank, self._last[rank].at), reason)
 
     def _hear(self, failure: Failure | None) -> None:
         if failure != self.first:

@@ -12,19 +12,30 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from planner.report.page.engine import render
-from planner.report.page.palette import LINES
-from planner.report.page.tables import tables_of
+from planner.report.page.engine import LINES, render, tables_of
 from planner.report.shapes import Scale, round_ticks
-from runtime.report.runs.figures import FIGURES, Figure, Line, lines_of, tick_texts
-from runtime.report.runs.memory import category_bars
-from runtime.report.runs.reading import Run
-from runtime.report.runs.table import sections_of
+from runtime.report.runs.reading import RecordedRun
+from runtime.report.runs.table import FIGURES, Figure, Line, category_bars, lines_of, sections_of, tick_texts
+
+WIDTH, HEIGHT = 360, 200  # as wide as a telephone: a page makes it larger, never smaller
+_TOP, _BOTTOM = 10, 24
+LETTER = 7.0  # of a digit, at most, in the font of 12 pixels that the page has
+NUM_COLOURS = len(LINES)
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The page as HTML, with a chart of every figure that some run has; dash and colour distinguish runs."""
-    drawn = [(figure, lines) for figure in FIGURES if (lines := lines_of(figure, runs))]
+    charts = [
+        {
+            "title": figure.title,
+            "unit": figure.unit,
+            "last": [(line.name, figure.format(line.points[-1][1])) for line in lines],
+            "svg": Markup(chart(figure, lines)),  # our own picture, its texts are escaped
+        }
+        for figure in FIGURES
+        if (lines := lines_of(figure, runs))
+    ]
     first, *others = tables_of(sections_of(runs))
     return render(
         "runs.html.j2",
@@ -32,7 +43,7 @@ def page(runs: Sequence[Run]) -> str:
         title=f"Runs: {', '.join(run.name for run in runs)}",
         legend=[_legend(index, run.name) for index, run in enumerate(runs)],
         runs=first,
-        charts=[_chart(figure, lines) for figure, lines in drawn],
+        charts=charts,
         memory=category_bars(runs),
         tables=others,
     )
@@ -42,23 +53,7 @@ def _legend(index: int, name: str) -> dict[str, Any]:
     return {"name": name, "colour": LINES[index % NUM_COLOURS], "dash": DASHES[index % len(DASHES)]}
 
 
-def _chart(figure: Figure, lines: Sequence[Line]) -> dict[str, Any]:
-    return {
-        "title": figure.title,
-        "unit": figure.unit,
-        "last": [(line.name, figure.format(line.points[-1][1])) for line in lines],
-        "svg": Markup(chart(figure, lines)),  # our own picture, its texts are escaped
-    }
-
-
 # ---- lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf
-
-
-WIDTH, HEIGHT = 360, 200  # as wide as a telephone: a page makes it larger, never smaller
-_TOP, _BOTTOM = 10, 24
-LETTER = 7.0  # of a digit, at most, in the font of 12 pixels that the page has
-NUM_COLOURS = len(LINES)
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
 
 class Axes(NamedTuple):
@@ -87,7 +82,7 @@ class Axes(NamedTuple):
 
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
-    """One SVG element; its colours come from the page (``planner.report.page.palette``)."""
+    """One SVG element; its colours come from the page (``planner.report.page.engine``)."""
     axes = Axes.around(figure, lines)
     words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
     parts = [

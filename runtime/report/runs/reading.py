@@ -1,32 +1,46 @@
-"""Read logged runs: a log or a directory of logs becomes rows, or one error."""
+"""Read logged runs: a log or a directory of logs, with the trace and the memory beside, becomes runs, or one error.
+
+Steps are folded one by one as they are read, in memory that hardly grows with their number. A series keeps a few
+hundred points: its first, its last, and of each stretch of steps the lowest and the highest, so that no spike is lost.
+Stretches become twice as long whenever there are too many of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import inf, isfinite
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from passes.errors import PlanError
-from planner.files.text import MIB, lines_of, shorten
+from planner.files.text import MIB, is_file, lines_of, read_text, shorten
+from runtime.report.log import StepRow
 from runtime.report.memory_rows import MemoryReport
-from runtime.report.runs.beside import LOG, memory_beside, trace_beside
-from runtime.report.runs.history import History
-from runtime.report.step_row import StepRow
 
 FIX = "write one with `meshwright train … --log FILE.jsonl`"
 _MOST_OF_A_LINE = MIB
 _KEYS = {field.name for field in dataclasses.fields(StepRow)}
 _NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default is dataclasses.MISSING}
+Point = tuple[int, float]
+MOST_POINTS = 400  # of one line: about one a pixel
+_TIMES = ("tokens_per_s", "step_seconds", "bubble")
+_FIGURES = tuple(field.name for field in dataclasses.fields(StepRow) if field.name not in ("step", "slow_rank"))
+LOG = ".jsonl"
+_MOST_BYTES = 1024 * MIB
+_adapter = cache(TypeAdapter)
+_MOVE = "write it again with this version, or move it away"
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run. ``rows``: its steps, read again at each iteration. ``trace``: the events of a trace that lies beside its
     log, if one does; ``memory``: the memory of its ranks, if that does.
     """
@@ -59,11 +73,14 @@ class Rows:
             raise PlanError("the log has no steps", where=shorten(self.log), fix=FIX)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """The logs among ``paths``, and those in directories among them. Raises PlanError for a path that is neither."""
     logs = [log for path in paths for log in _logs_at(path)]
     names = names_of(logs)
-    runs = [Run(name, Rows(log), trace_beside(log), memory_beside(log)) for log, name in zip(logs, names, strict=True)]
+    runs = [
+        RecordedRun(name, Rows(log), trace_beside(log), memory_beside(log))
+        for log, name in zip(logs, names, strict=True)
+    ]
     for run in runs:
         run.history  # noqa: B018 - reads the log, so that a damaged one is refused before anything is written
     return runs
@@ -110,16 +127,11 @@ def _row(log: Path, number: int, values: Any) -> StepRow:
         words = f"another version or another program has written this log: a step {', and '.join(told)}"
         raise PlanError(words, where=_at(log, number), fix="report it with the version that wrote it")
     try:
-        return _adapter().validate_python(values)
+        return _adapter(StepRow).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise _damaged(log, number, words) from None
-
-
-@cache
-def _adapter() -> TypeAdapter[StepRow]:
-    return TypeAdapter(StepRow)
 
 
 def _told(verb: str, names: Iterable[str]) -> list[str]:
@@ -133,3 +145,124 @@ def _damaged(log: Path, number: int, words: str) -> PlanError:
 
 def _at(log: Path, number: int) -> str:
     return f"{shorten(log)}, line {number}"
+
+
+class Series:
+    """One figure over steps, added in their order. Values that are not finite count as points, in no fold."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most, self._width, self._in_last = most, 1, 0
+        self._stretches: list[list[Point]] = []
+        self._first: Point | None = None
+        self._last: Point | None = None
+        self.low, self.high, self.total, self.num_finite = inf, -inf, 0.0, 0
+
+    def add(self, step: int, value: float) -> None:
+        point = (step, value)
+        self._first, self._last = self._first or point, point
+        if isfinite(value):
+            self.low, self.high = min(self.low, value), max(self.high, value)
+            self.total, self.num_finite = self.total + value, self.num_finite + 1
+        if not self._stretches or self._in_last == self._width:
+            self._stretches.append([])
+            self._in_last = 0
+        self._stretches[-1] = _ends([*self._stretches[-1], point])
+        self._in_last += 1
+        if len(self._stretches) * (1 if self._width == 1 else 2) > self._most:
+            self._double()
+
+    def _double(self) -> None:
+        pairs = range(0, len(self._stretches), 2)
+        is_odd = len(self._stretches) % 2
+        self._stretches = [_ends([point for part in self._stretches[i : i + 2] for point in part]) for i in pairs]
+        self._in_last += 0 if is_odd else self._width
+        self._width *= 2
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """At most about ``most``, in the order of steps."""
+        inside = [point for stretch in self._stretches for point in stretch]
+        ends = [point for point in (self._first, self._last) if point is not None]
+        kept = dict.fromkeys([*ends[:1], *inside, *ends[1:]])
+        return tuple(sorted(kept, key=itemgetter(0)))
+
+
+def _ends(points: Sequence[Point]) -> list[Point]:
+    """The lowest, the highest and the first that is not finite, in the order of steps."""
+    if len(points) < 2:
+        return list(points)
+    finite = [point for point in points if isfinite(point[1])]
+    broken = [point for point in points if not isfinite(point[1])][:1]
+    ends = [min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))] if finite else []
+    return sorted(dict.fromkeys([*ends, *broken]), key=itemgetter(0))
+
+
+class History:
+    """All figures of a run. ``warm``: the finite values of ``_TIMES`` after the first step, which allocates memory and
+    opens connections; of the first step if there is no other."""
+
+    def __init__(self, rows: Iterable[StepRow]) -> None:
+        self.series: dict[str, Series] = {}
+        self.warm = {name: array("d") for name in _TIMES}  # 8 bytes a step: a median needs all of them
+        self.num_steps = 0
+        for row in rows:
+            self._add(row)
+
+    def _add(self, row: StepRow) -> None:
+        if self.num_steps == 0:
+            self.first = row
+        self.last = row
+        for name in _FIGURES:
+            if (value := getattr(row, name)) is not None:
+                self.series.setdefault(name, Series()).add(row.step, float(value))
+        for name, values in self.warm.items():
+            if self.num_steps == 1:
+                values[:] = array("d")
+            if (value := getattr(row, name)) is not None and isfinite(value):
+                values.append(value)
+        self.num_steps += 1
+
+
+def trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
+    """The events of NAME.json beside NAME.jsonl, or of trace.json if only one log is beside it; else none.
+
+    Raises PlanError for a file that is no JSON.
+    """
+    for path in _files(log, ".json", "trace.json"):
+        events = _object(path, "trace").get("traceEvents")
+        if isinstance(events, list):
+            return tuple(event for event in events if isinstance(event, dict))
+    return ()
+
+
+def memory_beside(log: Path) -> MemoryReport | None:
+    """The report that `meshwright memory --format json` printed into NAME.memory.json, or memory.json if only one log
+    is beside it. Raises PlanError for a file that is none of this version.
+    """
+    for path in _files(log, ".memory.json", "memory.json"):
+        values = _object(path, "report of memory")
+        try:
+            return TypeAdapter(MemoryReport).validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            words = f"this is not a memory report of this version: {shorten(told, 200)}"
+            fix = f"{_MOVE}: meshwright memory MODEL SPEC --format json > {shorten(path.name)}"
+            raise PlanError(words, where=shorten(path), fix=fix) from None
+    return None
+
+
+def _files(log: Path, suffix: str, shared: str) -> list[Path]:
+    """The existing files of both names. The second may be of any log: it counts only if there is one log."""
+    is_alone = len(list(log.parent.glob(f"*{LOG}"))) == 1
+    names = [log.with_suffix(suffix), *([log.with_name(shared)] if is_alone else [])]
+    return [path for path in names if is_file(path)]
+
+
+def _object(path: Path, what: str) -> dict[str, Any]:
+    text = read_text(path, what, most_bytes=_MOST_BYTES, fix=_MOVE)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise PlanError(f"the {what} is damaged: it is not JSON", where=shorten(path), fix=_MOVE) from None
+    return values if isinstance(values, dict) else {}

@@ -1,6 +1,8 @@
 """Runs side by side as tables for a terminal, and as data for a script.
 
-How long each stage's actions took in a trace, beside how long they were planned to take.
+Actions: how long those of each stage took in a trace, beside how long they were planned to take. Memory, measured
+beside planned: by category and by action. Of each pp rank the one rank that held the most is drawn; the table has all
+of them.
 """
 
 from __future__ import annotations
@@ -8,20 +10,142 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import floor, log, log10
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from planner.report.section import Section
-from runtime.report.runs.figures import COLUMNS, summary
-from runtime.report.runs.memory import memory_sections
-from runtime.report.runs.reading import Run
+from planner.report.shapes import Bars, Row, bars_of
+from planner.tables.sizes import format_bytes
+from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
+from runtime.report.runs.reading import History, Point, RecordedRun, Series
+
+Format = Callable[[float], str]
+_SMALL, _LARGE = 1e-3, 1e7  # beyond them with an exponent
+COLUMNS = (
+    "run", "steps", "first loss", "last loss", "lowest validation", "tokens/s", "s per step", "memory", "bubble",
+    "planned bubble", "skipped",
+)  # fmt: skip
+
+
+def plain(value: float) -> str:
+    """Four digits: 12,350 for 12345.6."""
+    return f"{float(f'{value:.4g}'):,.7g}"
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def size(value: float) -> str:
+    return format_bytes(round(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin."""
+
+    field: str
+    title: str
+    unit: str = ""
+    format: Format = plain
+    beside: str = ""
+    beside_title: str = ""
+
+    def unit_of(self, high: float) -> tuple[float, str]:
+        """In which ticks up to ``high`` are round numbers, and its name: KiB, MiB and so on, or a hundredth."""
+        if self.format is share:
+            return 0.01, "%"
+        if self.format is not size:
+            return 1.0, ""
+        power = min(floor(log(max(high, 1.0), 1024)), 4)
+        return 1024.0**power, f" {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+FIGURES = (
+    Figure("loss", "Loss", "mean over tokens", plain, "one_process_loss", "one process"),
+    Figure("validation_loss", "Validation loss", "mean over tokens"),
+    Figure("grad_norm", "Gradient norm"),
+    Figure("lr", "Learning rate"),
+    Figure("tokens_per_s", "Tokens per second"),
+    Figure("step_seconds", "Seconds per step"),
+    Figure("data_share", "Time waiting for data", "share of a step", share),
+    Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
+    Figure("memory_bytes", "Memory", "peak of the fullest rank", size),
+    Figure("peak_share", "FLOP/s per device", "share of its peak", share),
+    Figure("loss_scale", "Loss scale"),
+    Figure("imbalance", "Imbalance of experts", "tokens of the busiest expert over the mean"),
+    Figure("dropped", "Dropped expert choices", "share", share),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart. ``run``: its position among the runs; ``is_beside``: of the second field."""
+
+    run: int
+    name: str
+    points: tuple[Point, ...]
+    is_beside: bool = False
+
+
+def lines_of(figure: Figure, runs: Sequence[RecordedRun]) -> list[Line]:
+    """A line for each run that has the figure; a figure that no run has gives none."""
+    found = []
+    for index, run in enumerate(runs):
+        for field, more in ((figure.field, ""), (figure.beside, figure.beside_title)):
+            if field in run.history.series:
+                name = f"{run.name}, {more}" if more else run.name
+                found.append(Line(index, name, run.history.series[field].points, bool(more)))
+    return found
+
+
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Round numbers in equal distances, each with all of its digits: 2.3000 beside 2.3005."""
+    distance = ticks[1] - ticks[0] if len(ticks) > 1 and ticks[1] > ticks[0] else 1.0
+    last = floor(log10(distance) + 1e-9)  # the place of the last digit
+    most = max(map(abs, ticks))
+    if most and not _SMALL <= most < _LARGE:
+        digits = max(1, floor(log10(most)) - last + 1)
+        return [f"{0.0 if abs(tick) < distance / 2 else tick:.{digits}g}" for tick in ticks]
+    return [f"{tick:,.{max(0, -last)}f}" for tick in ticks]
+
+
+def summary(run: RecordedRun) -> tuple[str, ...]:
+    """The cells of ``COLUMNS``; - if the run has no such figure. Times are medians without the first step."""
+    history = run.history
+    first, last, warm = history.first, history.last, history.warm
+    return (
+        run.name,
+        f"{first.step} to {last.step}",
+        plain(first.loss),
+        plain(last.loss),
+        _of(history, "validation_loss", lambda series: plain(series.low)),
+        f"{np.median(warm['tokens_per_s']):,.0f}" if warm["tokens_per_s"] else "-",
+        plain(float(np.median(warm["step_seconds"]))) if warm["step_seconds"] else "-",
+        _of(history, "memory_bytes", lambda series: size(series.high)),
+        share(float(np.mean(warm["bubble"]))) if warm["bubble"] else "-",
+        _of(history, "planned_bubble", lambda series: share(series.total / series.num_finite)),
+        str(round(history.series["skipped"].total)),
+    )
+
+
+def _of(history: History, field: str, shown: Callable[[Series], str]) -> str:
+    series = history.series.get(field)
+    return shown(series) if series is not None and series.num_finite else "-"
+
 
 _ACTIONS = ("run", "stage", "action", "seen", "measured ms", "planned ms", "measured / planned")
+PARTS = ("parameters", "gradients", "optimizer", "activations")  # "at the peak" has activations in it
+_RANKS = ("run", "rank", "category", "measured", "planned", "measured / planned")
+_OF_ACTIONS = ("run", "pp rank", "rank", "action", "measured", "planned", "live at its peak")
 
 
-def sections_of(runs: Sequence[Run]) -> list[Section]:
+def sections_of(runs: Sequence[RecordedRun]) -> list[Section]:
     """A table of the runs; with traces, one of the times of their actions; then the memory of their ranks."""
     found = [Section(f"Runs ({len(runs)})", COLUMNS, tuple(map(summary, runs)), right=frozenset(COLUMNS[1:]))]
     times = [time for run in runs for time in action_times(run)]
@@ -38,7 +162,7 @@ def _or_none(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def json_parts(runs: Sequence[Run]) -> Iterator[str]:
+def json_parts(runs: Sequence[RecordedRun]) -> Iterator[str]:
     """JSON, part by part, as a log may be larger than memory: every step of every run, the times of its actions, and
     the memory of its ranks; null: not measured."""
     yield "["
@@ -75,17 +199,13 @@ class ActionTime:
         return self.measured / self.planned if self.planned else None
 
 
-def action_times(run: Run) -> list[ActionTime]:
+def action_times(run: RecordedRun) -> list[ActionTime]:
     """Stage by stage; none if the run has no trace, or its trace no actions."""
     measured, planned = _milliseconds(run.trace, "measured"), _milliseconds(run.trace, "planned")
     return [
-        ActionTime(run.name, stage, kind, len(taken), median(taken), _median(planned.get((stage, kind), [])))
-        for (stage, kind), taken in sorted(measured.items())
+        ActionTime(run.name, *place, len(taken), median(taken), median(planned[place]) if place in planned else None)
+        for place, taken in sorted(measured.items())
     ]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
 
 
 def _milliseconds(events: Sequence[dict[str, Any]], track: str) -> dict[tuple[int, str], list[float]]:
@@ -103,3 +223,66 @@ def _milliseconds(events: Sequence[dict[str, Any]], track: str) -> dict[tuple[in
         if is_action and is_timed and (event.get("pid"), event.get("tid")) in tracks:
             found[args["stage"], str(event.get("cat"))].append(event["dur"] / 1000)
     return found
+
+
+def fullest(report: MemoryReport) -> dict[int, int]:
+    """Of each pp rank the rank that held the most."""
+    pp_ranks = {action.rank: action.pp_rank for action in report.actions}
+    held = {rank: sum(row.measured for row in report.rows if _is_part_of(row, rank)) for rank in sorted(pp_ranks)}
+    found: dict[int, int] = {}
+    for rank in held:
+        pp_rank = pp_ranks[rank]
+        if pp_rank not in found or held[rank] > held[found[pp_rank]]:
+            found[pp_rank] = rank
+    return dict(sorted(found.items()))
+
+
+def _is_part_of(row: Compared, rank: int) -> bool:
+    return row.rank == rank and row.category in PARTS
+
+
+def category_bars(runs: Sequence[RecordedRun]) -> Bars | None:
+    """Two bars for each pp rank of each run: measured, and planned below it."""
+    rows: list[Row] = []
+    for run, report in measured_runs(runs):
+        for pp_rank, rank in fullest(report).items():
+            of_rank = [row for row in report.rows if _is_part_of(row, rank)]
+            for word, sizes in (
+                ("measured", [r.measured for r in of_rank]),
+                ("planned", [r.predicted for r in of_rank]),
+            ):
+                held = zip((row.category for row in of_rank), sizes, strict=True)
+                named = [(part, size, f"{part}, {word}: {format_bytes(size)}") for part, size in held]
+                rows.append((f"{run.name}, pp rank {pp_rank}, {word}", named, format_bytes(sum(sizes))))
+    note = "The fullest rank of each pp rank; activations include logits, as saved by autograd at the peak."
+    return bars_of("Memory, measured and planned", rows, PARTS, note=note) if rows else None
+
+
+def measured_runs(runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, MemoryReport]]:
+    return [(run, run.memory) for run in runs if run.memory is not None]
+
+
+def memory_sections(runs: Sequence[RecordedRun]) -> list[Section]:
+    """A table of ranks and categories, and one of the actions of each pp rank; none without such a report."""
+    ranks, actions = [], []
+    for run, report in measured_runs(runs):
+        ranks += [(run.name, *_cells(row)) for row in report.rows]
+        drawn = set(fullest(report).values())
+        actions += [(run.name, *_action_cells(action)) for action in report.actions if action.rank in drawn]
+    note = "saved for microbatches in flight; the fullest rank of each pp rank"
+    found = [
+        Section("Memory of ranks", _RANKS, tuple(ranks), "by `meshwright memory`", frozenset(_RANKS[3:])),
+        Section("Memory by action", _OF_ACTIONS, tuple(actions), note, frozenset(_OF_ACTIONS[4:])),
+    ]
+    return [section for section in found if section.rows]
+
+
+def _cells(row: Compared) -> tuple[str, ...]:
+    ratio = f"{row.measured / row.predicted:.3f}" if row.predicted else "-"
+    return str(row.rank), row.category, format_bytes(row.measured), format_bytes(row.predicted), ratio
+
+
+def _action_cells(action: ActionMemory) -> tuple[str, ...]:
+    planned = "-" if action.predicted is None else format_bytes(action.predicted)
+    place = (str(action.pp_rank), str(action.rank), action.action)
+    return *place, format_bytes(action.measured), planned, format_bytes(action.live)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.fuzz.fields import Choices
+from runtime.fuzz.specs import Choices
 from tests.fuzz.drawn.parts import MLP, Attention, Experts, norm
 
 FIELDS: dict[str, tuple[Any, ...]] = {

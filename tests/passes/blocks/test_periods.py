@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from passes.blocks.periods import Flow, Run, find_runs, live_bytes
+from passes.blocks.periods import BlockRun, Flow, find_runs, live_bytes
 
 
 def word(text: str, live: list[int] | None = None) -> Flow:
@@ -16,11 +16,11 @@ def word(text: str, live: list[int] | None = None) -> Flow:
 
 
 def test_a_repeated_stretch_is_one_run() -> None:
-    assert find_runs(word("xabCabCabCz")) == [[Run(1, 3, 3)]]
+    assert find_runs(word("xabCabCabCz")) == [[BlockRun(1, 3, 3)]]
 
 
 def test_the_shortest_period_counts() -> None:
-    assert find_runs(word("aBaBaBaB")) == [[Run(0, 2, 4)]]
+    assert find_runs(word("aBaBaBaB")) == [[BlockRun(0, 2, 4)]]
 
 
 def test_a_word_without_repetition_or_without_work_has_no_runs() -> None:
@@ -30,25 +30,25 @@ def test_a_word_without_repetition_or_without_work_has_no_runs() -> None:
 
 
 def test_two_stretches_of_one_period_are_found_together() -> None:
-    assert find_runs(word("aBaBaBxyzwaBaBaB")) == [[Run(0, 2, 3), Run(10, 2, 3)]]
+    assert find_runs(word("aBaBaBxyzwaBaBaB")) == [[BlockRun(0, 2, 3), BlockRun(10, 2, 3)]]
 
 
 def test_stretches_of_different_periods_come_heaviest_first() -> None:
-    assert find_runs(word("aBaBaBzpQRSpQRSpQRS")) == [[Run(7, 4, 3)], [Run(0, 2, 3)]]
+    assert find_runs(word("aBaBaBzpQRSpQRSpQRS")) == [[BlockRun(7, 4, 3)], [BlockRun(0, 2, 3)]]
 
 
 def test_blocks_start_where_the_least_crosses() -> None:
     text = "xcabcabcabcay"
     live = [3 if c != "b" else 1 for c in text.lower()] + [3]
-    assert find_runs(word(text.replace("c", "C"), live)) == [[Run(3, 3, 3)]]
+    assert find_runs(word(text.replace("c", "C"), live)) == [[BlockRun(3, 3, 3)]]
 
 
 def test_of_equally_clean_starts_the_one_with_most_blocks_is_taken() -> None:
-    assert find_runs(word("AbcAbcAbcA")) == [[Run(0, 3, 3)]]
+    assert find_runs(word("AbcAbcAbcA")) == [[BlockRun(0, 3, 3)]]
 
 
 def test_one_letter_that_differs_does_not_end_a_run() -> None:
-    assert find_runs(word("abcDefghabcDxfghabcDefgh")) == [[Run(0, 8, 3)]]
+    assert find_runs(word("abcDefghabcDxfghabcDefgh")) == [[BlockRun(0, 8, 3)]]
 
 
 def test_things_side_by_side_are_no_run() -> None:

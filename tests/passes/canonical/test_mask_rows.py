@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.canonical.mask_rows import MaskRows, Runs
-from passes.canonical.masks import simplify_masks
-from passes.program.constants import Constants
+from passes.canonical.masks import MaskRows, Runs, simplify_masks
+from passes.program.known_values import Constants
 from passes.program.program import Program
 from tests.tools.captured import capture
 

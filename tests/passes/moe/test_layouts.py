@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.moe.layouts import Counts, Layout, Part, followed
+from passes.moe.token_rows import Counts, Layout, Part, followed
 from passes.program.ops.aten import aten, shape_of
 from passes.rules.table import rule_of
 from passes.rules.trials import called

@@ -41,7 +41,7 @@ def opened(layer: Any) -> tuple[fx.Graph, Meta]:
 
 def test_the_shapes_of_a_branch_are_those_of_the_others() -> None:
     graph, counted = opened(experts.Layer(experts.masks))
-    assert len(graph.find_nodes(op="call_function", target=aten.gelu.default)) == 4
+    assert len(graph.find_nodes(op="call_function", target=aten.gelu.default)) == 2  # of four, over ep 2
     assert counted.ran[aten.gelu.default] == 1
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import f, gather, part
-from passes.ops.column_linear import column_linears, gathered_linears
+from passes.ops.linear import column_linears, gathered_linears
 from passes.types.types import Placement, V
 from tests.tools.simulated_ranks import on_threads
 

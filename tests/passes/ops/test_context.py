@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.ops.attention import causal_attention, shared_key_causal_attention
 from passes.ops.axis import AxisHandle
-from passes.ops.causal_attention import causal_attention, shared_key_causal_attention
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.gathered_attention import gathered_attention
-from passes.partition.sequence import zigzag
+from tests.tools import zigzag
 from tests.tools.cudnn_stand_in import stand_in
 from tests.tools.examples import examples
 from tests.tools.simulated_ranks import on_threads

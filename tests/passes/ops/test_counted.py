@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.ops.counted import (
+from passes.ops.dropout import (
     GOLDEN,
-    Place,
+    SampleElements,
     counted_bernoulli,
     counted_dropout,
     counted_normal,
@@ -22,8 +22,10 @@ CPU = torch.device("cpu")
 PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 
-def whole(*shape: int, site: int = 0, batch: tuple[int, int, int] | None = None, by_sample: bool = True) -> Place:
-    return Place(site, shape, tuple(((0, n),) for n in shape), batch, by_sample)
+def whole(
+    *shape: int, site: int = 0, batch: tuple[int, int, int] | None = None, by_sample: bool = True
+) -> SampleElements:
+    return SampleElements(site, shape, tuple(((0, n),) for n in shape), batch, by_sample)
 
 
 def state(seed: int = 1, step: int = 0, microbatch: int = 0) -> RandomState:
@@ -96,7 +98,7 @@ def test_the_batch_may_stand_anywhere(shape, batch):
 
 def test_a_part_has_the_numbers_of_its_elements():
     full = numbers(state(), whole(4, 12, 8, batch=(0, 1, 4)), CPU)
-    part = Place(0, (4, 12, 8), (((0, 4),), ((0, 3), (9, 12)), ((4, 8),)), (0, 1, 4), True)
+    part = SampleElements(0, (4, 12, 8), (((0, 4),), ((0, 3), (9, 12)), ((4, 8),)), (0, 1, 4), True)
     held = full[:, [0, 1, 2, 9, 10, 11], 4:]
     assert numbers(state(), part, CPU).equal(held)
 

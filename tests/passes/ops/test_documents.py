@@ -218,6 +218,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_a_rank_of_cp_makes_nothing_of_the_square_of_32k_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks 3 and 12 of the 16 of cp 8, documents of 5,000 tokens."""

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from passes.ops import meeting
-from passes.ops.grouped_linear import grouped_linear
+from passes.ops.meeting import grouped_linear
 from passes.ops.weight_gradients import WeightGradients
 from planner import plan
 from planner.lower import lower
-from runtime.optimizer.places import add_products, add_whole
+from runtime.optimizer.slots import add_products, add_whole
 from tests.models import experts, stacked_experts
 from tests.numeric.test_expert_layouts import batch_of, built, layer_of
 from tests.passes.ops.test_meeting import EXPERTS, WIDTH, met, on_threads

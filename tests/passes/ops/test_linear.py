@@ -9,8 +9,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import part
-from passes.ops.column_linear import column_linears, gathered_linears
-from passes.ops.linear import linear
+from passes.ops.linear import column_linears, gathered_linears, linear
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.types.types import V
 from tests.tools.simulated_ranks import on_threads

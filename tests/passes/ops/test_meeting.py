@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
-from passes.ops.load import ExpertLoad
+from passes.ops.counts import ExpertLoad
 from passes.ops.meeting import Meeting
 from planner.mesh import Mesh
 from runtime.distributed.launch import launch
@@ -63,6 +63,7 @@ def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
     return watch.sights
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "etp", "nodes"), [(2, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2)])
 def test_the_host_waits_once_a_layer(ep: int, etp: int, nodes: int):

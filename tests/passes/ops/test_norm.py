@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.norm import cut_layer_norm, cut_rms_norm
+from passes.ops.over_ranks import cut_layer_norm, cut_rms_norm
 from tests.tools.simulated_ranks import on_threads
 
 FEATURES, EPS = 8, 1e-3

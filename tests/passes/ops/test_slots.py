@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.load import ExpertLoad
+from passes.ops.counts import ExpertLoad
 from passes.ops.slots import return_slots, send_slots
 from tests.tools.paths import ROOT
 from tests.tools.simulated_ranks import on_threads

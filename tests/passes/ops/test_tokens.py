@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
-from passes.ops.load import ExpertLoad
+from passes.ops.counts import ExpertLoad
 from tests.tools.examples import examples
 from tests.tools.expert_rows import route
 from tests.tools.simulated_ranks import on_threads

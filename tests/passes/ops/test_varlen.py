@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.ops import documents, varlen
+from passes.ops import document_blocks, documents
 from passes.ops.document_blocks import CAUSAL, WHOLE, Band, blocks_of, runs_of
 from passes.ops.documents import attention_by_documents
 from tests.passes.ops.test_documents import GROUPS, HEADS, LENGTH, MASKS, OTHERS, drawn, operands, same
@@ -65,7 +65,7 @@ def test_segments_are_the_attention_of_the_mask(name: str, groups: int, monkeypa
         calls.append(band)
         return by_loop(band)
 
-    monkeypatch.setattr(varlen, "kernel", kernel)
+    monkeypatch.setattr(document_blocks, "kernel", kernel)
     monkeypatch.setattr(documents, "has_kernel", lambda *given: True)
     for seed in range(5):
         mask = (MASKS | OTHERS)[name](seed)
@@ -77,8 +77,8 @@ def test_segments_are_the_attention_of_the_mask(name: str, groups: int, monkeypa
 def test_keys_in_their_order_are_not_copied() -> None:
     ids = drawn(1)
     cpu = torch.device("cpu")
-    whole = varlen.segments_of(blocks_of(runs_of(same(ids))), 2, LENGTH, cpu)
-    some = varlen.segments_of(blocks_of(runs_of(same(ids)[:, :, LENGTH // 2 :])), 2, LENGTH, cpu)
+    whole = document_blocks.segments_of(blocks_of(runs_of(same(ids))), 2, LENGTH, cpu)
+    some = document_blocks.segments_of(blocks_of(runs_of(same(ids)[:, :, LENGTH // 2 :])), 2, LENGTH, cpu)
     assert whole is not None
     assert whole.places is None
     assert some is not None

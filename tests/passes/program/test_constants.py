@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.program.constants import Constants, computed, is_made_of
+from passes.program.known_values import Constants, computed, is_made_of
 from passes.program.ops.aten import aten
 from passes.program.program import Program
 

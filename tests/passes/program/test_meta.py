@@ -49,11 +49,11 @@ def writes(tree: ast.AST) -> Iterator[int]:
 STAGES_ARE_READ = (
     "passes",
     "runtime",
-    "planner/saved",
+    "planner/trace",
     "planner/compiled",
     "planner/cost/whole.py",
     "planner/one_position.py",
-    "planner/regions/weight_gradients.py",
+    "planner/tables/build.py",
     "planner/tables/parameters.py",
 )
 

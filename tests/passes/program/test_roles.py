@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.program.roles import parameter_roles
+from passes.program.matrices import parameter_roles
 from tests.tools.captured import capture
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from passes.program.ops.sequence import causal_attention, gather_sequence, local
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 from passes.rules.table import RULES, rule_of
-from passes.rules.trials import called, tried, tried_linear
+from passes.rules.trials import TOLERANCES, called, tried
 
 
 def real(*shape: int) -> Tensor:
@@ -247,7 +248,23 @@ def test_cutting_a_factor_gives_the_parts_of_values_and_gradients(target: Any) -
         _tiles(node, rule)
         if not is_random(node) and not any(word in str(target) for word in ("empty", "w_as.", "e_as.")):
             tried(node, rule, values)
-            tried_linear(node, rule, values)
+            _is_linear(node, rule, values)
+
+
+def _is_linear(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> None:
+    """In each set of operands, while the others stay: f(a + b) = f(a) + f(b)."""
+    operands = [values[n.name] for n in operands_of(node)]
+
+    def made_of(share: float, together: Collection[int]) -> Tensor:
+        scaled = iter([x * share if i in together else x for i, x in enumerate(operands)])
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(scaled))  # pyright: ignore
+        found: Any = node.target(*args, **kwargs)  # pyright: ignore
+        return found if isinstance(found, Tensor) else found[0]
+
+    for together in rule.linear:
+        whole, *made = [made_of(share, together) for share in (1.0, 0.25, 0.75)]
+        near = TOLERANCES.get(whole.dtype, 0.0)
+        torch.testing.assert_close(made[0] + made[1], whole, rtol=near, atol=near, equal_nan=True)
 
 
 def test_every_op_of_the_table_has_an_example() -> None:

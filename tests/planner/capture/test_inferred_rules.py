@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from passes.partition.options.table import has_rule
+from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import draws, packet_of
 from passes.rules.call import call_of, operands_of
 from passes.rules.flops import node_flops

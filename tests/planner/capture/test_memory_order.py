@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from passes.errors import PlanError
-from passes.partition.options.table import has_rule
+from passes.partition.typings.table import has_rule
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.memory_order import OF_MEMORY, views_for_memory
 from tests.tools.captures import program_again

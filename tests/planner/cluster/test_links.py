@@ -86,7 +86,7 @@ def test_groups_lie_in_nodes_as_the_order_has_them() -> None:
 
 
 def test_a_group_that_straddles_nodes_counts_as_its_slowest() -> None:
-    assert group(Mesh(tp=6, dp=4), "tp", cluster(8, 24)).sizes[1] == 2
+    assert group(Mesh(tp=6, dp=4), "tp", cluster(8, 24))[1] == 2
     assert group_of(range(16), (8, 16)) == Group((8, 2))
 
 

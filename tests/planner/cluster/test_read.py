@@ -11,10 +11,9 @@ import yaml
 from expecttest import assert_expected_inline
 
 from passes.errors import SpecError
-from planner.cluster.cluster import Cluster, Device, Link
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import Cluster, Device, Link, read_cluster
 from planner.spec.cluster import shipped_cluster, shipped_names
-from planner.spec.schema import json_schema
+from planner.spec.fields import json_schema
 from tests.tools.paths import ROOT
 
 GOOD = """\

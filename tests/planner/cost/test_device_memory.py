@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cluster.cluster import Cluster
-from planner.cluster.read import read_cluster
-from planner.cost.device_memory import device_bytes, on_device
+from planner.cluster.cluster import Cluster, read_cluster
+from planner.cost.memory import device_bytes, on_device
 from planner.mesh import Mesh
-from runtime.distributed.first_use import communicators
+from runtime.distributed.opening import communicators
 from tests.models import hugging_face
 from tests.runtime.distributed.test_first_use import MESHES
 from tests.tools.captures import plan_again

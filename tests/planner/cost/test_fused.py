@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from planner import plan
-from planner.cost.cut.kernels import Op
-from planner.cost.cut.units import Phase
-from planner.cost.work import planned_work
-from planner.saved.lowered import Lowered
+from planner.cost.cut.units import Op, Phase
+from planner.cost.planned import planned_work
 from planner.spec.spec import Spec
 
 ROWS, WIDE, INNER = 4, 8, 16
@@ -36,9 +34,8 @@ def phases(**keys: Any) -> tuple[Phase, Phase]:
         "inputs": {"x": {"shape": [WIDE], "dtype": "float32"}},
         **keys,
     }
-    decisions, shards = plan(Gated(), spec).to_run()
-    (unit,) = planned_work(Lowered(decisions, shards), Spec.load(spec), ()).units
-    return unit.forward, unit.kinds["as planned"].backward
+    (unit,) = planned_work(plan(Gated(), spec).lowered(), Spec.load(spec)).units
+    return unit.work.forward, unit.work.backward
 
 
 def moved(phase: Phase) -> list[int]:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from planner import plan
 from planner.compiled.pieces import decide_compiled
-from planner.cost.fused_saves import with_fused_saves
-from planner.cost.work import cut_work
+from planner.cost.cut.fused import with_fused_saves
+from planner.cost.planned import cut_work
 from planner.frozen_plan import Plan
-from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
+from planner.trace.lowered import Lowered
+from tests.tools.saved_memory import kept_bytes
 
 ROWS, WIDE, INNER = 4, 8, 16
 
@@ -54,8 +55,8 @@ def planned(model: nn.Module, dtype: str = "float32", **keys: Any) -> Plan:
 def saved(decided: Plan) -> tuple[int, int]:
     """Bytes that one microbatch keeps, op by op and with compiled pieces."""
     lowered = Lowered(*decided.to_run())
-    pieces = decide_compiled(True, lowered, (), ()).pieces
-    return lowered.trace(0).kept_bytes, with_fused_saves(lowered.trace(0), pieces).kept_bytes
+    pieces = decide_compiled(True, lowered).pieces
+    return kept_bytes(lowered.trace(0)), kept_bytes(with_fused_saves(lowered.trace(0), pieces))
 
 
 def test_a_chain_saves_the_product_it_reads_and_none_of_its_values() -> None:
@@ -85,7 +86,8 @@ def test_the_plan_and_its_search_count_the_same() -> None:
     assert plain.memory[0].of_microbatch[0] - compiled.memory[0].of_microbatch[0] == fewer
 
     def kept_by_search(decided: Plan) -> int:
-        (unit,) = cut_work(*decided.to_run(), Spec.load(decided.spec), ("none",)).units
-        return int(unit.kinds["none"].kept.at(ROWS))
+        work = cut_work(*decided.to_run(), Spec.load(decided.spec), ("none",))
+        assert work.memory is not None
+        return int(work.memory("none", work.source, ROWS, False).kept)
 
     assert kept_by_search(plain) - kept_by_search(compiled) == fewer

@@ -10,7 +10,7 @@ import yaml
 
 from planner import Plan
 from planner.cost.cut.units import CutWork, Phase
-from planner.cost.work import cut_work
+from planner.cost.planned import cut_work
 from planner.spec.spec import Spec
 from tests.models import hugging_face
 from tests.tools.captures import plan_again
@@ -43,8 +43,7 @@ def work_of(made: Plan) -> CutWork:
 
 def phases(work: CutWork) -> list[Phase]:
     """Of one microbatch."""
-    units = [phase for unit in work.units for phase in (unit.forward, unit.kinds["none"].backward)]
-    return units + [phase for shared in work.shared for phase in (shared.forward, shared.backward)]
+    return [phase for part in (*work.units, *work.shared) for phase in (part.work.forward, part.work.backward)]
 
 
 def kernels(work: CutWork) -> int:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from planner.cost.liveness import StageMemory, stage_memory
+from planner.cost.liveness import walked
 from planner.lower import lower
-from planner.saved.allocations import Allocations
-from planner.saved.lowered import Lowered
-from runtime.build import parameters_of
+from planner.pipeline.ledger import StageBytes
+from planner.trace.lowered import Lowered
+from planner.trace.observe import Allocations
+from runtime.engine.build import parameters_of
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import DataParallel
 from runtime.weights.shards import fill
@@ -44,8 +45,8 @@ def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, i
     return forward, kept, allocations.peak
 
 
-def told(made: Any) -> StageMemory:
-    return stage_memory(Lowered(made.decisions, made.shards).trace(0))
+def told(made: Any) -> StageBytes:
+    return walked(Lowered(made.decisions, made.shards).trace(0)).bytes
 
 
 @pytest.mark.sampled(1)
@@ -64,7 +65,7 @@ def test_peaks_with_dropout() -> None:
     check(told(made), lived(made, entry.model, batch))
 
 
-def check(memory: StageMemory, measured: tuple[int, int, int]) -> None:
+def check(memory: StageBytes, measured: tuple[int, int, int]) -> None:
     forward, kept, backward = measured
     assert memory.kept == pytest.approx(kept, abs=64)
     assert memory.forward == pytest.approx(forward, rel=0.01)

@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks.on_gpu.models import llama
 from benchmarks.on_gpu.profile import plan_of
-from planner.cluster.cluster import GPU_SLACK, Cluster
-from planner.cluster.read import read_cluster
-from planner.cost.device_memory import on_device
-from planner.cost.memory import SLACK, MemoryRow
+from planner.cluster.cluster import GPU_SLACK, Cluster, read_cluster
+from planner.cost.memory import SLACK, MemoryRow, on_device
 from planner.mesh import Mesh
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "RESULTS.md"

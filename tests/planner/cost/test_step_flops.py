@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from planner import plan
 from planner.cost.planned import step_flops
-from planner.saved.lowered import Lowered
 from planner.spec.spec import Spec
-from runtime.report.pace import Planned
+from runtime.report.log import Planned
 from tests.models import experts, sorted_experts
 from tests.tools.paths import ROOT
 
@@ -31,7 +30,7 @@ class Two(nn.Module):
 def flops_of(model: nn.Module, spec: Any) -> tuple[float, Planned]:
     decided = plan(model, spec)
     bare = Spec.load({**decided.spec, "cluster": None})
-    return step_flops(Lowered(*decided.to_run()), bare, decided.schedule, decided.recomputed), Planned.of(decided)
+    return step_flops(decided.lowered(), bare, decided.schedule), Planned.of(decided)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}, {"dp": 4}])

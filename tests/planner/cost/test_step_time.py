@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.cluster.cluster import Uncertainty
-from planner.cost.step_time import CostPlan, is_as_fast
+from planner.cost.layout import CostPlan, is_as_fast
 
 KNOWN = Uncertainty(compute=0.1, communication=0.3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
 
 DP = 4
+NORM, MATRIX, OTHER = (0, 0), (0, 1), (1, 0)
+fills = partial(Filling, NORM)
 # bytes of an element, by (zero, precision): parameters, gradients, optimizer; (whole, share of one rank)
 FORMULA = {
     (0, "float32"): ((4, 0), (4, 0), (8, 0)),
@@ -56,17 +59,25 @@ def _registered(model: str, precision: str) -> int:
     ("buckets", "most"),
     [
         ([], 0),
-        ([Filling(7, 1, 5, 0)], 7),
-        ([Filling(3, 1, 2, 0), Filling(5, 3, 4, 1), Filling(2, 5, 6, 2)], 8),  # one fills, the one before is on its way
-        ([Filling(4, 0, 9, 0), Filling(5, 3, 4, 1), Filling(2, 5, 6, 2)], 11),  # read first and last: open throughout
-        ([Filling(3, 1, 2, 2), Filling(5, 3, 4, 1), Filling(2, 5, 6, 0)], 10),  # none begins before the last is full
+        ([fills(7, 0, (1, 5))], 7),
+        (
+            [fills(3, 0, (1, 2)), fills(5, 1, (3, 4)), fills(2, 2, (5, 6))],
+            8,
+        ),  # one fills, the one before is on its way
+        (
+            [fills(4, 0, (0, 9)), fills(5, 1, (3, 4)), fills(2, 2, (5, 6))],
+            11,
+        ),  # read first and last: open throughout
+        (
+            [fills(3, 2, (1, 2)), fills(5, 1, (3, 4)), fills(2, 0, (5, 6))],
+            10,
+        ),  # none begins before the last is full
     ],
 )
 def test_full_gradients_are_those_that_fill_and_the_sum_on_its_way(buckets: list[Filling], most: int):
     assert most_gradients(buckets) == most
 
 
-NORM, MATRIX, OTHER = (0, 0), (0, 1), (1, 0)
 ONE, TWO = frozenset({NORM}), frozenset({MATRIX})
 CHUNKS = [Apart(ONE, TWO, {MATRIX: 10, NORM: 1}), Apart(frozenset(), frozenset({OTHER}), {OTHER: 100})]
 

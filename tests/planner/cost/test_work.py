@@ -14,7 +14,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
 from planner.cost.estimate import Estimate, at_least, estimate
 from planner.cost.layout import Layout
-from planner.cost.work import cut_work
+from planner.cost.planned import cut_work
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
 from tests.models import hugging_face

@@ -19,11 +19,10 @@ from passes.rules.notation import parse
 from passes.rules.own import OWN, OwnRule
 from planner.decisions import Decisions
 from planner.files import allowed
-from planner.files.sealed import unseal
 from planner.frozen_plan import Plan
+from planner.saved_plan.plan_file import DECIDED, FORM, PARTS, unseal
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
-from planner.stored.plan_file import DECIDED, FORM, PARTS
 from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
 
@@ -59,7 +58,7 @@ def names_in(table: dict[str, str]) -> set[tuple[str, str]]:
 
 
 def test_the_marks_are_those_of_captured_graphs_and_of_lowering() -> None:
-    only_while_captured = {"constant", "selected", "asked", "custom"}
+    only_while_captured = {"constant", "selected", "asked", "custom", "state"}
     assert allowed.MARKS.keys() == META.keys() - only_while_captured | {"placement"}
 
 
@@ -88,7 +87,7 @@ def test_a_rule_that_trials_showed_is_written_and_read(tmp_path: Path) -> None:
 def test_the_functions_are_those_that_a_captured_graph_may_call() -> None:
     own = {(f.__module__, n) for n, f in vars(exchange).items() if callable(f) and f.__module__ == exchange.__name__}
     of_sequence = {(call.__module__, call.__name__) for call in CALLS}
-    assert names_in(allowed.FUNCTIONS) == own | of_sequence | {("passes.program.ops.over_data", "over_data")}
+    assert names_in(allowed.FUNCTIONS) == own | of_sequence | {("passes.program.ops.sequence", "over_data")}
 
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.files import atomic
-from planner.files.atomic import replaced_file, try_new_file, write_for_user, write_new, write_whole
-from planner.files.lock_file import open_lock_file
+from planner.files.atomic import open_lock_file, replaced_file, try_new_file, write_for_user, write_new, write_whole
 from runtime.fuzz.forks import in_fork
 from tests.tools.limits import HANG_SECONDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.errors import PlanError
-from planner.files.json_text import parse_json, read_json
+from planner.files.text import parse_json, read_json
 
 
 def test_plain_values_are_read():

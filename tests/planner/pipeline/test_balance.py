@@ -8,10 +8,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from passes.blocks.blocks import find_blocks
-from passes.program.program import Program
-from passes.program.stages import StageAssignment
-from planner.pipeline.balance import balance
-from planner.pipeline.stages import WORTH_IT, assign_stages
+from passes.program.program import Program, StageAssignment
+from planner.pipeline.stages import WORTH_IT, assign_stages, balance
 from tests.models.small import captured, layers
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stages_of
 

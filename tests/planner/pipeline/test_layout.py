@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.errors import PlanError
-from planner.pipeline.layout import PATTERN, WORDS, layout_of_sizes, parse_layout, read_layout, spelled
-from planner.pipeline.split import by_stage, even_split, layout_of
+from planner.pipeline.layout import (
+    PATTERN,
+    WORDS,
+    by_stage,
+    even_split,
+    layout_of,
+    layout_of_sizes,
+    parse_layout,
+    read_layout,
+    spelled,
+)
 from planner.spec.spec import Spec
 from tests.tools.paths import ORACLES
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from passes.errors import PlanError
-from planner.pipeline.links import Link, check_links, links, receives, sends
+from planner.pipeline.links import Link, RankMessages, carried, check_links, links, received_by, sent_by
 from planner.pipeline.schedule import build_schedule, format_order
-from planner.pipeline.schedule_text import parse_schedule
-from planner.pipeline.simulate import planned, simulate
+from planner.pipeline.simulate import parse_schedule, planned, simulate
 
 DOWN, UP = (0, 1, "F"), (1, 0, "B")
 
@@ -30,7 +29,8 @@ def test_a_link_for_each_direction_between_neighbours_and_round_the_end_where_ra
 def test_what_a_link_carries_at_both_its_ends():
     schedule = build_schedule("interleaved_1f1b", 2, 2, 2)
     link = Link(1, 0, "F")  # stage 1 is chunk 0 of rank 1, stage 2 chunk 1 of rank 0
-    out, into = (f(schedule.orders[r], 2, r, 4)[link] for f, r in ((sends, 1), (receives, 0)))
+    ranks = [RankMessages(schedule.orders, rank, 4, schedule.fold) for rank in range(2)]
+    out, into = carried(ranks[1], sent_by)[link], carried(ranks[0], received_by)[link]
     assert [message for message, _ in out] == [message for message, _ in into] == [("F", 1, 0), ("F", 1, 1)]
     assert format_order(tuple(action for _, action in out)) == "F0.0 F1.0"
     assert format_order(tuple(action for _, action in into)) == "F0.1 F1.1"
@@ -39,8 +39,13 @@ def test_what_a_link_carries_at_both_its_ends():
 def test_every_message_is_on_one_link_once_at_each_end():
     schedule = build_schedule("interleaved_1f1b", 3, 7, 2, 4)
     ends = [
-        [m for rank, order in enumerate(schedule.orders) for pairs in f(order, 3, rank, 6).values() for m, _ in pairs]
-        for f in (sends, receives)
+        [
+            m
+            for r in range(3)
+            for found in carried(RankMessages(schedule.orders, r, 6, schedule.fold), by).values()
+            for m, _ in found
+        ]
+        for by in (sent_by, received_by)
     ]
     boundaries, microbatches = range(6 - 1), range(7)
     expected = sorted((kind, b, m) for kind in "FB" for b in boundaries for m in microbatches)

@@ -7,10 +7,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.pipeline.place import MOST_RANKS, MOST_STEPS, grid_around
 from planner.pipeline.schedule import Action, build_schedule
-from planner.pipeline.simulate import simulate
+from planner.pipeline.simulate import MOST_RANKS, MOST_STEPS, grid_around, simulate
 from tests.tools.examples import examples
+from tests.tools.schedules import forward_only
 
 pytestmark = pytest.mark.check
 
@@ -45,7 +45,7 @@ def test_of_a_long_one_what_is_next_to_the_place():
 @given(st.integers(2, 20), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.data())
 def test_the_marked_cell_is_the_action_at_its_step_and_rank(pp, vpp, groups, evaluates, data):
     schedule = build_schedule(None, pp, pp * groups, vpp)
-    schedule = schedule.forward_only() if evaluates else schedule
+    schedule = forward_only(schedule) if evaluates else schedule
     rank = data.draw(st.integers(0, pp - 1))
     action = data.draw(st.sampled_from(schedule.orders[rank]))
     head, *rows = [line.split() for line in grid_around(schedule.orders, rank, action).splitlines()]

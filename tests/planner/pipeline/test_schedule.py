@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from passes.errors import PlanError
 from planner.fold import stage_of
 from planner.pipeline.actions import format_order
+from planner.pipeline.message_slots import num_static_input_slots, static_input_slots
 from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
-from planner.pipeline.schedule_text import format_schedule, parse_order, parse_schedule
-from planner.pipeline.simulate import simulate
-from planner.pipeline.slots import num_static_input_slots, static_input_slots
-from planner.report.schedule import schedule_to_dict
-from planner.report.timeline import schedule_svg
+from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, simulate
+from planner.pipeline.zero_bubble import StageCosts
+from planner.report.schedule import schedule_svg, schedule_to_dict
 from tests.tools.examples import examples
 from tests.tools.paths import ORACLES
+from tests.tools.schedules import forward_only
 
 pytestmark = pytest.mark.check
 
@@ -55,7 +55,7 @@ def test_table_warmup_and_order_of_a_rank_equal_the_oracle(case):
     table = schedule_table(a["num_microbatches"], a["vpp"], a["group_size"])
     assert [list(row) for row in table] == case["schedule_table"]
     if case["forward_only"]:
-        schedule = build_schedule(**a).forward_only()
+        schedule = forward_only(build_schedule(**a))
         assert schedule.num_warmup(case["pp_rank"]) == case["num_warmup_microbatches"]
         assert schedule.orders[case["pp_rank"]] == tuple(Action("F", *row) for row in case["schedule_table"])
         return
@@ -190,7 +190,7 @@ def test_an_action_starts_after_the_neighbouring_stage_has_ended(schedule):
 def test_text_form_parses_back_to_the_same_schedule(schedule):
     assert parse_schedule(format_schedule(schedule)) == schedule
     assert parse_order(format_order(schedule.orders[0])) == schedule.orders[0]
-    forward = schedule.forward_only()
+    forward = forward_only(schedule)
     assert parse_schedule(format_schedule(forward)) == forward
 
 
@@ -204,7 +204,7 @@ def test_one_layer_needs_as_many_static_input_slots_as_its_peak_in_flight(schedu
 @examples(40)
 @given(schedules())
 def test_forward_only_runs_every_forward_and_keeps_nothing(schedule):
-    simulation = simulate(schedule.forward_only())
+    simulation = simulate(forward_only(schedule))
     kinds = Counter(action.kind for row in simulation.steps for action in row if action)
     assert kinds == {"F": schedule.pp * schedule.vpp * schedule.num_microbatches}
     assert simulation.peak_in_flight == (1,) * schedule.pp
@@ -227,7 +227,7 @@ def test_1f1b_holds_one_microbatch_more_on_each_earlier_rank_and_gpipe_holds_all
 
 
 def test_a_slow_stage_sets_the_pace_of_all():
-    simulation = simulate(build_schedule("1f1b", 2, 4), forward_cost=[1.0, 3.0], backward_cost=[1.0, 3.0])
+    simulation = simulate(build_schedule("1f1b", 2, 4), StageCosts([1.0, 3.0], [1.0, 3.0], [0.0, 0.0]))
     assert simulation.duration == 1 + 4 * 6 + 1
     assert simulation.bubble_fraction == pytest.approx(1 - (8 + 24) / (2 * 26))
 

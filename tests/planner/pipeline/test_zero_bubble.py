@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from planner.pipeline.actions import Action, too_early, without_weights
-from planner.pipeline.links import receives, sends
+from planner.pipeline.links import RankMessages, carried, received_by, sent_by
+from planner.pipeline.message_slots import graph_slots, order_by_microbatch
 from planner.pipeline.schedule import MOST_ACTIONS, Schedule, SchedulePlan, build_schedule
-from planner.pipeline.schedule_text import format_schedule, parse_order, parse_schedule
-from planner.pipeline.simulate import planned, simulate
-from planner.pipeline.slots import graph_slots, order_by_microbatch
+from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, planned, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_text, schedule_to_dict
 from tests.tools.examples import examples
+from tests.tools.schedules import forward_only
 
 pytestmark = pytest.mark.check
 
@@ -26,7 +26,7 @@ def idle(schedule: Schedule, costs: StageCosts) -> float:
     """Time that the slowest rank does not work, of a zero_bubble or another schedule of the same work."""
     forward, backward, weights = costs
     whole = [b + w for b, w in zip(backward, weights, strict=True)]
-    run = simulate(schedule, *costs) if schedule.has_weights else simulate(schedule, forward, whole)
+    run = simulate(schedule, costs if schedule.has_weights else costs._replace(backward=whole))
     return run.duration - schedule.num_microbatches * max(f + b for f, b in zip(forward, whole, strict=True))
 
 
@@ -181,14 +181,15 @@ def test_text_with_w_elsewhere_is_still_the_kind():
 def test_links_and_graphs_do_not_know_of_w():
     zero, one = (build_schedule(kind, 4, 8) for kind in ("zero_bubble", "1f1b"))
     for rank, (order, bare) in enumerate(zip(zero.orders, one.orders, strict=True)):
-        assert sends(order, 4, rank, 4) == sends(bare, 4, rank, 4)
-        assert receives(order, 4, rank, 4) == receives(bare, 4, rank, 4)
+        for by in (sent_by, received_by):
+            found = [carried(RankMessages(s.orders, rank, 4, s.fold), by) for s in (zero, one)]
+            assert found[0] == found[1]
         assert graph_slots(order, [3]) == graph_slots(bare, [3])
         assert order_by_microbatch(order) == order_by_microbatch(bare)
 
 
 def test_evaluation_runs_forwards_alone():
-    assert {a.kind for order in build_schedule("zero_bubble", 4, 8).forward_only().orders for a in order} == {"F"}
+    assert {a.kind for order in forward_only(build_schedule("zero_bubble", 4, 8)).orders for a in order} == {"F"}
 
 
 def test_the_row_of_a_plan_has_what_waits():

@@ -11,10 +11,10 @@ from planner.fold import V, rank_of
 from planner.pipeline.actions import Action, too_early
 from planner.pipeline.links import links, received_by
 from planner.pipeline.schedule import CUSTOM, Schedule, build_schedule
-from planner.pipeline.schedule_text import format_schedule, parse_schedule
-from planner.pipeline.simulate import simulate
+from planner.pipeline.simulate import format_schedule, parse_schedule, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from tests.tools.examples import examples
+from tests.tools.schedules import forward_only
 
 pytestmark = pytest.mark.check
 
@@ -40,8 +40,12 @@ def test_on_equal_stages_a_rank_waits_for_the_first_microbatch_alone(pp: int, ti
     schedule = build_schedule(KIND, pp, count, 2)
     run, work = simulate(schedule), 6 * count
     assert run.duration - work == pp - 1, "what the last rank waits for its first forward"
-    assert simulate(build_schedule("zero_bubble", pp, count), 2, 2, 2).duration - work == 2 * (pp - 1)
-    assert simulate(build_schedule("1f1b", pp, count), 2, 4).duration - work == 6 * (pp - 1)
+    assert simulate(build_schedule("zero_bubble", pp, count), StageCosts(*[[2] * pp] * 3)).duration - work == 2 * (
+        pp - 1
+    )
+    assert simulate(
+        build_schedule("1f1b", pp, count), StageCosts([2] * pp, [4] * pp, [0] * pp)
+    ).duration - work == 6 * (pp - 1)
     assert max(held(schedule)) <= 2 * pp, "two chunks of each microbatch that 1f1b holds"
     assert max(run.peak_in_flight) <= 2 * pp
 
@@ -67,7 +71,7 @@ def pipelines(draw: st.DrawFn) -> tuple[int, int, StageCosts]:
 def test_by_any_costs_it_ends_and_holds_no_more(pipeline: tuple[int, int, StageCosts]) -> None:
     pp, count, costs = pipeline
     schedule = build_schedule(KIND, pp, count, 2, costs=costs)
-    simulate(schedule, *costs)
+    simulate(schedule, costs)
     assert max(held(schedule)) <= 2 * pp
     assert all(too_early(order) is None for order in schedule.orders)
     assert build_schedule(KIND, pp, count, 2, costs=costs) == schedule
@@ -78,8 +82,8 @@ def test_by_any_costs_it_ends_and_holds_no_more(pipeline: tuple[int, int, StageC
 def test_other_costs_than_equal_ones_wait_no_longer_than_one_chunk_a_rank(pp: int, each: tuple[float, ...]) -> None:
     count = 3 * pp
     costs, whole = (StageCosts(*([times * cost] * n for cost in each)) for times, n in ((1, 2 * pp), (2, pp)))
-    folded = simulate(build_schedule(KIND, pp, count, 2, costs=costs), *costs)
-    zero = simulate(build_schedule("zero_bubble", pp, count, costs=whole), *whole)
+    folded = simulate(build_schedule(KIND, pp, count, 2, costs=costs), costs)
+    zero = simulate(build_schedule("zero_bubble", pp, count, costs=whole), whole)
     assert folded.duration <= zero.duration + 1e-4
 
 
@@ -109,11 +113,11 @@ def test_a_list_by_hand_says_that_it_is_folded() -> None:
     assert simulate(by_hand) == simulate(built)
     with pytest.raises(PlanError, match="deadlocks"):
         simulate(parse_schedule(text.replace(" fold=v", "")))
-    assert parse_schedule(format_schedule(built.forward_only())).fold == V
+    assert parse_schedule(format_schedule(forward_only(built))).fold == V
 
 
 def test_the_forwards_alone_end_too() -> None:
-    alone = build_schedule(KIND, 4, 6, 2).forward_only()
+    alone = forward_only(build_schedule(KIND, 4, 6, 2))
     assert simulate(alone).peak_in_flight == (1, 1, 1, 1)
 
 

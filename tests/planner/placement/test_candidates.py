@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from passes.blocks.blocks import find_blocks
-from passes.partition.options.table import Site, options_of
+from passes.partition.typings.table import Site, options_of
 from passes.program.program import Program
 from passes.types.types import I, R, V
 from planner.placement.candidates import MAX_CUTS, Candidates

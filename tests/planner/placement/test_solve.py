@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
-from passes.partition.options.table import Option
+from passes.partition.typings.table import Option
 from passes.types.types import Placement
 from planner.placement.candidates import Candidates
 from planner.placement.decide import _costs, _edges

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from planner import Plan, plan
-from planner.recompute.rows import RecomputeRow
+from planner.recompute.decide import RecomputeRow
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from passes.moe import exchange
 from passes.moe.domain import domain_of
-from passes.regions import Region
+from passes.pieces import Region
 from planner import Plan, PlanError, plan
 from tests.models import experts, hugging_face, selected_rows
 from tests.tools.captures import plan_again
@@ -85,6 +85,7 @@ def test_the_router_ends_with_choices_and_the_rest_before_the_experts(name, mesh
             assert weights.isdisjoint(n.name for n in node.all_input_nodes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*FAMILIES, selected_rows.index_add, experts.masks], ids=called)
 def test_what_ranks_tell_each_other_and_the_rows_that_leave_are_made_in_front_of_the_cut(name):
     decided = made(name, SPREAD, *SCOPE)

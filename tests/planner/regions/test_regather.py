@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from passes.types.types import R
 from planner import Plan
-from planner.saved.lowered import Lowered
 from planner.tables.parameters import gathered_values
+from planner.trace.lowered import Lowered
 from tests.tools.captures import plan_again
 
 WIDTH, LENGTH = 16, 8

@@ -9,7 +9,7 @@ import pytest
 from planner import Plan
 from planner.lower import lower
 from planner.regions.static_memory import slots_of
-from planner.report.sections import format_slots
+from planner.report.of_ranks import format_slots
 from tests.models import families
 from tests.tools.captures import plan_again
 
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_regions_for_each_slot_and_all_stand_in_the_memor
 def test_the_slot_of_each_microbatch_is_the_one_that_the_run_takes():
     made = planned("llama", ["attn"], microbatches=16, **INTERLEAVED)
     for row in made.graph_slots:
-        slots = slots_of(made.schedule.actions[row.pp_rank])
+        slots = slots_of(made.schedule.orders[row.pp_rank])
         assert row.slots == tuple(slots[row.chunk, m] for m in range(16))  # pyright: ignore[reportArgumentType]
         assert len(set(row.slots)) == row.num_slots
 

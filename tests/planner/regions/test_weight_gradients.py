@@ -9,8 +9,8 @@ from torch import fx
 
 from passes.own_linears import PRODUCTS
 from planner.lower import lower
-from planner.regions.weight_gradients import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
-from planner.saved.lowered import Lowered
+from planner.tables.build import AT_ONCE, BY_AUTOGRAD, CAN_WAIT, IN_GRAPH, weight_gradients
+from planner.trace.lowered import Lowered
 from tests.models import families
 from tests.models.tiny import planned
 from tests.tools.captures import plan_again

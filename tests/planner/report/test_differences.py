@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
-from passes.types.collectives import CollectivePlan
-from planner.compiled.rows import CompiledRow
-from planner.cost.step_time import CostPlan
+from passes.types.conversions import CollectivePlan
+from planner.compiled.pieces import CompiledRow
+from planner.cost.layout import CostPlan
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
-from planner.recompute.rows import RecomputeRow
+from planner.recompute.decide import RecomputeRow
 from planner.report.differences import KEYS, NOTHING, ROW, differences, differences_text
-from planner.tables.experts import ExpertsPlan
-from planner.tables.rows import LengthPlan
-from planner.tables.tables import Tables
+from planner.tables.tables import ExpertsPlan, LengthPlan, Tables
 from tests.tools import paths
 
 GOLDEN = paths.GOLDEN / "differences.txt"

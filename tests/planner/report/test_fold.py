@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.report.fold import fold, ranges
+from planner.report.section import fold, ranges
 
 
 def folded(*names: str) -> list[tuple[str, int]]:

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from planner.frozen_plan import Plan
 from planner.pipeline.schedule import KINDS, build_schedule
-from planner.report.sections import format_order
-from planner.report.text import print_plan, to_text, to_yaml
-from planner.tables.rows import Diagnostic
+from planner.report.sections import format_order, sections
+from planner.report.text import print_sections, to_text, to_yaml
 from planner.tables.sizes import format_bytes
+from planner.tables.tables import Diagnostic
 from tests.tools import paths
 
 GOLDEN = paths.GOLDEN / "small_plan.txt"
@@ -120,7 +120,7 @@ def test_no_value_is_cut_in_a_file(small_plan: Plan):
 @pytest.mark.parametrize("width", [40, 100])
 def test_a_narrow_terminal_folds_values_and_cuts_none(small_plan: Plan, width: int):
     plan, out = wide_plan(small_plan), io.StringIO()
-    print_plan(plan, Console(file=out, width=width, color_system=None))
+    print_sections(sections(plan), Console(file=out, width=width, color_system=None))
     printed = Counter(out.getvalue().replace(" ", "").replace("\n", ""))
     assert printed == Counter(plan.describe().replace(" ", "").replace("\n", ""))
     assert max(len(line) for line in out.getvalue().splitlines()) <= width
@@ -153,7 +153,7 @@ def test_printed_orders_stand_for_every_action(kind: str, num_microbatches: int)
 
 def test_a_terminal_gets_its_own_width(small_plan: Plan):
     out = io.StringIO()
-    print_plan(small_plan, Console(file=out, width=100, color_system=None))
+    print_sections(sections(small_plan), Console(file=out, width=100, color_system=None))
     assert max(len(line) for line in out.getvalue().splitlines()) <= 100
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from planner.pipeline.schedule import Schedule, build_schedule
 from planner.pipeline.simulate import Simulation, simulate
-from planner.report.timeline import schedule_svg
+from planner.report.schedule import schedule_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [("gpipe", 2, 4, 1), ("1f1b", 4, 4, 1), ("1f1b", 4, 64, 1), ("interleaved_1f1b", 4, 8, 2), (None, 4, 64, 2)]

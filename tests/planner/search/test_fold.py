@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
-from passes.program.copied import copied
+from passes.program.program import copied
 from planner.search import cuts
-from planner.search.choice import Cut
-from planner.search.cuts import Cuts
-from planner.search.fold import Folded, fold
+from planner.search.cuts import Cuts, Folded, fold
+from planner.search.space import Cut
 from tests.models.deep import captured, spec_of
 from tests.tools.captured import capture
 
@@ -48,6 +47,7 @@ def test_the_work_of_a_folded_model_is_that_of_the_whole_one(name: str, monkeypa
         for kind in KINDS:
             assert found[kind].units == expected[kind].units, (cut, kind)
             assert _bare(found[kind]) == _bare(expected[kind]), (cut, kind)
+            assert _memory(found[kind], kind) == _memory(expected[kind], kind), (cut, kind)
         assert folded.stages(cut, 3, 1) == whole.stages(cut, 3, 1)
         compared += 1
     assert compared >= 3
@@ -61,6 +61,14 @@ def _works(of: Cuts, cut: Cut):
         return {}
 
 
+def _memory(work, kind):
+    """Of many stages, with 2 and 6 sequences, with and without W."""
+    count = len(work.units)
+    stages = [(0, count), (0, 1), (0, 4), (1, 2), (1, 5), (2, 4), (2, count), (count - 1, count)]
+    ways = [(work.source[first:end], micro, waits) for first, end in stages for micro in (2, 6) for waits in (0, 1)]
+    return [tuple(map(round, work.memory(kind, *way))) for way in ways]
+
+
 def _all(blocks):
     return tuple(range(len(blocks.instances)))
 
@@ -69,8 +77,6 @@ def _bare(work):
     parts = replace(work, units=(), cache={})
     return (
         sorted(map(repr, parts.shared)),
-        sorted(map(repr, parts.loose)),
-        sorted(map(repr, parts.tied)),
         parts.num_noted,
     )
 

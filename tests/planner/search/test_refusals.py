@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanError
-from planner.cluster.cluster import Cluster
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import Cluster, read_cluster
 from planner.search.search import search
 from planner.spec.spec import Spec
 from tests.models.deep import captured, spec_of

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from planner.captured import prepare
-from planner.cluster.read import read_cluster
+from planner.cluster.cluster import read_cluster
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
 from planner.pipeline.schedule import fold_of
-from planner.search.choice import Cut, Point
 from planner.search.search import search
+from planner.search.space import Cut, Point
 from planner.search.winner import planned_spec, winner_text
 from planner.spec.spec import Spec
 from tests.models import hugging_face

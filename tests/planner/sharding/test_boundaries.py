@@ -7,10 +7,10 @@ from math import prod
 import pytest
 
 from passes.partition.type_changes import sent_type
-from passes.program.stages import BoundaryPlan
+from passes.program.program import BoundaryPlan
 from passes.types.types import I, P, R, V
 from planner import Plan
-from planner.sharding.boundaries import boundary
+from planner.sharding.shards import boundary
 from tests.models.tiny import BATCH, LENGTH, WIDTH, planned
 
 

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.types.types import I, Placement, Segment
-from planner.sharding.boxes import Box, Piece, num_corners, pieces_of_run, rectangles, tiles
-from planner.sharding.parts import Part
+from planner.sharding.boxes import Box, Part, Piece, num_corners, pieces_of_run, rectangles, tiles
 from runtime.weights.shards import shard
 from tests.tools.examples import examples
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from passes.parameters import LocalParameter
-from passes.types.collectives import CollectivePlan
+from passes.types.conversions import CollectivePlan
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.buffers import Buffer, buffers_of_rank
-from planner.sharding.collectives import step_collectives, sums_of
+from planner.sharding.shards import step_collectives, sums_of
 from planner.spec.optimizer import OptimizerSpec
 
 CUT = V(0, 16)

@@ -12,16 +12,16 @@ import pytest
 from passes.blocks.blocks import find_blocks
 from passes.lowering import Lowering
 from passes.moe.find import find_experts
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.partition.loss.shares import share_loss
 from passes.types.types import V
 from planner import Plan, PlanError
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
-from planner.placement.decide import decide_placements
+from planner.placement.decide import typing_problem
+from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan, local_parameter, parameters_of_rank
-from planner.sharding.parts import Part
 from planner.sharding.shards import Shards, decide_shards
 from planner.spec.spec import Spec
 from tests.models import experts, hugging_face
@@ -61,7 +61,7 @@ def looped(ep: int, dp: int, etp: int = 1) -> tuple[Decisions, Shards]:
     program = capture(experts.Net(experts.Layer(experts.masks)), given)
     terms, mesh = share_loss(program, 8, lambda _: program), Mesh(dp=dp, ep=ep, etp=etp)
     blocks = find_blocks(program)
-    placements, stages = decide_placements(program, blocks, 1), assign_stages(program, blocks, 1, 1, "auto")
+    placements, stages = typing_problem(program, blocks, 1).decided(), assign_stages(program, blocks, 1, 1, "auto")
     found = find_experts(program)
     lowering = Lowering(program, placements, stages, mesh, found, denominators=tuple(terms.denominators))
     decisions = Decisions(lowering, blocks, terms, mesh, 0)

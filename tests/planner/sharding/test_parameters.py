@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, Segment
 from planner import Plan, plan
+from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan, parameters_of_rank
-from planner.sharding.parts import Part
 from tests.models.plannable import build, spec_of
 from tests.tools.captures import plan_again
 

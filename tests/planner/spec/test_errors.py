@@ -234,6 +234,13 @@ def test_documents_longer_than_a_sequence_are_refused():
         Spec.load(MINIMAL | {"inputs": inputs, "data": {"packing": "documents", "mean_document": 33}})
 
 
+def test_documents_longer_than_one_of_several_lengths_are_cut_to_it():
+    inputs = {"position_ids": {"shape": [[32, 128]], "dtype": "int64", "high": 9}}
+    spec = Spec.load(MINIMAL | {"inputs": inputs, "data": {"packing": "documents", "mean_document": 66}})
+    assert [spec.at(place).data.mean_document for place in (0, 1)] == [32, 66]
+    assert Spec.load(spec.at(0).to_dict()) == spec.at(0)
+
+
 def test_a_list_or_a_choice_tells_the_item_that_is_wrong():
     assert "pipeline.split.1 is 0, it must be at least 1" in dict_error(pipeline={"split": [4, 0]})
     assert "inputs.x.shape.0 must be a whole number, not the string 'a'" in dict_error(inputs={"x": {"shape": ["a"]}})

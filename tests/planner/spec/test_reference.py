@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from planner.spec.fields import json_schema
 from planner.spec.lines import read_yaml
-from planner.spec.schema import json_schema
 from planner.spec.spec import Spec
 
 REFERENCE = Path(str(files("specs"))) / "reference.yaml"

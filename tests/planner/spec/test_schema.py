@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from passes.errors import SpecError
 from planner.cli import app
-from planner.spec.fields import LARGEST_SIZE
+from planner.spec.fields import LARGEST_SIZE, json_schema
 from planner.spec.lines import read_yaml
-from planner.spec.schema import json_schema
 from planner.spec.spec import Spec
 
 pytestmark = pytest.mark.check
@@ -119,7 +118,7 @@ def test_the_schema_refuses_what_the_planner_refuses(change):
 
 def test_every_key_is_explained_and_no_other_is_allowed():
     found = list(objects(SCHEMA))
-    assert len(found) == 18  # the spec, its 14 sections, inputs and groups, {output: NAME}, and an even split
+    assert len(found) == 19  # the spec, its 14 sections, inputs, groups, {output: NAME}, {file: NAME}, an even split
     for node in found:
         assert node["additionalProperties"] is False
         assert all(inner["description"] for inner in node["properties"].values())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.tables.rows import Diagnostic
+from planner.tables.tables import Diagnostic
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import spec_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 from planner import Plan, PlanError, plan
 from tests.models.plannable import build, spec_of
@@ -185,3 +187,23 @@ def test_a_frozen_parameter_is_said_to_be_frozen_and_has_no_place_in_the_buffers
     assert row(made, "blocks.0.mlp.up.weight").reason.endswith("; frozen: no gradient")
     held = {name for b in made.optimizer.buffers for bucket in b.buckets for name in bucket.parameters}
     assert held == {p.name for p in made.parameters} - {"blocks.0.mlp.up.weight"}
+
+
+class Grouped(nn.Module):
+    """Two equal groups of rows, a matrix each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(16, width), nn.Parameter(torch.ones(2, width, width))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        return torch._grouped_mm(x, self.up, torch.tensor([1, 2], dtype=torch.int32) * (x.shape[0] // 2)).float().sum()
+
+
+def test_a_part_of_a_grouped_product_has_rows_of_whole_16_bytes():
+    spec = spec_of("gpt", mesh={"tp": 2}, inputs={"ids": {"shape": [8], "dtype": "int64", "high": 16}})
+    cut, kept = (row(plan(Grouped(width).bfloat16(), spec), "up") for width in (16, 24))
+    assert cut.style in ("column", "row")
+    assert kept.style == "replicate"
+    assert "dim 1 = 24 and dim 2 = 24 over tp = 2: a rank's rows would be no multiple of 16 bytes" in kept.reason

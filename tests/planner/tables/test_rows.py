@@ -12,8 +12,8 @@ from passes.parameters import LocalParameter
 from passes.types.types import Placement, Segment
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
-from planner.placement.divisibility import divisors, nearest_tp
-from planner.tables.op_notes import ops_without_rule
+from planner.placement.candidates import divisors, nearest_tp
+from planner.tables.op_notes import without_rule
 from tests.models.plannable import build, spec_of
 
 
@@ -98,9 +98,9 @@ def test_whole_elements_are_counted_without_making_a_mask():
 @pytest.mark.thorough
 def test_ops_without_a_rule_are_named_with_line_and_share():
     made = planned("no rule", mesh={"tp": 2})
-    rows = ops_without_rule(made.decisions.program)  # type: ignore[attr-defined]
+    rows = list(without_rule(made.to_run()[0]))
     assert rows
-    assert all(r.where.file.endswith("plannable.py") and 0 < r.work_fraction < 1 for r in rows)
+    assert all("plannable.py:" in row.where for row in rows)
     told = [d for d in made.diagnostics if "has no rule and" in d.what]
     assert len(told) == len(rows)
     assert all(d.level == "warning" and "of the estimated work" in d.what for d in told)
@@ -109,7 +109,7 @@ def test_ops_without_a_rule_are_named_with_line_and_share():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama", "bert"])
 def test_the_four_families_use_no_op_without_a_rule(model):
-    assert ops_without_rule(planned(model, mesh={"tp": 2}).decisions.program) == ()  # type: ignore[attr-defined]
+    assert not list(without_rule(planned(model, mesh={"tp": 2}).to_run()[0]))
 
 
 @pytest.mark.thorough

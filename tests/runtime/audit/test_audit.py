@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from planner import PlanError, plan
 from runtime import Engine
 from runtime.audit.audit import AuditError, AuditWarning, is_equal, refuse_too_large
-from runtime.audit.tolerance import Tolerance
+from runtime.audit.own_module import Tolerance
 
 SPEC: dict[str, Any] = {
     "mesh": {},

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from passes.errors import PlanError
-from planner.cluster.read import read_cluster
+from planner.cli import write_text
+from planner.cluster.cluster import read_cluster
+from planner.files.text import check_file
 from runtime.calibrate import run
-from runtime.calibrate.cluster_file import check_writable, write_whole
 from runtime.cli import app
 from runtime.distributed.launch import RankError
 
@@ -59,11 +60,11 @@ def test_a_rank_that_fails_is_one_error_and_no_file(tmp_path, monkeypatch):
 def test_a_file_is_exchanged_whole(tmp_path: Path):
     path = tmp_path / "c.yaml"
     path.write_text("old")
-    write_whole("new", path)
-    assert path.read_text() == "new"
+    write_text("new", path)
+    assert path.read_text() == "new\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["c.yaml"]
     with pytest.raises(PlanError, match="cannot write"):
-        check_writable(tmp_path)
+        check_file(tmp_path, "--output")
 
 
 @pytest.mark.thorough

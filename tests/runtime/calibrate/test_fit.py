@@ -13,9 +13,9 @@ import yaml
 from passes.errors import RunError
 from planner.cluster.cluster import GPU_SLACK, Cluster
 from planner.cluster.links import Group, seconds, wires
-from runtime.calibrate.cluster_file import cluster_text
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Found, Machine, Timed
+from runtime.calibrate.run import cluster_text
 
 LATENCY, RATE, PEAK, BANDWIDTH = 50e-6, 2e9, 40e9, 10e9
 TILE, SIDES = 16, ((64, 128, 128), (32, 512, 512), (512, 32, 512), (512, 512, 512), (2048, 2048, 2048))

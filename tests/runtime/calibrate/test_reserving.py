@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.cluster.cluster import GPU_SLACK
-from runtime.calibrate.reserving import reserved_share, train
+from runtime.calibrate.measuring import reserved_share, train
 
 
 def test_recomputed_layers_have_the_gradients_of_kept_ones() -> None:

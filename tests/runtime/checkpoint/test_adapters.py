@@ -13,16 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from planner import Plan, PlanError, plan
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.models import families
-from tests.tools import adapter_ranks
 from tests.tools.laboratory import Case, Lab, name_of
+from tests.tools.limits import HANG_SECONDS
 
 peft = pytest.importorskip("peft")
 
 LAYOUTS = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"dp": 2}]
 KINDS = ["lora-all-linear", "dora", "lora-with-head", "lora-both", "ia3", "vera", "p-tuning", "gpt2-lora", "t5-lora"]
 FILES = ("adapter_model.safetensors", "adapter_config.json")
+
+
+def trained_and_saved(plan: Any, batches: list[dict[str, Tensor]], directory: str) -> dict[str, Tensor]:
+    """Parameters on rank 0 after a step; ``directory`` has adapters/ and, if they can be merged, merged/."""
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
+        engine.train_step(batches[0])
+        engine.save_adapters(f"{directory}/adapters")
+        if hasattr(plan.hub.adapted.module, "merge_and_unload"):
+            engine.save_merged(f"{directory}/merged", max_shard_bytes=20_000)
+        return engine.gather_parameters()
+
+
+def loaded(plan: Any, batches: list[dict[str, Tensor]], directory: str) -> tuple[dict[str, Tensor], float]:
+    """Parameters on rank 0 after loading, and the loss of the next step."""
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
+        engine.load_adapters(f"{directory}/adapters")
+        parameters = engine.gather_parameters()
+        return parameters, engine.train_step(batches[1]).loss
 
 
 def one_process(kind: str, parameters: dict[str, Tensor]) -> Any:
@@ -33,12 +51,13 @@ def one_process(kind: str, parameters: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_have_the_bytes_that_peft_writes_in_one_process(
     lab: Lab, kind: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    case = Case(kind, mesh, job=adapter_ranks.trained_and_saved, job_arguments=(str(tmp_path),))
+    case = Case(kind, mesh, job=trained_and_saved, job_arguments=(str(tmp_path),))
     model = one_process(kind, lab.run(case)[0])
     model.save_pretrained(tmp_path / "expected")
     assert not (tmp_path / "adapters" / "README.md").exists()
@@ -56,9 +75,7 @@ def test_files_have_the_bytes_that_peft_writes_in_one_process(
 def test_adapters_of_expert_stacks_have_the_bytes_that_peft_writes(lab: Lab, tmp_path: Path) -> None:
     rest = {"precision": {"parameters": "float32"}}
     arguments = (str(tmp_path),)
-    case = Case(
-        "mixtral-lora-experts", {"dp": 2, "ep": 2}, rest, job=adapter_ranks.trained_and_saved, job_arguments=arguments
-    )
+    case = Case("mixtral-lora-experts", {"dp": 2, "ep": 2}, rest, job=trained_and_saved, job_arguments=arguments)
     model = one_process(case.model, lab.run(case)[0]).float()
     model.save_pretrained(tmp_path / "expected")
     written, expected = (tmp_path / name / FILES[0] for name in ("adapters", "expected"))
@@ -84,9 +101,9 @@ def assert_merged(model: Any, directory: Path, dtype: torch.dtype = torch.float6
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["lora-all-linear", "lora-both", "prompt", "vera"])
 def test_another_layout_loads_what_a_layout_saved(lab: Lab, kind: str, tmp_path: Path) -> None:
-    saving = Case(kind, {"tp": 2, "pp": 2}, job=adapter_ranks.trained_and_saved, job_arguments=(str(tmp_path),))
+    saving = Case(kind, {"tp": 2, "pp": 2}, job=trained_and_saved, job_arguments=(str(tmp_path),))
     saved = lab.run(saving)[0]
-    found, loss = lab.run(Case(kind, {"tp": 4}, job=adapter_ranks.loaded, job_arguments=(str(tmp_path),)))[0]
+    found, loss = lab.run(Case(kind, {"tp": 4}, job=loaded, job_arguments=(str(tmp_path),)))[0]
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], value) for name, value in saved.items())
     entry = families.build(kind)

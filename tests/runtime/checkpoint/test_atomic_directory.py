@@ -20,7 +20,7 @@ from passes.errors import PlanError
 from runtime.checkpoint import atomic_directory
 from runtime.checkpoint.atomic_directory import is_mount_point, replaced_directory
 from runtime.checkpoint.pretrained_load import read_whole
-from runtime.checkpoint.pretrained_save import _is_index, is_weights
+from runtime.checkpoint.pretrained_save import is_weights
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE, SafetensorsFiles
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
@@ -154,7 +154,7 @@ SETS["three"] = [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), IN
 
 
 def save_set(directory: Path, kind: str, value: float) -> None:
-    with replaced_directory(directory, is_weights, _is_index) as new:
+    with replaced_directory(directory, is_weights, (SINGLE, INDEX).__contains__) as new:
         files = [name for name in SETS[kind] if name != INDEX]
         held = {file: [name for i, name in enumerate("uvwxyz") if i % len(files) == n] for n, file in enumerate(files)}
         for file, names in held.items():

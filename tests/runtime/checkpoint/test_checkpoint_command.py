@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from runtime.checkpoint.export import export
+from runtime.checkpoint.conversion import export
 from runtime.checkpoint.saves import resolve, verify
 from runtime.cli import app
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_engine
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT

@@ -15,7 +15,7 @@ from planner import PlanError, plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import resolve, saves_in, verify
 from runtime.cli import app
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.models import families
 from tests.tools.laboratory import Case, Lab, spec_of
 from tests.tools.resumed import same_state, save_twice, state_of, steps
@@ -178,7 +178,7 @@ WAYS: list[Callable[[Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", WAYS, ids=lambda way: way.__name__)
 def test_the_file_is_named_and_the_newest_intact_save_is_the_other(
     engine: Engine, run: Path, damage: Callable[[Path], str]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from runtime.distributed.launch import launch
 from tests.tools.chosen_cases import chosen
-from tests.tools.expert_weights import CASES, directory_of, run_cases, write_and_read
-from tests.tools.limits import HANG_SECONDS
+from tests.tools.expert_weights import CASES, directory_of, on_ranks, write_and_read
+from tests.tools.laboratory import session_lab
 
 pytestmark = pytest.mark.slow
 EVERY = [(kind, name) for kind, names in CASES.items() for name in names]
@@ -26,18 +25,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(directory: Path) -> dict[str, dict[str, Any]]:
     """What one process found, by the kind of model."""
-    return {kind: write_and_read(kind, {}, None, directory_of(directory, kind, "one")) for kind in CASES}
+    return {kind: write_and_read(kind, "one", None, directory_of(directory, kind, "one")) for kind in CASES}
 
 
 @pytest.fixture(scope="module")
 def found(
     request: pytest.FixtureRequest, directory: Path, one: dict[str, Any]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """What rank 0 found for each case, in one launch of four."""
-    return launch(run_cases, 4, directory, chosen(request, "case"), timeout_seconds=HANG_SECONDS)[0]
+    """What rank 0 found for each case, of four forks."""
+    return session_lab().call(on_ranks, directory, chosen(request, "case"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_names_shapes_and_values_are_those_of_one_process(one, found, case):
     for which in ("fresh", "loaded"):
@@ -47,7 +46,7 @@ def test_names_shapes_and_values_are_those_of_one_process(one, found, case):
             assert torch.equal(actual[parameter], value), (which, parameter)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_an_update_has_changed_every_expert_before_they_are_loaded(one, found, case):
     before, after = one[case[0]]["fresh"], found[case]["trained"]

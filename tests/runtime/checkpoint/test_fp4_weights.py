@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.checkpoint.assembled import read_ranges
+from runtime.checkpoint.hub_tensors import read_ranges
 from runtime.checkpoint.safetensors_files import SINGLE
 from runtime.checkpoint.weight_files import WeightFiles
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.capture.model.hub_format import hub_format, stored_in
 from planner.capture.model.reference import load_model
-from runtime.checkpoint.assembled import read_ranges
-from runtime.checkpoint.import_weights import described
+from runtime.checkpoint.conversion import described
+from runtime.checkpoint.hub_tensors import read_ranges
 from runtime.checkpoint.pretrained_load import find_in
 from runtime.checkpoint.safetensors_files import SINGLE
 from runtime.checkpoint.weight_files import WeightFiles

@@ -14,6 +14,7 @@ from tests.tools.hub_directories import LAYOUTS, saved, stored, trained_alone, t
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_are_trained_and_written_again_as_by_one_process(family, layout, tmp_path, lab):

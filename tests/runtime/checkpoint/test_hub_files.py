@@ -14,24 +14,21 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner import plan
-from planner.capture.hub.assembly import sources
+from planner.capture.model.assembly import sources
 from planner.capture.model.hub_format import hub_format
 from planner.capture.model.meta_init import meta_parameters
-from planner.capture.model.reference import load_model
-from planner.capture.model.with_adapters import CONFIG, named
+from planner.capture.model.reference import CONFIG, load_model, named
 from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
 from planner.spec.spec import Spec
-from runtime.checkpoint.assembled import read_into, read_ranges, whole_box
-from runtime.checkpoint.export import export
-from runtime.checkpoint.hub_names import names_in, stored_names
-from runtime.checkpoint.import_weights import described, import_weights
+from runtime.checkpoint.conversion import described, export, import_weights
+from runtime.checkpoint.hub_tensors import names_in, read_into, read_ranges, stored_names, whole_box
 from runtime.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.pretrained_load import find_in
 from runtime.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
 from runtime.checkpoint.saves import resolve
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 
 pytest.importorskip("transformers")
 
@@ -197,6 +194,7 @@ def test_an_import_makes_the_models_tensors(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ranks_of_a_plan_read_their_parts(family, layout, tmp_path):
@@ -217,6 +215,7 @@ def assert_files(directory: Path, wanted: dict[str, Tensor]) -> None:
     assert_same(stored(directory), wanted)
 
 
+@pytest.mark.thorough
 def test_one_engine_writes_the_files_it_read(tmp_path):
     saved("mixtral", tmp_path / "in")
     files, own = stored(tmp_path / "in"), load_model(f"hf:{tmp_path / 'in'}", materialize=True).state_dict()
@@ -283,6 +282,7 @@ def own_file(directory: Path) -> Path:
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_a_tied_embedding_that_is_stored_twice_is_read_once_and_written_twice(is_equal, tmp_path):
     tied = replace(ZOO["llama"], sizes=ZOO["llama"].sizes | {"tie_word_embeddings": True})
@@ -300,6 +300,7 @@ def test_a_tied_embedding_that_is_stored_twice_is_read_once_and_written_twice(is
     assert_files(tmp_path / "out", files)
 
 
+@pytest.mark.thorough
 def test_adapters_of_experts_are_merged_into_the_files_names(tmp_path):
     peft = pytest.importorskip("peft")
     saved("mixtral", tmp_path / "in")

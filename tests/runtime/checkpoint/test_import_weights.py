@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from planner import PlanError, plan
 from planner.capture.model.reference import load_model
 from runtime import Engine
-from runtime.checkpoint import import_weights as importing
-from runtime.checkpoint.import_weights import import_weights
+from runtime.checkpoint import conversion as export
+from runtime.checkpoint.conversion import import_weights
 from runtime.checkpoint.saves import verify
 from runtime.cli import app
 
@@ -107,7 +107,7 @@ def test_export_gives_back_what_import_took(weights, tmp_path):
 
 
 def test_one_bucket_is_in_memory_at_a_time(weights, tmp_path, monkeypatch):
-    most, real = 0, importing.write_pieces
+    most, real = 0, export.write_pieces
 
     def write_pieces(directory: Path, number: int, pieces: Any, *rest: Any) -> Any:
         nonlocal most
@@ -115,7 +115,7 @@ def test_one_bucket_is_in_memory_at_a_time(weights, tmp_path, monkeypatch):
         most = max(most, sum(value.nbytes for value in held)) if len(held) > 1 else most
         return real(directory, number, pieces, *rest)
 
-    monkeypatch.setattr(importing, "write_pieces", write_pieces)
+    monkeypatch.setattr(export, "write_pieces", write_pieces)
     save, num_tensors = import_weights(weights, tmp_path / "run", bucket_bytes=3000)
     assert 0 < most <= 3000
     assert num_tensors == len(verify(save).tensors)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runtime.checkpoint.model_files import FOLDER, files_of_run, model_files, told_of, write_files
+from runtime.checkpoint.conversion import FOLDER, files_of_run, model_files, told_of, write_files
 from runtime.data.instruction.options import Instruction
 from runtime.data.instruction.prepare import prepare_samples
-from runtime.next_tokens.texts import tokenizer_in
+from runtime.engine.prompts import tokenizer_in
 from tests.tools.chat_tokenizers import chat_directory, talk
 
 

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from planner import PlanError, meta_parameters, plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.conversion import export
 from runtime.checkpoint.pretrained_load import check_pretrained, match_names
+from runtime.checkpoint.pretrained_save import README
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE
+from runtime.checkpoint.saves import resolve, verify
 from tests.tools import pretrained_ranks as ranks
 
 pytest.importorskip("transformers")
@@ -88,8 +91,27 @@ def test_a_save_makes_an_index_of_several_files_and_any_of_them_loads(tmp_path):
     engine.save_pretrained(tmp_path / "one")
     engine.save_pretrained(tmp_path / "many", max_shard_bytes=80)
     names = sorted(path.name for path in (tmp_path / "many").iterdir())
-    assert names == [*(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)), INDEX]
+    assert names == [README, *(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)), INDEX]
     assert_same(ranks.stored(tmp_path / "many"), ranks.stored(tmp_path / "one"))
+
+
+def test_an_export_of_a_tied_model_says_how_it_loads(tmp_path, monkeypatch):
+    engine = own_engine(Own())
+    engine.save_pretrained(tmp_path / "out", max_shard_bytes=80)
+    engine.save(tmp_path / "run")
+    save = resolve(tmp_path / "run")
+    export(save, verify(save), tmp_path / "exported")
+    text = (tmp_path / "out" / README).read_text()
+    assert "strict=False" in text
+    assert "- head.weight: embed.weight" in text
+    assert (tmp_path / "exported" / README).read_text() == text
+    model = Own()
+    monkeypatch.chdir(tmp_path / "out")
+    exec("\n".join(line[4:] for line in text.splitlines() if line.startswith("    ")), {"model": model})
+    assert_same(dict(model.named_parameters(remove_duplicate=False)), engine.gather_parameters())
+    (tmp_path / "out" / README).write_text("my own")
+    engine.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / README).read_text() == "my own"
 
 
 def test_a_save_replaces_an_older_one_and_keeps_other_peoples_files(tmp_path):
@@ -98,7 +120,7 @@ def test_a_save_replaces_an_older_one_and_keeps_other_peoples_files(tmp_path):
     (tmp_path / "tokenizer" / "words.txt").write_text("words")
     engine.save_pretrained(tmp_path, max_shard_bytes=80)
     engine.save_pretrained(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [SINGLE, "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [README, SINGLE, "tokenizer"]
     assert (tmp_path / "tokenizer" / "words.txt").read_text() == "words"
     assert not list(tmp_path.parent.glob(".*.partial"))
 

@@ -130,6 +130,7 @@ def assert_written_once(save: Path, truth: dict[Any, torch.Tensor]) -> None:
     assert held == sum(value.nbytes for value in truth.values())
 
 
+@pytest.mark.thorough
 def test_a_rank_opens_the_files_that_hold_what_it_owns(lab: Lab, tmp_path: Path) -> None:
     case = Case("llama", {"pp": 2, "dp": 2}, job=files_that_each_rank_reads, job_arguments=(tmp_path,))
     assert lab.run(case) == [[f"rank-{rank:05d}.safetensors"] for rank in range(4)]

@@ -19,13 +19,14 @@ from planner import PlanError
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
 from runtime.checkpoint import saver
-from runtime.checkpoint.export import export
+from runtime.checkpoint.conversion import export
+from runtime.checkpoint.manifest import OptimizerEntry
 from runtime.checkpoint.pieces import WrittenPiece
 from runtime.checkpoint.safetensors_files import SINGLE
 from runtime.checkpoint.saver import write_save
 from runtime.checkpoint.saves import resolve, saves_in, verify
 from runtime.distributed.groups import Groups
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, own_engine
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.resumed import same_state, state_of
@@ -111,7 +112,8 @@ def test_weights_of_a_save_with_means_of_rows_and_columns_can_be_exported(tmp_pa
     means = [WrittenPiece(f"up.{kind}", kind, Box((0, 0), shape), torch.ones(shape)) for kind, shape in MEANS.items()]
     pieces = [piece for piece in given.pieces if piece.kind == "parameter"]
     names = {"up": (), **{piece.name: () for piece in means}, "bias": ()}
-    old = replace(given, pieces=[*pieces, *means], names=names, optimizer="adafactor")
+    by_adafactor = given.manifest.model_copy(update={"optimizer": OptimizerEntry(name="adafactor", updates=1)})
+    old = replace(given, pieces=[*pieces, *means], names=names, manifest=by_adafactor)
     write_save(Groups(Mesh(), 0, torch.device("cpu"), timedelta(seconds=HANG_SECONDS)), tmp_path / "run", old)
     save = resolve(tmp_path / "run")
     export(save, verify(save), tmp_path / "weights")

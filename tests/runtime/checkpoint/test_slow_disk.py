@@ -10,7 +10,7 @@ import pytest
 
 from planner import PlanError, plan
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_checkpoint, write
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.pretrained_ranks import stored

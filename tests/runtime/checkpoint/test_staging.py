@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from runtime.checkpoint import staging
 from runtime.checkpoint.staging import InOrder, Staging
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.runtime.checkpoint.test_saved_states import engine_of, ids
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.resumed import same_state, state_of

@@ -48,7 +48,7 @@ BAD: dict[str, tuple[str, ...]] = {
 OF_SPEC = {"--packing": INPUTS + "data: {packing: documents}\n", "--strange": INPUTS.replace("labels: ", "mine: ")}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", BAD)
 def test_it_is_refused_without_a_capture(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "wandb" in words and importlib.util.find_spec("wandb") is not None:

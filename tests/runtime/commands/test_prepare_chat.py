@@ -213,7 +213,7 @@ def test_rows_without_an_answer_may_be_dropped_and_large_or_strange_texts_pass(m
         (["--chat", "messages", "--tokenizer", "bare", "--date", "today"], "--date today is no day"),
         (["--chat", "messages", "--tokenizer", "bare", "--template-args", "x"], "is not NAME=VALUE"),
         (["--chat", "messages", "--tokenizer", "bare", "--end-token", "x"], "are for texts"),
-        (["--chat", "messages", "--text", "x"], "three kinds of rows"),
+        (["--chat", "messages", "--text", "x"], "four kinds of rows"),
         (["--prompt", "q"], "--prompt and --answer go together"),
         (["--train-on", "last"], "--train-on without --chat"),
         (["--show", "3"], "--show without --chat"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from passes.ops import recompute
 from runtime import Engine
 from runtime.compiled import functions
-from runtime.cuda_graphs.emulate import Emulation
+from runtime.cuda_graphs.recorded import Emulation
 from tests.tools.graphed_runs import Trained, engine_of, train
 
 NAME, BLOCKS, MICROBATCHES = "gpt2-dropout", 4, 4

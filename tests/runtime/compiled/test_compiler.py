@@ -10,7 +10,7 @@ import torch
 from planner import PlanError, plan
 from planner.spec.spec import Spec
 from runtime import Engine
-from runtime.compiled import compiler
+from runtime.compiled import requirements as compiler
 from runtime.distributed.groups import Groups
 from tests.planner.compiled.test_pieces import SPEC, Net
 
@@ -40,7 +40,7 @@ def test_an_engine_ends_before_it_runs(monkeypatch: pytest.MonkeyPatch):
 def test_a_command_names_the_line_of_the_spec(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(PlanError) as raised:
-        compiler.check_compiler_here(Spec.load(SPEC))
+        compiler.check_machine(Spec.load(SPEC))
     assert str(raised.value.where) == "compile"
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.stage_module import RankProgram
+from passes.base import RankProgram
 from planner import plan
 from planner.lower import lower
 from runtime.compiled import functions

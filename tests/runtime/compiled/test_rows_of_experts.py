@@ -11,12 +11,11 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from examples.moe import MoE
-from passes.ops.compiled import run_piece
-from passes.stage_module import RankProgram
+from passes.base import RankProgram
+from passes.ops.region import run_piece
 from planner import Plan
 from planner.lower import lower
-from runtime.compiled.any_rows import AnyRows
-from runtime.compiled.functions import ANY, CompiledPieces, calls_of, compile_graph, signature_of
+from runtime.compiled.functions import ANY, AnyRows, CompiledPieces, calls_of, compile_graph, signature_of
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.models import families
@@ -149,7 +148,25 @@ def test_rows_of_other_ranks_give_what_ops_give(mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.thorough
-def test_experts_of_a_loop_that_ranks_share_out_run_op_by_op_and_the_plan_says_why() -> None:
+def test_experts_of_a_loop_that_ranks_share_out_are_compiled_as_all_of_them_are() -> None:
     spec = {"mesh": {"dp": 2, "ep": 2}, "batch": {"global": 4, "micro": 2}, "inputs": INPUTS, "compile": True}
     rows = [row for row in plan_again(loops(), spec).compiled if row.ops == "silu, mul" and "shared" not in row.where]
-    assert {row.reason for row in rows} == {"each rank of ep runs it for experts of its own"}
+    assert {row.reason for row in rows} == {""}
+
+
+@pytest.mark.thorough
+def test_experts_of_a_loop_on_other_ranks_give_what_ops_give() -> None:
+    bound, mesh, batch = list[CompiledPieces](), {"dp": 2, "ep": 2}, batch_of_tokens(4)
+    plain = run_mesh(loops, batch, mesh)
+    found = run_mesh(loops, batch, mesh, compile=True, change=lambda p: bound.append(CompiledPieces(p)))
+    torch.testing.assert_close(found.loss, plain.loss, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.gradients, plain.gradients, rtol=1e-8, atol=1e-12)
+    for pieces, program in zip(bound, found.programs, strict=True):
+        of_experts = {call.index for call in calls_of(program) if any(call.counts_rows)}
+        assert of_experts
+        assert {way for index, way in pieces.counts if index in of_experts} == {"compiled"}
+
+
+def batch_of_tokens(rows: int) -> dict[str, Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": ids, "targets": ids}

@@ -14,7 +14,7 @@ from passes.errors import SpecError
 from planner import PlanError
 from planner.spec.spec import Spec
 from runtime.cli import app
-from runtime.cuda_graphs.choice import EXTRA, check_backend, check_backend_here
+from runtime.compiled.requirements import EXTRA, check_backend, check_machine
 from tests.tools.paths import ROOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -55,7 +55,7 @@ def test_on_this_machine_the_error_names_the_line_of_the_spec(tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text("mesh: {}\nbatch: {global: 2, micro: 1}\ncuda_graphs: {impl: local}\n")
     with pytest.raises(SpecError, match=r"local captures on CUDA devices") as error:
-        check_backend_here(Spec.load(path))
+        check_machine(Spec.load(path))
     assert "spec.yaml:3" in str(error.value)
 
 

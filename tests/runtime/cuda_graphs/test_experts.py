@@ -11,7 +11,7 @@ from torch import nn
 
 from planner import plan
 from runtime import Engine
-from runtime.cuda_graphs.by_slot import GraphsBySlot
+from runtime.cuda_graphs.region_graphs import GraphsBySlot
 from runtime.distributed.launch import launch
 from tests.models import experts, selected_rows
 from tests.models.families import Entry
@@ -130,11 +130,12 @@ def watched_step() -> tuple[list[str], list[str]]:
         with watch:
             engine.forward_backward(entry.batch(8, 0))
             order.extend(seen())
-        assert order.pop() == "runtime/engine.py"  # the loss that is returned
+        assert order.pop() == "runtime/engine/engine.py"  # the loss that is returned
         assert engine.graphs.num_replays > before
     return order, within
 
 
+@pytest.mark.thorough
 def test_the_host_waits_for_the_routing_behind_what_is_captured_and_nowhere_else():
     for order, within in launch(watched_step, 2, timeout_seconds=HANG_SECONDS):
         assert within == []

@@ -7,9 +7,9 @@ import inspect
 import pytest
 import torch
 
-from runtime.cuda_graphs.by_slot import GraphsBySlot
 from runtime.cuda_graphs.full_iteration import FullIteration
-from runtime.cuda_graphs.local import CudaGraphs
+from runtime.cuda_graphs.graphs import CudaGraphs
+from runtime.cuda_graphs.region_graphs import GraphsBySlot
 from tests.tools.graphed_runs import SCOPES, differences, engine_of, train
 from tests.tools.recorded_graphs import cuda_graphs_of_a_cpu
 

@@ -9,10 +9,9 @@ import pytest
 from torch import Tensor
 
 from planner.pipeline.schedule import Action
-from runtime.cuda_graphs import by_slot, region_graphs
-from runtime.cuda_graphs.by_slot import GraphsBySlot
-from runtime.cuda_graphs.emulate import Emulation
-from runtime.cuda_graphs.region_graphs import Region, RegionGraphs
+from runtime.cuda_graphs import region_graphs
+from runtime.cuda_graphs.recorded import Emulation
+from runtime.cuda_graphs.region_graphs import GraphsBySlot, Region, RegionGraphs
 from runtime.optimizer.buffers import GradientBuffers
 from tests.tools.graphed_runs import differences, engine_of, train
 
@@ -41,7 +40,7 @@ def gradients_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def backward_captured_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_slot, "backward_order", list)
+    monkeypatch.setattr(region_graphs, "backward_order", list)
 
 
 def kept_over_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +99,7 @@ def test_a_mistake_shows_as_numbers(mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("one_pool", [False, True])
-def test_one_pool_for_all_slots_is_wrong_where_they_interleave(one_pool):
+def test_one_pool_for_all_slots_is_wrong_where_they_interleave(monkeypatch, one_pool):
     """Rank 0's order of 1F1B over two stages; there is one stage here, so the order of microbatches is all of it."""
     order = [Action(kind, m, 0) for kind, m in zip("FFBFBFBB", (0, 1, 0, 2, 1, 3, 2, 3), strict=True)]
     with (made := engine_of("gpt2", None))[0] as engine:
@@ -109,7 +108,10 @@ def test_one_pool_for_all_slots_is_wrong_where_they_interleave(one_pool):
     with engine:
         program, device = engine.program, engine.groups.device
         maker, buffers = Emulation(program.random, device), engine.optimizer.buffers
-        engine.graphs = GraphsBySlot(program, tuple(order), buffers, maker, device, one_pool=one_pool)
+        if one_pool:
+            shared = maker.pool()
+            monkeypatch.setattr(maker, "pool", lambda: shared)
+        engine.graphs = GraphsBySlot(program, tuple(order), buffers, maker, device)
         engine._now.graphs = engine.graphs
         engine.executor.order, engine.executor.before_forward = tuple(order), engine.graphs.before_forward
         engine.capture_graphs()

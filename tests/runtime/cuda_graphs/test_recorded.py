@@ -14,8 +14,8 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.experts import splits_of_both
 from passes.ops.random_state import Draw, RandomState
-from runtime.cuda_graphs.pool import Pool, storage_of
-from runtime.cuda_graphs.recorded import CaptureError, RecordedGraph
+from planner.capture.model.exchange import storage_of
+from runtime.cuda_graphs.recorded import CaptureError, Pool, RecordedGraph
 from tests.tools.examples import examples
 
 CPU = torch.device("cpu")

@@ -48,7 +48,7 @@ def events_of_an_end(plan: Any, batches: Any, end: str) -> tuple[int, list[str]]
     return num_graphs, events
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "error", "exit", "exit by an error"])
 @pytest.mark.parametrize("scope", [["attn"], ["full_iteration"]])

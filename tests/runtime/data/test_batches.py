@@ -9,8 +9,7 @@ import torch
 
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
-from runtime.data.batches import BatchLayout, num_tokens
-from runtime.data.first_batch import check_here
+from runtime.data.batches import BatchLayout, check_here, num_tokens
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.data.buckets import BucketBatches, batches_of, ranges
-from runtime.data.objectives.protocol import Within
+from runtime.data.objectives.samples import Within
 from runtime.data.tokens import Tokens
 from tests.tools.hand_tokens import by_hand
 

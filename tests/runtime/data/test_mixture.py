@@ -11,13 +11,14 @@ import torch
 
 from planner import PlanError
 from planner.spec.sections import InputSpec
-from runtime.commands.train_options import Reading, Running, Saving, job_of
+from runtime.commands.train import Given, job_of
 from runtime.data.buckets import BLOCK, MixedBatches
 from runtime.data.objectives.next_token import Packed
 from runtime.data.token_batches import TokenBatches
 from runtime.data.tokens import Tokenization, Tokens
+from runtime.training.data import read_mixture
 from runtime.training.job import Job
-from runtime.training.mixture import read_mixture
+from runtime.training.options import TrainOptions
 
 INPUTS = {"ids": InputSpec(shape=(4,), dtype="int64")}
 
@@ -80,7 +81,7 @@ def test_shares_are_read_from_the_options(tmp_path, monkeypatch):
 def job_in(path: Path, mixture: str, *data: str) -> Job:
     """Of `meshwright train` with these options of --data, and this mixture in the spec."""
     path.write_text(f"{{mesh: {{}}, batch: {{global: 2, micro: 2}},\ndata: {{mixture: {mixture}}}}}")
-    return job_of("model.py:build", path, Running(), Reading(list(data) or None), Saving())
+    return job_of("model.py:build", path, Given(list(data) or None), TrainOptions())
 
 
 def test_a_mixture_of_the_spec_is_that_of_the_options_which_win(tmp_path, monkeypatch):

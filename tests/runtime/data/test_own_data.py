@@ -9,6 +9,7 @@ from runtime.distributed.launch import launch
 from tests.tools.limits import HANG_SECONDS
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_loader_of_ones_own_trains_the_same_on_two_processes_as_alone() -> None:
     alone = train(1)

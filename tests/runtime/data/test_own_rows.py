@@ -17,9 +17,9 @@ from runtime.data.batches import BatchLayout
 from runtime.data.objectives.next_token import Packed
 from runtime.data.token_batches import OwnRows
 from runtime.distributed.launch import launch
-from runtime.train import largest_difference
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.training.run import largest_difference
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.data.permutation import Permutation
+from runtime.data.token_batches import Permutation
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.data.prefetch import Prefetched
+from runtime.data.token_batches import Prefetched
 
 
 class Numbers:

@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.errors import PlanError
-from runtime.data.prepare import prepare
 from runtime.data.reading import gathered, read_tokens
-from runtime.data.text.byte_tokens import ByteEncoder
-from runtime.data.text.pieces import Piece
+from runtime.data.text.encoders import ByteEncoder
 from runtime.data.token_file import BEGIN, Header, check_content, is_token_file, open_token_file
-from runtime.data.token_writer import TokenWriter
-from runtime.data.tokens import Tokenization, Tokens
+from runtime.data.token_writer import TokenWriter, prepare
+from runtime.data.tokens import Piece, Tokenization, Tokens
 from tests.tools.examples import examples
 
 ARRAYS = ("ids", "marks", "ends", "words")
@@ -30,7 +28,8 @@ ARRAYS = ("ids", "marks", "ends", "words")
 def written(path: Path, pieces: list[Piece], how: Tokenization) -> Tokens:
     with TokenWriter(path, how) as writer:
         writer.add(pieces)
-        writer.finish(123)
+        writer.note_read(123)
+        writer.finish()
     return read_tokens(str(path))
 
 

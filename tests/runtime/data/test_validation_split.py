@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.data.reading import split
 from runtime.data.tokens import Tokens
-from runtime.data.validation_split import split
 from tests.runtime.data.conftest import by_hand
 
 Make = Callable[..., Tokens]

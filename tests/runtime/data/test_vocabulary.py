@@ -11,8 +11,8 @@ import pytest
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from planner.spec.sections import InputSpec
+from runtime.data.reading import check_vocabulary
 from runtime.data.tokens import Tokens
-from runtime.data.vocabulary import check_vocabulary
 
 Make = Callable[..., Tokens]
 ROWS = IdRange(0, 100, None, ((0, 4),), "the embedding wte", "rows")

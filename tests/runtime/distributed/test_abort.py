@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from runtime.distributed.launch import RankError, launch
-from runtime.distributed.loopback import HOST
-from runtime.engine import Engine
+from runtime.distributed.this_host import HOST
+from runtime.engine.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
 

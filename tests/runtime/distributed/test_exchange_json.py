@@ -17,13 +17,12 @@ from planner.pipeline.links import Message
 from planner.sharding.boxes import Box
 from runtime.checkpoint.manifest import FileEntry
 from runtime.checkpoint.pieces import Record
-from runtime.distributed import exchange_json
-from runtime.distributed.agreement import agree
-from runtime.distributed.exchange_json import all_gather_json, broadcast_json, gather_json
+from runtime.distributed import agreement
+from runtime.distributed.agreement import agree, all_gather_json, broadcast_json, gather_json, of_kind
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from runtime.pipeline.nonfinite import NonFinite, Seen
-from runtime.profiling.spans import Span
+from runtime.profiling.trace import Span
 from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -33,10 +32,9 @@ OF_OBJECTS = {
 }
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 NONE_COMES_FROM_ELSEWHERE = {  # memory without a name, from a process to the one that started it: no other reaches it
-    "runtime/distributed/outcomes.py",
     "runtime/distributed/rank_process.py",
     "runtime/fuzz/forks.py",  # a pipe from a fork to the process that made it
-    "planner/capture/kept/values.py",  # writes alone: the bytes are hashed
+    "planner/capture/model_fingerprint.py",  # writes alone: the bytes are hashed
 }
 
 
@@ -117,13 +115,13 @@ def test_a_rank_alone_reads_its_own():
 def test_bytes_that_are_no_such_value_are_one_error_that_names_the_rank(content):
     sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     with pytest.raises(RunError, match="rank 3 sent a value of another exchange"):
-        exchange_json._read(3, sent, Seen.of_json)
+        agreement._read(3, sent, of_kind(Seen))
 
 
 @pytest.mark.parametrize("sizes", [[5, 1 << 40], [5, -1], [5, 0]], ids=str)
 def test_no_memory_is_taken_for_more_than_can_be_sent(sizes):
     with pytest.raises(PlanError, match=r"rank 1 has -?\d+ bytes for one exchange"):
-        exchange_json._require_small(sizes)
+        agreement._require_small(sizes)
 
 
 BAD = NonFinite("forward", "blocks.0", "NaN", "softmax", Where("blocks.0", "a.py", 3, "x"), 1, 0, 2, (4, 5), (1, 2))
@@ -132,16 +130,17 @@ HELD = (("w", "main", "float32", Box((0, 1), (2, 3))), ("scalar", "main", "float
 
 
 def through_json(value: object, read: object) -> object:
-    return exchange_json._read(0, exchange_json._content_of(value), read)  # pyright: ignore[reportArgumentType]
+    return agreement._read(0, agreement._content_of(value), read)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_ranks_exchange_is_the_same_after_json():
     seen = Seen((BAD, replace(BAD, where=None)), (BAD,), frozenset({3, 1}))
-    assert through_json(seen.to_json(), Seen.of_json) == seen
+    assert through_json(seen, of_kind(Seen)) == seen
     for span in (SPAN, Span("wait", "wait", 0.5, 0.75, message=Message("B", 1, 2))):
-        again = Span.of_json(through_json(span, list))  # pyright: ignore[reportArgumentType]
+        again = through_json(span, of_kind(Span))
+        assert isinstance(again, Span)
         assert again == span
         assert (type(again.action), type(again.message)) == (type(span.action), type(span.message))
     file = FileEntry(name="rank-00000.safetensors", bytes=9, checksum="0" * 32)
     for record in (Record(file, HELD, 3, {"w": 2}), Record(None, ())):
-        assert through_json(record.to_json(), Record.of_json) == record
+        assert through_json(record, of_kind(Record)) == record

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from runtime.distributed.fingerprint import fingerprint, fingerprint_of_model
+from runtime.weights.initial_weights import fingerprint, fingerprint_of_model
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64)
 

@@ -11,12 +11,18 @@ import torch.distributed as dist
 
 from planner.mesh import Mesh
 from planner.pipeline.links import links
-from runtime.distributed.first_use import communicators, use_each_once, use_in_turn
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
 from runtime.distributed.launch import launch
-from runtime.distributed.links import make_links
-from runtime.distributed.nccl_options import LINK_CTAS, link_options
-from runtime.distributed.opening import _fill, open_groups
+from runtime.distributed.opening import (
+    LINK_CTAS,
+    _fill,
+    communicators,
+    link_options,
+    make_links,
+    open_groups,
+    use_each_once,
+    use_in_turn,
+)
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
 

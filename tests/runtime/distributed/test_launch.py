@@ -106,6 +106,7 @@ def complain(number: int, frame: object) -> None:
     raise ValueError("a peer is gone")
 
 
+@pytest.mark.thorough
 def test_ranks_that_complain_when_their_time_is_over_have_not_failed_by_themselves():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 4 s and were terminated"):
         launch(complain_when_ended, 2, timeout_seconds=4 * SHORT_SECONDS)

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 
 from planner.mesh import Mesh
 from runtime.distributed.launch import launch
-from runtime.distributed.loopback import HOST, hosted_store, interface_names, stay_on_one_host
 from runtime.distributed.opening import open_groups
+from runtime.distributed.this_host import HOST, hosted_store, interface_names, stay_on_one_host
 from runtime.fuzz.forks import in_forks
 from tests.tools.limits import HANG_SECONDS
 

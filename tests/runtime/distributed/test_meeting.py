@@ -210,6 +210,7 @@ def open_under(launcher: str) -> int:
     return int(total)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_another_launcher_find_each_other(launcher):

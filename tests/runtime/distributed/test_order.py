@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import Engine
-from runtime.distributed import links, opening
+from runtime.distributed import opening
 from runtime.distributed.default_group import World
 from runtime.distributed.groups import Groups
 from tests.tools.laboratory import Case, session_lab
@@ -36,7 +36,7 @@ def as_on_nccl() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
         patch.setattr(opening, "open_world", open_two)
-        patch.setattr(links, "link_options", lambda backend: None)
+        patch.setattr(opening, "link_options", lambda backend: None)
         patch.setattr(opening, "axis_options", lambda backend, axis: None)
         patch.setattr(dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "gloo"}))
         yield

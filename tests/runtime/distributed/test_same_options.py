@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -17,17 +17,15 @@ from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, judge
 from runtime.distributed.opening import open_groups
 from runtime.distributed.same_options import keys_of, require_same_options, told_to_all
-from runtime.evaluation.run import Evaluation, evaluate
-from runtime.train import train
+from runtime.evaluation.run import Evaluation, Weights, evaluate
 from runtime.training.job import OWN, Job
+from runtime.training.run import train
 from tests.tools.limits import HANG_SECONDS
 
 NONE = "no_such_model.py:build"  # the next thing that a rank reads after the options
 JOB = Job(NONE, "spec.yaml", "stdlib", 4, timeout=HANG_SECONDS)
-OTHER: dict[str, Any] = {  # of rank 1
-    field.name: {"str": "other", "int": 5, "float": 9.0, "bool": True}.get(str(field.type).partition(" ")[0], ("x",))
-    for field in fields(Job)
-}
+_OTHER = {str: "other", int: 5, float: 9.0, bool: True, str | None: "other", int | None: 5}
+OTHER: dict[str, Any] = {name: _OTHER.get(kind, ("x",)) for name, kind in get_type_hints(Job).items()}  # of rank 1
 
 
 SPEC: dict[str, Any] = {
@@ -65,7 +63,7 @@ def errors_of(jobs: list[Any], others: list[Any]) -> list[str]:
 def test_each_option_that_changes_exchanges_is_refused_on_all_ranks_by_name(spec: str) -> None:
     names = sorted({field.name for field in fields(Job)} - {"spec"})
     job = replace(JOB, spec=spec)
-    jobs: list[Any] = [*(job for _ in names), Evaluation(NONE, spec, "stdlib")]
+    jobs: list[Any] = [*(job for _ in names), Evaluation(Weights(NONE), spec, "stdlib")]
     others = [*(replace(job, **{name: OTHER[name]}) for name in names), replace(jobs[-1], is_cloze=True)]
     first, second = launch(errors_of, 2, jobs, others, timeout_seconds=HANG_SECONDS)
     assert len(first) == len(jobs)
@@ -117,6 +115,7 @@ def fails_before_groups(failing: int) -> str:
     return "open"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_before_there_are_groups_is_that_of_the_ranks_that_wait(failing: int):

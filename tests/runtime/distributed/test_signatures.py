@@ -17,13 +17,12 @@ from planner.mesh import Mesh
 from runtime.cli import app
 from runtime.distributed import meeting
 from runtime.distributed.faults.activity import Activity
-from runtime.distributed.faults.board import Board, Pulse
+from runtime.distributed.faults.board import SECRET, Board, Pulse, Signer, secret_in
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.watch import Watch
 from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, Verdict, meet
 from runtime.distributed.opening import open_groups
-from runtime.distributed.signatures import SECRET, Signer, secret_in
 from tests.tools.limits import HANG_SECONDS
 
 OURS, OTHER, NONE = Signer("a secret of this run"), Signer("a secret of another"), Signer()

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from runtime.distributed import standstill
-from runtime.distributed.faults.page import Page, own_page
-from runtime.distributed.launch import RankError, launch
-from runtime.distributed.outcomes import Outbox, Outcome
-from runtime.distributed.standstill import SECONDS, Standstill
+from runtime.distributed.faults.activity import Page, own_page
+from runtime.distributed.launch import STANDSTILL_SECONDS, RankError, Standstill, launch
+from runtime.distributed.rank_process import Outbox, Outcome
 from tests.tools.limits import HANG_SECONDS
 
 
@@ -37,7 +35,7 @@ def test_time_in_which_the_launcher_did_not_look_is_not_counted(monkeypatch: pyt
         time.sleep(2 * HANG_SECONDS)
         os._exit(0)
     clock = [time.monotonic()]
-    monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("runtime.distributed.launch.time.monotonic", lambda: clock[0])
 
     def look(after: float) -> list[int]:
         clock[0] += after
@@ -49,7 +47,7 @@ def test_time_in_which_the_launcher_did_not_look_is_not_counted(monkeypatch: pyt
         watched = Standstill()
         assert look(1000.0) == []
         assert look(1000.0) == []
-        assert [look(1.0) for _ in range(int(SECONDS))][-1] == [3]
+        assert [look(1.0) for _ in range(int(STANDSTILL_SECONDS))][-1] == [3]
         os.kill(child, signal.SIGCONT)
         os.waitpid(child, os.WCONTINUED)
         assert look(1.0) == []

@@ -16,7 +16,7 @@ import pytest
 
 from runtime.distributed.launch import launch
 from runtime.distributed.stopping import Stopping, stop_requested
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
 

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from passes.errors import PlanError
-from runtime.distributed import loopback, this_host
+from runtime.distributed import this_host
 from runtime.distributed.launch import launch
+from runtime.profiling.memory import compare_memory
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
@@ -46,11 +47,13 @@ def test_the_limit_of_open_files_is_raised_or_refused() -> None:
 
 
 def test_a_host_without_its_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "HOST", "192.0.2.1")  # kept for documentation: no host has it
+    monkeypatch.setattr(this_host, "HOST", "192.0.2.1")  # kept for documentation: no host has it
     with pytest.raises(PlanError, match="ranks of one host reach each other over") as caught:
         launch(print, 1)
     assert "ip link set lo up" in caught.value.fix
+    with pytest.raises(PlanError, match="ranks of one host reach each other over"):  # before the model is built
+        compare_memory("nowhere.py:build", "examples/gpt.yaml")
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match="to which nothing can connect"):
-        loopback.stay_on_one_host()
+        this_host.stay_on_one_host()

@@ -11,9 +11,8 @@ import torch
 from passes.partition.loss.scored import Pick, Scored
 from planner import PlanError
 from planner.spec.spec import Spec
-from runtime.evaluation.rows import RowBatches
-from runtime.evaluation.windows import Row
-from runtime.scores import Scores
+from runtime.engine.log_probs import Scores
+from runtime.evaluation.rows import Row, RowBatches
 
 LENGTH = 4
 

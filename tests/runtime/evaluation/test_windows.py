@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import PlanError
-from runtime.evaluation.windows import Windows
+from runtime.evaluation.rows import Windows
 
 
 @given(num=st.integers(2, 60), span=st.integers(2, 20), data=st.data())

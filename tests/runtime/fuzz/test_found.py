@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.fuzz.prepare import prepare
+from runtime.fuzz.forks import prepare
 from runtime.fuzz.run import Outcome, Verdict
 from tests.fuzz.drawing import campaign_of, case_with
 

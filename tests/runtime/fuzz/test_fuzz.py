@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import runtime.engine
+import runtime.engine.engine
 import runtime.fuzz.run
-import runtime.memory.run
-import runtime.optimizer.average
+import runtime.optimizer.main_shards
+import runtime.profiling.memory
 import runtime.verify.run
 from passes.errors import PlanError, Where
 from planner.spec.spec import Spec
@@ -26,8 +26,7 @@ from runtime.cli import app
 from runtime.fuzz import specs
 from runtime.fuzz.campaign import Progress, shrunk
 from runtime.fuzz.case import Case
-from runtime.fuzz.forks import ForkError
-from runtime.fuzz.prepare import prepare
+from runtime.fuzz.forks import ForkError, prepare
 from runtime.fuzz.run import Outcome, Verdict, _last_line, refused
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.fuzz.__main__ import main
@@ -103,14 +102,14 @@ def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypat
     prepare()
     campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
-    whole = runtime.engine.Engine.load
+    whole = runtime.engine.engine.Engine.load
 
     def with_the_next_rate(engine: Any, directory: Any) -> Any:
         found = whole(engine, directory)
         engine.step_index = 0
         return found
 
-    monkeypatch.setattr(runtime.engine.Engine, "load", with_the_next_rate)
+    monkeypatch.setattr(runtime.engine.engine.Engine, "load", with_the_next_rate)
     decayed = replace(case, spec=case.spec | {"optimizer.schedule.kind": "linear"})
     outcome = campaign.outcome_of(decayed)
     assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "continued")
@@ -123,7 +122,7 @@ def test_a_wrong_forecast_of_memory_is_found(tmp_path: Path, monkeypatch: pytest
     prepare()
     campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
-    monkeypatch.setattr(runtime.memory.run, "registered_bytes", lambda engine: 100_000)
+    monkeypatch.setattr(runtime.profiling.memory, "registered_bytes", lambda engine: 100_000)
     outcome = campaign.outcome_of(case)
     assert (outcome.verdict, outcome.check) == (Verdict.DIFFERS, "memory")
 
@@ -135,7 +134,7 @@ def test_a_running_mean_that_is_none_is_found(tmp_path: Path, monkeypatch: pytes
     prepare()
     campaign = campaign_of(0, 2, tmp_path)
     assert campaign.outcome_of(case) == Outcome(Verdict.EQUAL)
-    monkeypatch.setattr(runtime.optimizer.average.WeightAverage, "update", lambda self, found_inf: None)
+    monkeypatch.setattr(runtime.optimizer.main_shards.WeightAverage, "update", lambda self, found_inf: None)
     assert "mean" in campaign.outcome_of(case).words
 
 

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from planner.spec.spec import Spec
 from runtime.cli import app
-from runtime.fuzz.case import Case
-from runtime.fuzz.own_model import OwnModel
-from runtime.fuzz.prepare import prepare
+from runtime.fuzz.case import Case, OwnModel
+from runtime.fuzz.forks import prepare
 
 MODEL = """
 import torch

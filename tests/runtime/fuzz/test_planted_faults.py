@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.fuzz.campaign import Campaign
-from runtime.fuzz.prepare import prepare
-from runtime.fuzz.run import Outcome, Verdict
-from tests.fuzz.drawing import campaign_of
-from tests.tools.planted.search import MOST_RANKS, case_of
+from runtime.fuzz.forks import StoreHost, in_fork, prepare
+from runtime.fuzz.run import CASE_SECONDS, Verdict
+from tests.tools.planted.search import outcomes_of
 from tests.tools.planted.table import FAULTS
+
+OF_SEEDS = {
+    seed: [name for name, fault in FAULTS.items() if fault.seed == seed]
+    for seed in sorted({f.seed for f in FAULTS.values()})
+}
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+def host() -> StoreHost:
     prepare()
-    return campaign_of(0, MOST_RANKS, tmp_path_factory.mktemp("fuzz"))
+    return StoreHost()
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, campaign: Campaign):
-    fault = FAULTS[name]
-    with fault.planted():
-        outcome = campaign.outcome_of(case_of(fault.seed))
-    assert outcome.verdict is Verdict.DIFFERS, outcome.words
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted({fault.seed for fault in FAULTS.values()}))
-def test_a_case_without_its_fault_is_equal(seed: int, campaign: Campaign):
-    assert campaign.outcome_of(case_of(seed)) == Outcome(Verdict.EQUAL)
+@pytest.mark.parametrize("seed", OF_SEEDS)
+def test_each_fault_planted_in_a_case_is_found_and_without_one_it_is_equal(seed: int, host: StoreHost):
+    limit = CASE_SECONDS * (1 + len(OF_SEEDS[seed]))
+    found = in_fork(outcomes_of, seed, OF_SEEDS[seed], host, timeout_seconds=limit)
+    wanted = {"": Verdict.EQUAL} | dict.fromkeys(OF_SEEDS[seed], Verdict.DIFFERS)
+    assert {name: outcome.verdict for name, outcome in found.items()} == wanted, found

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.spec.spec import Spec
-from runtime.fuzz.fitting import Facts
-from runtime.fuzz.spec_text import NOT_KEYS, continued_on, split_of
-from runtime.fuzz.specs import FIELDS
+from runtime.fuzz.specs import FIELDS, NOT_KEYS, Facts, continued_on, split_of
 from tests.fuzz.drawing import case_with, drawn_case
 from tests.fuzz.not_drawn import EXCLUDED, FOLLOWS
 from tests.test_spec_keys import leaves

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.sharding.parts import part_of
-from runtime.distributed.launch import launch
+from planner.sharding.boxes import part_of
 from runtime.weights.shards import shard
 from tests.tools import expert_ranks as ranks
-from tests.tools.limits import HANG_SECONDS
+from tests.tools.laboratory import session_lab
 
 pytestmark = pytest.mark.slow
 PLACES = {name: [mesh.place(rank) for rank in range(ranks.WORLD)] for name, mesh in ranks.MESHES.items()}
@@ -25,8 +24,8 @@ def name_of(case: tuple[str, int, int | None]) -> str:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[Any, list[dict[str, Any]]]]:
-    """results[rank][case][step] of one launch."""
-    return launch(ranks.run_cases, ranks.WORLD, timeout_seconds=HANG_SECONDS)
+    """results[rank][case][step] of four forks."""
+    return session_lab().call(ranks.on_ranks)
 
 
 def whole_gradient(on: str, name: str, step: int) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.optimization import (
 
 from passes.errors import PlanError
 from planner.spec.optimizer import OptimizerSpec
-from runtime.optimizer.lr import LearningRate, learning_rate
+from runtime.optimizer.scalars import LearningRate, learning_rate
 
 
 def test_warmup_rises_linearly_and_reaches_lr_at_its_last_step():

@@ -1,9 +1,5 @@
 """ZeRO-1 on four gloo ranks against torch's AdamW and clipping in one process; hooks and bytes in this process."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
@@ -12,39 +8,19 @@ from torch import nn
 
 from passes.parameters import LocalParameter
 from passes.types.types import I
-from runtime.optimizer.norm import squared_norm
+from runtime.optimizer.main_shards import squared_norm
+from tests.tools import zero1_ranks as ranks
 from tests.tools.chosen_cases import chosen
-from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
-
-SCRIPT = ROOT / "tests" / "tools" / "zero1_ranks.py"
-SPEC = importlib.util.spec_from_file_location("zero1_ranks", SCRIPT)
-ranks = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(ranks)
+from tests.tools.laboratory import session_lab
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2}
 FULL_BYTES = {("float32", "float32"): (8, 8), ("bfloat16", "float32"): (6, 12), ("bfloat16", "bfloat16"): (4, 16)}
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """results[rank][case] of one launch of four processes."""
-    directory = tmp_path_factory.mktemp("zero1")
-    torch.save(chosen(request, "case"), directory / "cases.pt")
-    root = str(ROOT)
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error::FutureWarning", str(SCRIPT)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(ranks.WORLD)
-    ]
-    try:
-        errors = [process.communicate(timeout=HANG_SECONDS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
+def results(request):
+    """results[rank][case] of four forks."""
+    return session_lab().call(ranks.on_ranks, chosen(request, "case"))
 
 
 def one_process(dtype):
@@ -223,7 +199,7 @@ def test_one_rank_needs_no_group_and_has_the_bytes_of_the_table(precision, bytes
     optimizer = ranks.optimizer_of(entries(weight=weight), options, precision[1])
     before = weight.detach().clone()
     weight.square().sum().backward()
-    assert not optimizer.step(0.1).skipped
+    assert not optimizer.step(0.1).figures[1]
     assert sum(optimizer.measured_bytes().values()) == 128 * bytes_a_parameter
     assert not torch.equal(weight, before)
 
@@ -322,7 +298,7 @@ def test_loss_scale_leaves_norm_gradients_and_update_alone():
         (weight.square().sum() * scale).backward()
         optimizer.reduce_gradients()
         gradient = optimizer.gather_gradients(grad_scale=scale)["weight"].tolist()
-        outcomes.append((gradient, optimizer.step(1e-2, grad_scale=scale).grad_norm, weight.tolist()))
+        outcomes.append((gradient, float(optimizer.step(1e-2, grad_scale=scale).figures[0]), weight.tolist()))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][:2] == ([2.0, -4.0], pytest.approx(20**0.5))
 
@@ -332,7 +308,7 @@ def test_frozen_parameters_stay_out_of_the_buffers():
     local = LocalParameter("frozen", (5,), torch.float32, I, (5,), requires_grad=False)
     optimizer = ranks.optimizer_of([(local, frozen)], ranks.settings())
     assert optimizer.buffers.buffers == []
-    assert optimizer.step(1e-2).grad_norm == 0.0
+    assert optimizer.step(1e-2).figures[0] == 0.0
 
 
 def test_no_clipping_still_reports_the_norm():
@@ -341,7 +317,7 @@ def test_no_clipping_still_reports_the_norm():
     optimizer = ranks.optimizer_of(entries(weight=weight), options)
     (weight.square().sum() / 2).backward()
     optimizer.reduce_gradients()
-    assert optimizer.step(1e-2).grad_norm == pytest.approx(5.0)
+    assert float(optimizer.step(1e-2).figures[0]) == pytest.approx(5.0)
     assert weight.main_grad.tolist() == [3.0, 4.0]
 
 
@@ -362,7 +338,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_whole(bad, dtype):
             (weight.square().sum() / 2).backward()
             optimizer.reduce_gradients()
             before, result = weight.tolist(), optimizer.step(1e-2, extra=[loss])
-            assert result.skipped == (loss != 1.0)
-            assert (weight.tolist() == before) == result.skipped
+            assert bool(result.figures[1]) == (loss != 1.0)
+            assert (weight.tolist() == before) == bool(result.figures[1])
         after.append(weight.tolist())
     assert after[0] == after[1]  # neither moments nor the count of steps know of the skipped one

@@ -12,9 +12,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
+from passes.base import StageModule
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
-from passes.stage_module import StageModule
 from planner.mesh import Mesh
 from planner.pipeline.schedule import Action
 from runtime.distributed.faults.failure import StepError

@@ -103,7 +103,7 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
             schedule.orders[groups.pp_rank],
             transport,
             RandomState(0, 0),
-            before_backward=lambda _, transport=transport, held=held: held.append(transport.num_sending),
+            before_backward=lambda _, transport=transport, held=held: held.append(len(transport._sending)),
         )
         loss = executor.run(Step(0, scale_batches(microbatches, NUM_ELEMENTS), 0, []))
         gradients = [s.module.get_parameter("weight").grad for s in stages]
@@ -140,11 +140,11 @@ def count_held() -> list[int]:
         if groups.pp_rank == 0:
             transport.send(Message("F", 0, microbatch), values(microbatch))
     if groups.pp_rank == 0:
-        held.append(transport.num_sending)
+        held.append(len(transport._sending))
     for microbatch in range(3):
         if groups.pp_rank == 0:
             transport.receive(Message("B", 0, microbatch), ALL)
-            held.append(transport.num_sending)
+            held.append(len(transport._sending))
         else:
             transport.receive(Message("F", 0, microbatch), ALL)
             transport.send(Message("B", 0, microbatch), values(microbatch)[:1])

@@ -7,8 +7,8 @@ import torch
 
 from planner.pipeline.links import Message
 from runtime.distributed.marks import Marks
-from runtime.distributed.notes import Told
-from runtime.pipeline.waits import Waits
+from runtime.distributed.messages import Told
+from runtime.pipeline.p2p import Waits
 from runtime.report.step_report import bubble_of
 
 MESSAGE = Message("F", 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.errors import PlanError
-from runtime.profiling.window import Window
+from runtime.profiling.profile import Window
 
 
 @pytest.mark.parametrize(

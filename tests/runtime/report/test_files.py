@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from passes.errors import PlanError
-from runtime.report.curve import _lines, draw_curve
-from runtime.report.log import Log, rows_until
-from runtime.report.step_row import StepRow
+from runtime.report.log import Log, StepRow, _lines, draw_curve, rows_until
 
 ROWS = [StepRow(step, 6.0 - 0.1 * step, 1.0, 1e-3, 100.0, one_process_loss=6.0 - 0.1 * step) for step in range(1, 9)]
 
@@ -68,7 +66,7 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from runtime.report.trackers import TensorBoard
+    from runtime.report.log import TensorBoard
 
     writer = TensorBoard(str(tmp_path))
     for row in ROWS:

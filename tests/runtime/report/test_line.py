@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from runtime.report.line import Unchanging, clock, format_row
-from runtime.report.progress import LiveLine, Progress
-from runtime.report.step_row import StepRow
+from runtime.report.log import StepRow
+from runtime.report.progress import LiveLine, Progress, Unchanging, clock, format_row
 
 ROW = StepRow(
     3,

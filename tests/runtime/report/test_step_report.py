@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report.line import format_row
-from runtime.report.pace import Planned
+from runtime.report.log import Planned, StepRow, make_row
+from runtime.report.progress import format_row
 from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
-from runtime.report.step_row import StepRow, make_row
 
 SPEC = {
     "mesh": {"tp": 1},

@@ -15,7 +15,7 @@ from planner import Plan, PlanError, plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
 from runtime.cli import app
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools import pretrained_ranks as ranks
 from tests.tools.checkpoints import assert_same
 
@@ -332,3 +332,28 @@ def test_a_saved_plan_of_an_adapted_model_says_that_it_has_no_modules_of_peft(ba
     assert "a saved plan does not hold the modules of peft" in " ".join(done.output.split())
     with Engine(Plan.load(saved)) as engine, pytest.raises(PlanError, match="no adapters of peft, or the plan was"):
         engine.save_adapters(base.parent / "adapters")
+
+
+def test_the_adapters_of_the_best_step_stay(base: Path) -> None:
+    words = (
+        "--peft",
+        str(config_in(base.parent)),
+        "--validate-every",
+        "1",
+        "--keep-best",
+        "--save",
+        str(base.parent / "run"),
+    )
+    done = run(base, *words, spec=SPEC + "data: {validation: 0.2}\noptimizer: {lr: 1.0e-2}\n")
+    assert done.exit_code == 0, done.output
+    kept = base.parent / "run" / "best_adapters"
+    assert sorted(path.name for path in kept.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    (best,) = (base.parent / "run" / "best").glob("step-*")
+    model = load_model(f"hf:{base} --peft {kept}", values_later=True)
+    with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:
+        engine.load_pretrained(base)
+        engine.load_adapters(kept)
+        found = engine.gather_parameters()
+    with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:
+        engine.load(best)
+        assert_same(found, engine.gather_parameters())

@@ -11,8 +11,8 @@ import pytest
 
 from planner import PlanError
 from runtime.checkpoint.saves import saves_in
-from runtime.train import train
 from runtime.training.job import Job, Trained
+from runtime.training.run import train
 
 MODEL = """
 import torch
@@ -46,20 +46,27 @@ def fail(row):
         raise KeyError("no such figure")
 """
 WANDB = """
+import json
 from pathlib import Path
 
-class Run:
-    def __init__(self, project):
-        self.file = Path(__file__).with_name("logged").open("w")
-        print("project", project, file=self.file)
-    def log(self, figures, step):
-        print(step, sorted(figures)[:2], file=self.file)
-    def finish(self):
-        print("finished", file=self.file)
-        self.file.close()
+LOGGED = Path(__file__).with_name("logged")
 
-def init(project):
-    return Run(project)
+class Run:
+    def log(self, figures, step):
+        if (LOGGED.parent / "fails").exists() and step == 2:
+            raise RuntimeError("no network")
+        note(step, sorted(figures)[:2])
+    def finish(self):
+        note("finished")
+
+def note(*given):
+    with LOGGED.open("a") as file:
+        print(*given, file=file)
+
+def init(**given):
+    config = given.pop("config")
+    note(json.dumps(given), config["steps"], config["spec"]["optimizer"]["lr"])
+    return Run()
 """
 
 
@@ -106,14 +113,35 @@ def test_a_callback_gets_each_row_and_wandb_each_figure(run, tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     trained = run(num_steps=3, validate_every=2, callback=f"{tmp_path / 'calls.py'}:note", wandb="tokens")
     sys.modules.pop("wandb")
+    logged = (tmp_path / "packages" / "logged").read_text().splitlines()
+    told, run_id = logged[0], json.loads(logged[0].partition("}")[0] + "}")["id"]
+    assert len(run_id) == 8
     given = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert given == [[row.step, row.loss, row.validation_loss] for row in trained.rows]
     assert given[1][2] is not None
-    assert (tmp_path / "packages" / "logged").read_text().splitlines() == [
-        "project tokens",
-        *(f"{step} ['data_share', 'flops_per_s']" for step in (1, 2, 3)),
-        "finished",
-    ]
+    assert told == f'{{"project": "tokens", "name": null, "id": "{run_id}", "resume": "allow"}} 3 0.03'
+    assert logged[1:] == [*(f"{step} ['data_share', 'flops_per_s']" for step in (1, 2, 3)), "finished"]
+
+
+def test_a_resumed_run_goes_on_in_weights_and_biases_under_its_name_and_id(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    for steps, place in ((2, "tokens"), (3, "tokens/again")):
+        run(num_steps=steps, save=str(tmp_path / "first"), resume="auto", wandb=place)
+    sys.modules.pop("wandb")
+    logged = (tmp_path / "packages" / "logged").read_text().splitlines()
+    first, second = (json.loads(line.partition("}")[0] + "}") for line in logged if line.startswith("{"))
+    assert (first["name"], second["name"]) == ("first", "again")
+    assert first["id"] == second["id"]
+    assert [line.split()[0] for line in logged if line[0].isdigit()] == ["1", "2", "3"]
+
+
+def test_weights_and_biases_that_fails_ends_the_run_with_a_save(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    (tmp_path / "packages" / "fails").touch()
+    with pytest.raises(PlanError, match="Weights & Biases: RuntimeError: no network"):
+        run(num_steps=5, save=str(tmp_path / "run"), wandb="tokens")
+    sys.modules.pop("wandb")
+    assert [path.name for path in saves_in(tmp_path / "run")] == ["step-00000003"]
 
 
 def test_what_a_callback_raises_is_one_error_at_its_line(run, tmp_path):

@@ -10,14 +10,20 @@ import pytest
 
 from passes.errors import PlanError
 from runtime.checkpoint.saves import saves_in
+from runtime.distributed.launch import RankError
 from runtime.distributed.stopping import announce_orders, asks
-from runtime.report.step_row import StepRow
-from runtime.train import train
-from runtime.training.callback import Callback, Run
+from runtime.report.log import StepRow
 from runtime.training.job import Job, Trained
+from runtime.training.run import train
+from runtime.training.showing import Callback, Orders, Run
 from tests.runtime.training.test_best import MODEL, SPEC
+from tests.tools.limits import HANG_SECONDS
+
+SHORT_SECONDS = 20.0  # the timeout of groups
 
 CALLBACK = """
+import time
+
 def steer(row, run):
     run.log("own/square", row.loss ** 2)
     if row.step == 2:
@@ -36,13 +42,17 @@ def wrong(row, run):
 
 def reads(row):
     pass
+
+def waits(row, run):
+    if row.step == 2:
+        time.sleep(%d)
 """
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     (tmp_path / "tokens.py").write_text(MODEL)
-    (tmp_path / "calls.py").write_text(CALLBACK)
+    (tmp_path / "calls.py").write_text(CALLBACK % HANG_SECONDS)
     (tmp_path / "text.txt").write_text("all that is said here is said once more, and then again. " * 200)
     return tmp_path
 
@@ -108,9 +118,18 @@ def test_orders_are_announced_until_they_are_taken() -> None:
     asked = Run(10, has_saves=True, is_compared=False)
     asked.save()
     assert asks() > 1
-    assert asked.orders() == {"stop": False, "save": True, "changes_lr": False, "lr": None}
+    assert asked.orders() == Orders(save=True)
     assert asks() == 0
-    assert not any(asked.orders().values())
+    assert asked.orders() == Orders()
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_one_that_hangs_before_a_save_is_named_at_its_line_and_the_save_before_it_stays(files: Path) -> None:
+    saves = files / "run"
+    with pytest.raises(RankError, match=r"rank 0 .*: stuck for \d+ s at calls.py:\d+ in waits"):
+        run(files, "waits", dp=2, save=str(saves), save_every=1, timeout=SHORT_SECONDS)
+    assert [save.name for save in saves_in(saves)] == ["step-00000001"]
 
 
 def test_a_function_of_one_argument_gets_the_row_alone(files: Path) -> None:

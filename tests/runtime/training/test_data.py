@@ -17,9 +17,9 @@ from planner import plan
 from planner.spec.spec import Spec
 from runtime.cli import app
 from runtime.data.batches import BatchLayout
-from runtime.data.prepare import prepare
-from runtime.data.text.byte_tokens import ByteEncoder
+from runtime.data.text.encoders import ByteEncoder
 from runtime.data.token_batches import TokenBatches
+from runtime.data.token_writer import prepare
 from runtime.training.data import check_source, run_data
 from runtime.training.job import Job
 from runtime.training.loop import run_rank

@@ -9,10 +9,11 @@ import pytest
 
 from passes.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.commands.train_options import Checking, Reading, Running, Saving, Showing, job_of
-from runtime.data.text.byte_tokens import ByteEncoder
-from runtime.optimizer.lr import LearningRate
+from runtime.commands.train import Given, job_of
+from runtime.data.text.encoders import ByteEncoder
+from runtime.optimizer.scalars import LearningRate
 from runtime.training.job import spec_of
+from runtime.training.options import TrainOptions
 
 SPEC = """
 mesh: {}
@@ -25,8 +26,8 @@ optimizer: {schedule: {kind: cosine, steps: auto, warmup: 0.2}}
 def job(folder: Path, **running: object) -> object:
     (folder / "spec.yaml").write_text(SPEC)
     (folder / "text").write_text("x" * 81)  # 10 windows of 8 and their next byte
-    reading, groups = Reading(data=[str(folder / "text")]), (Checking(), Showing(), Saving())
-    return job_of("m.py:build", folder / "spec.yaml", Running(**running), reading, *groups)  # pyright: ignore
+    given = Given(data=[str(folder / "text")], **running)  # pyright: ignore
+    return job_of("m.py:build", folder / "spec.yaml", given, TrainOptions())
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 5), (3.0, 8), (0.1, 1)])
@@ -60,8 +61,8 @@ def test_bytes_end_at_zero_and_a_directory_has_all_of_its_ends(tmp_path: Path) -
     from tests.tools.chat_tokenizers import chat_directory
 
     pytest.importorskip("transformers")
-    from runtime.data.text.tokenizer_file import TokenizerFile
-    from runtime.next_tokens.texts import codec_of
+    from runtime.data.text.encoders import TokenizerFile
+    from runtime.engine.prompts import codec_of
 
     assert ByteEncoder.ends == (0,)
     model = chat_directory(tmp_path / "model", "chatml", ends=["<|im_end|>", "<|end|>"])

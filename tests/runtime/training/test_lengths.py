@@ -13,9 +13,8 @@ from passes.errors import PlanError
 from planner import Plan, plan
 from planner.capture.model.reference import load_model
 from runtime.training.data import run_data
-from runtime.training.job import Job, spec_of
+from runtime.training.job import Job, spec_of, stored_plan
 from runtime.training.loop import run_rank
-from runtime.training.planned import stored_plan
 
 MODEL = """
 import torch

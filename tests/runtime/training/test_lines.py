@@ -16,8 +16,9 @@ from planner.spec.spec import Spec
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import MANIFEST, read_manifest
 from runtime.checkpoint.saves import by_newest, latest_in, prune, saves_in, write_latest
-from runtime.engine import Engine
-from runtime.training.job import AUTO, Job, check_saves
+from runtime.engine.engine import Engine
+from runtime.training.job import Job, check_saves
+from runtime.training.options import AUTO
 from runtime.training.saving import RunSaves
 from tests.tools.checkpoints import Own
 from tests.tools.small_saves import save

@@ -16,7 +16,7 @@ from torch import Tensor
 from planner import plan
 from runtime import Engine
 from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
-from runtime.training.nonfinite import NonFiniteError, NonFiniteGuard
+from runtime.training.loop import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
 from tests.tools.laboratory import Case, Lab, session_lab, spec_of
 from tests.tools.limits import HANG_SECONDS

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from passes.errors import PlanError
 from runtime.training.job import Job
-from runtime.training.outputs import check_outputs
+from runtime.training.run import check_outputs
 
 
 def job(**outputs: Any) -> Job:

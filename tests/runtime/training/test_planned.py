@@ -15,9 +15,8 @@ from passes.errors import PlanError
 from planner import plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
-from runtime.train import train
-from runtime.training.job import Job, spec_of
-from runtime.training.planned import differing, stored_plan
+from runtime.training.job import Job, differing, spec_of, stored_plan
+from runtime.training.run import train
 from tests.tools.paths import ROOT
 from tests.tools.pretrained_ranks import save_random
 

@@ -18,10 +18,11 @@ from planner.capture.model.init_log import InitLog
 from planner.capture.model.reference import load_model
 from runtime import Engine
 from runtime.distributed.launch import launch
-from runtime.distributed.memory import peak_bytes
-from runtime.train import largest_difference
-from runtime.training.job import AUTO, Job
+from runtime.engine.update import peak_bytes
+from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.training.options import AUTO
+from runtime.training.run import largest_difference
 from tests.tools.limits import HANG_SECONDS
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -21,8 +21,9 @@ import yaml
 from runtime import Engine
 from runtime.checkpoint.saves import saves_in
 from runtime.distributed.launch import RankError, launch
-from runtime.training.job import AUTO, Job
+from runtime.training.job import Job
 from runtime.training.loop import run_rank
+from runtime.training.options import AUTO
 from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,9 +10,9 @@ import pytest
 
 from passes.errors import PlanError
 from runtime.checkpoint.saves import saves_in
-from runtime.train import train
+from runtime.training.data import named_files
 from runtime.training.job import Job, Trained
-from runtime.training.mixture import named_files
+from runtime.training.run import train
 from runtime.training.validation import _added
 from tests.runtime.training.test_best import MODEL, SPEC
 
@@ -36,6 +36,13 @@ def no_number(log_probs, labels, batch):
 
 def nothing(log_probs, labels, batch):
     return {"mine": (1.0, 0)}
+
+def lengths(prompts, texts, rows):
+    assert prompts == [row["prompt"] for row in rows]
+    return {"letters": (sum(map(len, texts)), len(texts)), "answers": (sum(row["answer"] for row in rows), 2)}
+
+def fails_of_texts(prompts, texts, rows):
+    raise KeyError("no answer")
 """
 
 
@@ -50,6 +57,12 @@ def files(tmp_path: Path) -> Path:
     ):
         (tmp_path / name).write_text(words * 200)
     return tmp_path
+
+
+@pytest.fixture
+def prompts(files: Path) -> Path:
+    (files / "prompts.jsonl").write_text('{"prompt": "all that", "answer": 1}\n{"prompt": "once", "answer": 4}\n')
+    return files / "prompts.jsonl"
 
 
 def run(files: Path, dp: int = 1, function: str = "figures", **options: Any) -> Trained:
@@ -111,3 +124,40 @@ def test_sets_and_metrics_need_a_validation(files: Path) -> None:
 
 def test_a_name_that_some_batches_lack_keeps_its_sum():
     assert _added([{"a": (1.0, 2.0), "b": (3.0, 1.0)}, {"a": (4.0, 5.0)}]) == {"a": (5.0, 7.0), "b": (3.0, 1.0)}
+
+
+def test_a_metric_of_texts_gets_each_prompt_with_its_text_and_row(files: Path, prompts: Path) -> None:
+    logged = []
+    for dp in (1, 2):
+        log = files / f"log-{dp}.jsonl"
+        run(files, dp, "lengths:texts", log=str(log), prompts=str(prompts))
+        row = json.loads(log.read_text().splitlines()[1])
+        assert row["answers"] == 2.5
+        logged.append(row["letters"])
+    assert logged == [logged[0]] * 2
+    assert logged[0] > 0
+
+
+def test_a_metric_of_texts_that_fails_ends_the_run_with_a_save(files: Path, prompts: Path) -> None:
+    with pytest.raises(PlanError, match="--metric failed: KeyError: 'no answer'") as caught:
+        run(files, 2, "fails_of_texts:texts", save=str(files / "run"), prompts=str(prompts))
+    assert "metrics.py" in str(caught.value)
+    assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("function", "content", "words"),
+    [
+        ("lengths", '{"prompt": "a"}', "prompts are for a metric of texts"),
+        ("lengths:texts", None, "prompts are for a metric of texts"),
+        ("absent:texts", '{"prompt": "a"}', "no 'absent' in metrics"),
+        ("lengths:texts", '{"question": "a"}', "prompt"),
+        ("lengths:texts", "", "has no prompt"),
+        ("lengths:texts", '{"prompt": "%s"}' % ("a" * 40), "40"),
+    ],
+)
+def test_prompts_that_cannot_serve_are_refused(files: Path, function: str, content: str | None, words: str) -> None:
+    if content is not None:
+        (files / "prompts.jsonl").write_text(content)
+    with pytest.raises(PlanError, match=words):
+        run(files, function=function, prompts=None if content is None else str(files / "prompts.jsonl"))

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.audit.tolerance import Tolerance
+from planner.spec.optimizer import OptimizerSpec
+from runtime.audit.own_module import Tolerance
 from runtime.verify.comparison import compare_gradients, compare_parameters, noise_of_updates
 
 LR, EPS = 1e-3, 1e-8
+ADAMW = OptimizerSpec(lr=LR, eps=EPS, clip_grad_norm=1.0)
 ALLOWED = Tolerance.of(torch.float32, LR)
 
 
@@ -22,7 +24,7 @@ def updated(gradient: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def passed(found: Tensor, truth: Tensor, mine: Tensor, true: Tensor, scale: float = 1.0) -> bool:
-    noise = noise_of_updates({"p": mine}, {"p": true}, lr=LR, eps=EPS, scale=scale)
+    noise = noise_of_updates({"p": mine}, {"p": true}, ADAMW, 1 / scale - 1e-6)
     (row,) = compare_parameters({"p": found}, {"p": truth}, ALLOWED, noise=noise)
     return row.passed
 
@@ -45,7 +47,7 @@ def test_an_element_that_is_moved_otherwise_than_its_gradient_says_is_told():
 
 def test_a_gradient_that_one_side_lacks_adds_no_noise():
     one = torch.tensor([1.0])
-    assert noise_of_updates({}, {"p": one, "q": None}, lr=LR, eps=EPS) == {}
+    assert noise_of_updates({}, {"p": one, "q": None}, ADAMW, 1.0) == {}
 
 
 def test_gradients_of_a_later_update_may_differ_as_a_random_walk_does():

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from passes.base import RankProgram
 from passes.ops import collectives, experts, tokens
 from passes.ops.axis import AxisHandle
-from passes.stage_module import RankProgram
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
 from tests.tools.simulated_mesh import run_mesh
 
@@ -86,7 +86,7 @@ def _unsorted(patch: pytest.MonkeyPatch) -> None:
     """give_back sends rows by expert, where those of each sender are to lie together."""
 
     def give_back(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
-        return experts.Way.apply(rows, splits, axis, experts._return, experts._send)
+        return experts.moved(rows, splits, axis, experts._return, experts._send)
 
     patch.setattr(experts, "give_back", give_back)
 
@@ -95,7 +95,7 @@ def _unsorted_there(patch: pytest.MonkeyPatch) -> None:
     """dispatch leaves rows by sender, where the experts expect their own together."""
 
     def dispatch(rows: Tensor, splits: experts.Splits, axis: AxisHandle) -> Tensor:
-        return experts.Way.apply(rows, splits, axis, experts._send, experts._return)
+        return experts.moved(rows, splits, axis, experts._send, experts._return)
 
     patch.setattr(experts, "dispatch", dispatch)
 
@@ -149,6 +149,7 @@ MUTANTS: dict[str, tuple[dict[str, int], int, Change]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
 @pytest.mark.parametrize(("mesh", "top_k"), {(str(mesh), k): (mesh, k) for mesh, k, _ in MUTANTS.values()}.values())
 def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str, int], top_k: int) -> None:

@@ -10,9 +10,9 @@ import torch
 from examples.gpt import GPT
 from passes.errors import PlanError
 from planner import plan
-from runtime.audit.tolerance import Tolerance
+from runtime.audit.own_module import Tolerance
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.comparison import compare_gradients, compare_value
 from runtime.verify.mutants import num_collectives, without_collective
 from runtime.verify.reference import OneProcess
@@ -52,6 +52,7 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from planner import plan
 from planner.spec.spec import Spec
-from runtime.train import train
 from runtime.training.job import Job
+from runtime.training.run import train
 from runtime.verify.reference import OneProcess, Untouched
 from runtime.verify.run import verify
 

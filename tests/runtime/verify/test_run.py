@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
+from planner.capture.gradients.applications import LowestPrecision
+from planner.frozen_plan import Plan
+from planner.sharding.shards import decide_shards
 from planner.spec.spec import Spec
-from runtime.audit.tolerance import Tolerance, lowest_precision
+from runtime.audit.own_module import Tolerance
+from runtime.verify import run
 from runtime.verify.batches import random_batch
 from runtime.verify.comparison import compare_gradients, compare_parameters, compare_value
 from runtime.verify.run import VerifyReport, _last_error, verify
@@ -46,6 +52,22 @@ def files(tmp_path):
         return f"{tmp_path / 'tiny.py'}:build", str(tmp_path / "spec.yaml")
 
     return write
+
+
+def freeze(monkeypatch: pytest.MonkeyPatch, fqn: str) -> None:
+    """The program of one rank has this trainable parameter as a constant, as of a capture that loses it."""
+    beside = run.run_beside
+
+    def run_frozen(plan: Plan, *args: Any, **options: Any) -> Any:
+        source, _ = plan.to_run()
+        program, values = source.program, dict(plan.model.named_parameters())
+        name = next(node for node, parameter in program.parameters.items() if parameter == fqn)
+        del program.parameters[name]
+        program.constants[name] = values[fqn].detach().clone().to(program.node(name).meta["val"].dtype)
+        shards = decide_shards(Spec.load({**plan.spec, "cluster": None}), source)
+        return beside(replace(plan, shards=shards), *args, **options)
+
+    monkeypatch.setattr(run, "run_beside", run_frozen)
 
 
 @pytest.mark.sampled(1)
@@ -159,8 +181,9 @@ def test_what_a_failed_rank_shows_below_its_error_is_not_its_reason():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["blocks.0.mlp.down.weight", "norm.bias"])
-def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
-    report = verify(*files("tp: 1"), freeze_parameter=name)
+def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(monkeypatch, files, name):
+    freeze(monkeypatch, name)
+    report = verify(*files("tp: 1"))
     assert not report.passed
     assert [row.name for row in report.failed_rows if row.kind == "gradient"] == [name]
     assert ("parameter", name) in [(row.kind, row.name) for row in report.failed_rows]
@@ -169,13 +192,14 @@ def test_a_frozen_parameter_makes_the_comparison_red_and_is_named(files, name):
 
 
 @pytest.mark.thorough
-def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(files):
+def test_bfloat16_is_equal_within_the_rounding_of_its_parameters(monkeypatch, files):
     model, spec = files("tp: 1")
     Path(spec).write_text(Path(spec).read_text().replace("lr: 1.0e-3", "lr: 1.5e-4") + BFLOAT16)
     report = verify(model, spec, steps=3)
     assert report.passed, str(report)
     assert "tolerances for bfloat16" in str(report)
-    frozen = verify(model, spec, freeze_parameter="blocks.1.attention.qkv.weight")
+    freeze(monkeypatch, "blocks.1.attention.qkv.weight")
+    frozen = verify(model, spec)
     failed = [row.name for row in frozen.failed_rows if row.kind == "gradient"]
     assert failed == ["blocks.1.attention.qkv.weight"]
 
@@ -215,11 +239,11 @@ def test_no_label_is_ignored_where_the_model_reads_it_elsewhere_too():
 
 
 def test_the_lowest_precision_inside_a_model_rules_its_tolerance():
-    with lowest_precision() as seen:
+    with LowestPrecision() as seen:
         torch.ones(2, dtype=torch.float64).exp().to(torch.float32).sum()
     assert seen.dtype == torch.float32
     assert Tolerance.of(seen.dtype, lr=1e-3).loss == 2e-6
-    with lowest_precision() as seen:
+    with LowestPrecision() as seen:
         torch.ones(2, dtype=torch.float64).exp()
     assert Tolerance.of(seen.dtype, lr=1e-3).loss == 1e-10
 

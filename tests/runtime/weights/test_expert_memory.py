@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner import meta_parameters
 from planner.frozen_plan import Plan
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
 from tests.tools.captures import plan_again
@@ -90,6 +90,7 @@ def runs(request: pytest.FixtureRequest) -> dict[tuple[str, str], Ran]:
     return session_lab().call(run_all, chosen(request, "case"))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)

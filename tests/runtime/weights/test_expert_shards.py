@@ -14,16 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from passes.errors import PlanError
-from passes.moe.parts import ExpertPart
+from passes.moe.layers import ExpertPart
 from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
+from planner.sharding.boxes import Part, part_of
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part, part_of
-from runtime.checkpoint.assembled import read_ranges
+from runtime.checkpoint.hub_tensors import read_ranges
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
-from runtime.weights.gather import senders_of
-from runtime.weights.shards import fresh_shard, shard
+from runtime.weights.shards import fresh_shard, senders_of, shard
 from runtime.weights.sources import InitialWeights
 from tests.tools.examples import examples
 from tests.tools.shards import assemble

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.weights.fresh import BLOCK, blocks_of, normal
+from runtime.weights.sources import BLOCK, blocks_of, normal
 from tests.tools.examples import examples
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from passes.errors import PlanError
-from runtime.distributed.agreement import agree
-from runtime.distributed.exchange_json import broadcast_json
+from runtime.distributed.agreement import agree, broadcast_json
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
 

@@ -16,7 +16,7 @@ from planner import plan
 from planner.capture.model.meta_init import meta_parameters
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.verify.reference import OneProcess
 from runtime.weights.initial_weights import held_tensors
 from tests.tools.limits import HANG_SECONDS

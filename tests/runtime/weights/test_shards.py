@@ -10,9 +10,9 @@ from torch import nn
 
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
-from passes.program.roles import parameter_roles
+from passes.program.matrices import parameter_roles
 from passes.types.types import I, Placement, R, Segment, V
-from planner.sharding.parts import Part
+from planner.sharding.boxes import Part
 from runtime.weights.shards import fresh_shard, shard
 from runtime.weights.sources import InitialWeights, ModelWeights
 from tests.tools.shards import assemble

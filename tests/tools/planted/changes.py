@@ -7,6 +7,8 @@ went in, ``left_out`` is given the stand-in: this rank's own values in the place
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +43,7 @@ def started_sum_twice(whole: Function) -> Function:
     return started
 
 
-# ---- methods of autograd functions: forward(ctx, x, axis, …), backward(ctx, gradient)
+# ---- the forward of an autograd function: forward(ctx, x, axis, …)
 
 
 def forward_left_out(stand_in: Function) -> Make:
@@ -74,31 +76,51 @@ def forward_on_wrong_axis(whole: Function) -> Function:
     return forward
 
 
-def backward_left_out(stand_in: Function) -> Make:
-    """``stand_in(gradient, ctx)``: what comes back in the place of the exchanged gradient."""
+# ---- passes.ops.axis.Way, as a module calls it: the ways of its functions ``names``, as partials over axis and cut
 
-    def make(whole: Function) -> Function:
-        return lambda ctx, *grads: (stand_in(grads[0], ctx), *whole(ctx, *grads)[1:])
+
+def way_of(*names: str, there: Make | None = None, back: Make | None = None) -> Make:
+    """``there``, ``back``: take that way, and return another."""
+
+    def make(whole: Any) -> Any:
+        class Wrong:
+            @staticmethod
+            def apply(x: Tensor, forward: Function, backward: Function) -> Tensor:
+                if sys._getframe(1).f_code.co_name in names:
+                    forward, backward = (there or _as_given)(forward), (back or _as_given)(backward)
+                return whole.apply(x, forward, backward)
+
+        return Wrong
 
     return make
 
 
-def backward_summed_twice(whole: Function) -> Function:
+def _as_given(move: Function) -> Function:
+    return move
+
+
+def left_out(stand_in: Function) -> Make:
+    return lambda move: lambda x: stand_in(x, **move.keywords)
+
+
+def added_again(move: Function) -> Function:
     """Each rank's addend counts twice."""
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        gradient, *rest = whole(ctx, *grads)
-        return (gradient * 2, *rest)
-
-    return backward
+    return lambda x: move(x) * 2
 
 
-def backward_on_wrong_axis(whole: Function) -> Function:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.axis = on_other_axis(ctx.axis)
-        return whole(ctx, *grads)
+def summed_again(move: Any) -> Function:
+    def moved(x: Tensor) -> Tensor:
+        out = move(x)
+        if has_values(out):
+            dist.all_reduce(out, group=move.keywords["axis"].group)
+        return out
 
-    return backward
+    return moved
+
+
+def elsewhere(move: Any) -> Function:
+    """Over another axis."""
+    return partial(move.func, **{**move.keywords, "axis": on_other_axis(move.keywords["axis"])})
 
 
 # ---- what a rank has without the others
@@ -106,10 +128,6 @@ def backward_on_wrong_axis(whole: Function) -> Function:
 
 def as_it_is(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.clone()
-
-
-def gradient_as_it_is(gradient: Tensor, ctx: Any) -> Tensor:
-    return gradient
 
 
 def own_again(x: Tensor, axis: Any, cut: Any, *_: Any, **__: Any) -> Tensor:
@@ -121,16 +139,12 @@ def _repeated(x: Tensor, axis: Any, cut: Any) -> Tensor:
     return x.repeat([axis.size if d == cut.dim else 1 for d in range(x.dim())])
 
 
-def gradient_again(gradient: Tensor, ctx: Any) -> Tensor:
-    return own_again(gradient, ctx.axis, ctx.cut)
-
-
 def own_part(x: Tensor, axis: Any, cut: Any, *_: Any, **__: Any) -> Tensor:
     return part(x, cut, axis.size, axis.rank).contiguous()
 
 
-def own_part_of_gradient(gradient: Tensor, ctx: Any) -> Tensor:
-    return part(gradient, ctx.cut, ctx.axis.size, ctx.axis.rank, 0).contiguous()
+def own_part_of_gradient(gradient: Tensor, axis: Any, cut: Any, *_: Any, **__: Any) -> Tensor:
+    return part(gradient, cut, axis.size, axis.rank, 0).contiguous()
 
 
 def ended_at_once(stand_in: Function) -> Make:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ops import context, gathered_attention, own_tokens
+from passes.ops import context, flash, gathered_attention
 from passes.ops.context import local_rows
 from tests.tools.planted.fault import Fault, Function, on_other_axis
 
@@ -21,7 +21,7 @@ def _own_chunks(tensors: Any, dim: int, axis: Any, phase: str) -> list[Tensor]:
 
 
 def _twice(whole: Function) -> Function:
-    return lambda *args: [2 * x for x in whole(*args)]
+    return lambda *args, **named: [2 * x for x in whole(*args, **named)]
 
 
 def _on_wrong_axis(whole: Function) -> Function:
@@ -57,30 +57,25 @@ FAULTS = {
     "attention: reduce-scatter of gradients of keys on the wrong axis": Fault(
         gathered_attention, "scattered_sums", _on_wrong_axis, seed=69
     ),
-    "attention: keys before a chunk left out": Fault(
-        gathered_attention, "merged", lambda whole: _last_part_alone, seed=177
-    ),
+    "attention: keys before a chunk left out": Fault(flash, "merged", lambda whole: _last_part_alone, seed=177),
     "sequence: chunks in the order of ranks": Fault(context, "_in_order", lambda whole: _chunks_as_they_come, seed=0),
     "sequence: all-gather left out": Fault(
-        context._Gather,
-        "forward",
-        lambda whole: lambda ctx, x, dim, axis: (whole(ctx, x, dim, axis), torch.cat([x] * axis.size, dim))[1],
-        seed=30,
+        context, "gathered", lambda whole: lambda x, dim, axis, phase: torch.cat([x] * axis.size, dim), seed=30
     ),
     "sequence: reduce-scatter of the gradient left out": Fault(
         context, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=30
     ),
     "sequence: reduce-scatter of the gradient doubled": Fault(
-        context, "scattered_sum", lambda whole: lambda *args: 2 * whole(*args), seed=30
+        context, "scattered_sum", lambda whole: lambda *args, **named: 2 * whole(*args, **named), seed=30
     ),
     "sequence: reduce-scatter of the gradient on the wrong axis": Fault(
         context, "scattered_sum", _one_on_wrong_axis, seed=1492
     ),
     "products of what is gathered: reduce-scatter of the gradient left out": Fault(
-        own_tokens, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=35
+        gathered_attention, "scattered_sum", lambda whole: lambda x, dim, axis, phase: local_rows(x, dim, axis), seed=35
     ),
     "products of what is gathered: all-gather in the backward left out": Fault(
-        own_tokens,
+        gathered_attention,
         "gathered",
         lambda whole: (
             lambda x, dim, axis, phase: (

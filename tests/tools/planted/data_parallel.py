@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.engine import Engine
-from runtime.optimizer import buffers, scattered, whole_weights, zero1
+from runtime.engine.engine import Engine
+from runtime.optimizer import buffers, whole_weights, zero1
 from runtime.optimizer.buffers import GradientBuffers
-from runtime.optimizer.scattered import ScatteredGradients
-from runtime.optimizer.whole_weights import WholeWeights
+from runtime.optimizer.whole_weights import ScatteredGradients, WholeWeights
 from runtime.optimizer.zero1 import DistributedOptimizer
 from tests.tools.planted import changes
 from tests.tools.planted.fault import Fault, Function, Make, groups_here, other_group
@@ -144,8 +143,8 @@ def _stale(whole: Function) -> Function:
 
 
 FAULTS = {
-    "sharded gradients: reduce-scatter left out": Fault(scattered, "reduce_scatter", changes.call_left_out, seed=3),
-    "sharded gradients: reduce-scatter doubled": Fault(scattered, "reduce_scatter", changes.call_twice, seed=3),
+    "sharded gradients: reduce-scatter left out": Fault(whole_weights, "reduce_scatter", changes.call_left_out, seed=3),
+    "sharded gradients: reduce-scatter doubled": Fault(whole_weights, "reduce_scatter", changes.call_twice, seed=3),
     "sharded gradients: of the last microbatch alone": Fault(
         ScatteredGradients, "_settle", _last_microbatch_alone, seed=3
     ),

@@ -65,7 +65,7 @@ def _slots_twice(x: Tensor, axis: Any, split: int, joined: int, phase: str) -> T
 
 
 def _slots_on_wrong_axis(whole: Function) -> Function:
-    return lambda x, axis, *rest: whole(x, on_other_axis(axis), *rest)
+    return lambda x, axis, **named: whole(x, on_other_axis(axis), **named)
 
 
 def _none_rests(whole: Function) -> Function:
@@ -84,8 +84,8 @@ def _tokens_stay(whole: Function) -> Function:
     return move
 
 
-def _one_of_the_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
-    return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows)
+def _one_of_the_rows(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows).to(dtype)
 
 
 FAULTS = {

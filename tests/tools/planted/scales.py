@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ops import global_sums
-from passes.ops.global_sums import GlobalSums
+from passes.ops import counts
+from passes.ops.counts import GlobalSums
 from passes.partition import writer
 from passes.partition.loss.shares import _Rewriter
-from passes.partition.options.forms import Form
-from runtime import intake, update
-from runtime.optimizer import rules
-from runtime.optimizer.average import WeightAverage
-from runtime.optimizer.loss_scale import LossScale
+from passes.partition.typings.base import Form
+from runtime.engine import batch_prep, update
+from runtime.optimizer import flat, rules
+from runtime.optimizer.main_shards import WeightAverage
+from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline import executor
+from tests.tools.planted import changes
 from tests.tools.planted.fault import Fault, Function, Make
 
 
@@ -105,6 +106,10 @@ def _clip_of_scaled_norm(whole: Function) -> Function:
     return lambda self, norm, grad_scale: whole(self, norm * grad_scale, grad_scale)
 
 
+def _adamw(change: Make) -> Make:
+    return lambda kernels: {**kernels, "adamw": rules._adam(change(rules.torch_adamw))}
+
+
 def _given(**wrong: Any) -> Make:
     return lambda whole: lambda *args, **options: whole(*args, **{**options, **wrong})
 
@@ -150,35 +155,35 @@ def _sums_without_dropout(whole: Function) -> Function:
     return lambda self, step, *, training=False: whole(self, step, training=False)
 
 
-def _gradient_of_one_microbatch(whole: Function) -> Function:
+def _gradient_of_one_microbatch(move: Function) -> Function:
     """The gradient of a share is that of its own microbatch's part."""
-    return lambda ctx, *grads: (grads[0], None, None)
+    return lambda gradient: gradient
 
 
 FAULTS = {
     "sums of the loss: of one rank": Fault(GlobalSums, "end", _sums_of_one_rank, seed=3),
     "sums of the loss: without dropout": Fault(executor.Executor, "evaluate", _sums_without_dropout, seed=32),
     "sums of the loss: gradient of one microbatch": Fault(
-        global_sums._Whole, "backward", _gradient_of_one_microbatch, seed=3
+        counts, "Way", changes.way_of("global_sum", back=_gradient_of_one_microbatch), seed=3
     ),
     "loss: 1/n of a mean over microbatches halved": Fault(
         _Rewriter, "_average", lambda whole: _num_microbatches_halved(whole), seed=179
     ),
-    "loss: denominators halved": Fault(intake, "denominators", _denominators_times(0.5), seed=25),
-    "loss: denominators without dp": Fault(intake, "denominators", _without_dp, seed=179),
-    "loss: denominators without microbatches": Fault(intake, "denominators", _of_one_microbatch, seed=25),
-    "loss: denominators of one rank": Fault(intake, "denominators", _of_one_rank, seed=3),
+    "loss: denominators halved": Fault(batch_prep, "denominators", _denominators_times(0.5), seed=25),
+    "loss: denominators without dp": Fault(batch_prep, "denominators", _without_dp, seed=179),
+    "loss: denominators without microbatches": Fault(batch_prep, "denominators", _of_one_microbatch, seed=25),
+    "loss: denominators of one rank": Fault(batch_prep, "denominators", _of_one_rank, seed=3),
     "mean over a cut dim: 1/n halved": Fault(writer, "REWRITES", _half_mean, seed=62),
     "loss scale: halved in the loss": Fault(executor, "_seed", _half_seed, seed=177),
     "loss scale: halved where gradients are read": Fault(LossScale, "value", _half_value, seed=177),
     "loss scale: halved in the update": Fault(DistributedOptimizer, "_divisor", _half_divisor, seed=147),
     "clip: left out": Fault(DistributedOptimizer, "_divisor", _without_clip, seed=177),
     "clip: of the scaled norm": Fault(DistributedOptimizer, "_divisor", _clip_of_scaled_norm, seed=177),
-    "adamw: weight decay left out": Fault(rules, "torch_adamw", _given(weight_decay=0.0), seed=0),
-    "adamw: learning rate halved": Fault(rules, "torch_adamw", _half_of("lr"), seed=0),
-    "adamw: first beta halved": Fault(rules, "torch_adamw", _half_of("beta1"), seed=0),
-    "adamw: second beta halved": Fault(rules, "torch_adamw", _half_of("beta2"), seed=0),
-    "adamw: bias correction left out": Fault(rules, "torch_adamw", _steps_from_zero, seed=0),
+    "adamw: weight decay left out": Fault(flat, "KERNELS", _adamw(_given(weight_decay=0.0)), seed=0),
+    "adamw: learning rate halved": Fault(flat, "KERNELS", _adamw(_half_of("lr")), seed=0),
+    "adamw: first beta halved": Fault(flat, "KERNELS", _adamw(_half_of("beta1")), seed=0),
+    "adamw: second beta halved": Fault(flat, "KERNELS", _adamw(_half_of("beta2")), seed=0),
+    "adamw: bias correction left out": Fault(flat, "KERNELS", _adamw(_steps_from_zero), seed=0),
     "learning rate: of the next step": Fault(update, "LearningRate", _step_of(1), seed=62),
     "learning rate: of the step before": Fault(update, "LearningRate", _step_of(-1), seed=62),
     "mean of the weights: share halved": Fault(WeightAverage, "update", _mean_half_as_fast, seed=177),

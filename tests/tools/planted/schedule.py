@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from passes import counted_draws
+from passes import dropout
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
 from runtime.checkpoint import training_state
 from runtime.checkpoint.training_state import TrainingState
-from runtime.cuda_graphs import by_slot
+from runtime.cuda_graphs import region_graphs
 from runtime.data.batches import BatchLayout
-from runtime.engine import Engine
+from runtime.engine.engine import Engine
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import ParameterSlot
-from runtime.pipeline import message_buffers
+from runtime.pipeline import p2p
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from tests.tools.planted.fault import Fault, Function, Make
@@ -137,10 +137,8 @@ FAULTS = {
     "schedule: the loss of a microbatch left out": Fault(Executor, "_forward", _first_loss_left_out, seed=25),
     "gradients: written over those of other microbatches": Fault(ParameterSlot, "take", _first_of_a_step(True), seed=0),
     "gradients: added to those of the step before": Fault(ParameterSlot, "take", _first_of_a_step(False), seed=0),
-    "graphs: a slot released early": Fault(by_slot, "slots_of", _graph_slots_released_after_the_forward, seed=30),
-    "graphs: a message's buffer released early": Fault(
-        message_buffers, "message_slots", _message_slots_released_at_once, seed=63
-    ),
+    "graphs: a slot released early": Fault(region_graphs, "slots_of", _graph_slots_released_after_the_forward, seed=30),
+    "graphs: a message's buffer released early": Fault(p2p, "message_slots", _message_slots_released_at_once, seed=63),
     "graphs: gradients added to those of the step before": Fault(
         GradientBuffers, "begin_step", _gradients_in_graphs_not_zeroed, seed=30
     ),
@@ -158,10 +156,10 @@ FAULTS = {
         seed=63,
     ),
     "dropout: a seed shared by tp ranks": Fault(
-        counted_draws, "_held", lambda whole: lambda placement, tp, rank: whole(placement, tp, 0), seed=63
+        dropout, "_held", lambda whole: lambda placement, tp, rank: whole(placement, tp, 0), seed=63
     ),
     "dropout: a seed shared by cp ranks": Fault(
-        counted_draws, "_chunks", lambda whole: lambda cut, cp, rank: whole(cut, cp, 0), seed=35
+        dropout, "_chunks", lambda whole: lambda cut, cp, rank: whole(cut, cp, 0), seed=35
     ),
     "save: moments not loaded": Fault(TrainingState, "_targets", _kinds_not_read("exp_avg", "exp_avg_sq"), seed=69),
     "save: mean of the weights not loaded": Fault(TrainingState, "_targets", _kinds_not_read("ema"), seed=86),

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from runtime.fuzz import specs
+import torch
+
+from planner.spec.spec import Spec
+from runtime.fuzz import run, specs
 from runtime.fuzz.campaign import Campaign, processor_seconds
 from runtime.fuzz.case import Case
-from runtime.fuzz.prepare import prepare
-from runtime.fuzz.run import Verdict
+from runtime.fuzz.forks import StoreHost, in_fork, prepare
+from runtime.fuzz.run import CASE_SECONDS, Captures, Outcome, Verdict
 from tests.fuzz.drawing import DrawnModel, campaign_of, drawn_case, drawn_model
 from tests.fuzz.drawn import models
 from tests.tools.planted.fault import Fault
@@ -33,6 +38,28 @@ def case_of(seed: int) -> Case:
     case = drawn_case(seed, MOST_RANKS)
     model = DrawnModel(drawn_model(seed).chosen | {name: models.FIELDS[name][0] for name in LATER_OF_MODEL})
     return replace(case, model=model, spec=case.spec | {n: specs.FIELDS[n][0] for n in LATER_OF_SPEC})
+
+
+def outcomes_of(seed: int, names: Sequence[str], host: StoreHost) -> dict[str, Outcome]:
+    """Of the case that ``seed`` draws: without a fault (""), and with each of these. To be called in a fork.
+
+    The model is captured once, without any: a fault that shows in captures alone would not be found.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    case, captures = case_of(seed), Captures()
+    run._planned(captures.of(case, spec := Spec.load(case.to_spec())), spec)
+    run._other_layout(case, captures)
+    return {
+        name: in_fork(_outcome, name, case, captures, host, f"{seed:x}{number:02x}", timeout_seconds=CASE_SECONDS)
+        for number, name in enumerate(("", *names))
+    }
+
+
+def _outcome(name: str, case: Case, captures: Captures, host: StoreHost, token: str) -> Outcome:
+    host.begin(token)
+    with FAULTS[name].planted() if name else nullcontext():
+        return run._outcome(case, captures, host)
 
 
 def found(fault: Fault, seeds: Iterator[int], campaign: Campaign) -> tuple[int, float, str] | None:

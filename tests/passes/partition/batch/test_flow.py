@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.partition.batch.flow import batch_flow
+from passes.partition.batch.mixing import batch_flow
 from planner import capture as capture_once
 from planner import plan
 from tests.models import slots

@@ -40,7 +40,7 @@ def test_the_mean_of_chunks_means_is_exact_where_the_chunks_are_equal_and_told_w
     assert uneven.is_told
 
 
-REFUSED = [*((name, 1) for name in OF_ANOTHER_SIZE), ("neighbours", 2)]
+REFUSED = [*((name, 1) for name in OF_ANOTHER_SIZE), ("neighbours", 2), ("columns", 1), ("columns", 2)]
 
 
 @pytest.mark.thorough

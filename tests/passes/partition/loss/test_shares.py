@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.partition.batch.two_captures import lay_on, wider
+from passes.partition.batch.align_exports import lay_on, wider
 from passes.partition.loss.shares import share_loss
-from passes.program.constants import Constants
+from passes.program.known_values import Constants
 from passes.program.program import Program
 from tests.tools import loss_shares
 from tests.tools.captured import capture

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.partition.loss.widen import HALF
+from passes.partition.loss.scaling import HALF
 from planner import Plan, plan
 from runtime import Engine
 

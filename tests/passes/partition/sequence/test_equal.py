@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from passes.moe.find import find_experts
 from passes.partition.loss.shares import LossTerms
 from passes.partition.sequence.cut import cut_sequence
-from passes.program.copied import copied
 from passes.program.ops.aten import aten
-from passes.program.program import Program
+from passes.program.program import Program, copied
 from planner.captured import prepare
 from planner.spec.spec import Spec
 from tests.models import families, own, sequences
+from tests.planner.test_documents import family
 from tests.tools.captures import captured_again
 from tests.tools.sequence_ranks import compared
 
@@ -71,6 +71,13 @@ def test_a_family_is_equal(name: str) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_a_family_with_scans_of_4_chunks_is_equal(kind: str) -> None:
+    entry = families.Entry(family(kind).double().eval(), families.tokens(97, length=32), ("labels",))
+    assert worst_of(entry, 2) < 2e-6
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_our_own_is_equal(name: str) -> None:
     assert name in own.MODELS
@@ -111,6 +118,7 @@ OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", OF_ALL_TOKENS)
 def test_an_op_of_all_tokens_with_several_results_is_equal(how: str) -> None:
     model = sequences.Reader(sequences.LOSSES["shifted"], OF_ALL_TOKENS[how]).double()

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from passes.moe.find import find_experts
 from passes.partition.sequence.cut import cut_sequence
-from passes.partition.sequence.inner_sequences import longest_sequence
+from passes.partition.sequence.flow import longest_sequence
 from passes.program.ops.aten import aten, shape_of
 from passes.program.program import Program
 from tests.models.families import Entry, build
-from tests.models.patches import IMAGES, MODELS, WIDTH, Classifier, of_convolution
+from tests.models.patches import IMAGES, MODELS, WIDTH, Classifier, joint, of_convolution
+from tests.numeric.test_half_precision import check as close_in_half
 from tests.passes.partition.sequence.test_equal import program_of
 from tests.tools.sequence_ranks import compared
 
@@ -38,6 +39,7 @@ def rows(program: Program) -> list[int]:
     return [shape_of(n)[0] * shape_of(n)[1] for n in products if len(shape_of(n)) == 3]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_one_process(name: str, cp: int) -> None:
@@ -77,13 +79,49 @@ def test_a_search_knows_how_long_it_is(name: str) -> None:
 def test_a_short_sequence_that_does_not_divide_is_computed_in_full_as_the_plan_says() -> None:
     program, *_ = captured(build("an image and 7 tokens"))
     said = [what for what, _ in cut(program).rewrites]
-    assert said[0] == "a sequence of 7 tokens is not divisible by 2·cp = 4: every rank of cp computes it in full"
+    full = f"every rank of cp computes aten.linear in full, {2 * 7 * 16 * 8:,} bytes"
+    assert said[0] == f"a sequence of 7 is not divisible by 2·cp = 4: {full}"
     assert {2 * 7, 2 * 16 // 2} <= set(rows(program))
 
 
-def test_patches_that_do_not_divide_are_whole_beside_a_text_that_does() -> None:
-    program, *_ = captured(build("images of 17 tokens before text"))
-    assert set(rows(cut(program))) == {2 * 16, 2 * 17, 2 * 24 // 2, 2 * 8}
+JOINED = {
+    "5 tokens and an image": {2 * 5, 2 * 8, 2 * (5 + 8)},
+    "images of 17 tokens before text": {2 * 8, 2 * (1 + 8), 2 * 24 // 2},
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_few_rows_joined_to_a_sequence_are_whole_beside_a_part_of_it(name: str) -> None:
+    program, *_ = captured(build(name))
+    assert set(rows(cut(program))) == JOINED[name]
+
+
+def test_in_bfloat16_it_rounds_no_more_than_one_process() -> None:
+    batch = build("5 tokens and an image").batch(4, 5)
+    close_in_half(lambda: build("5 tokens and an image").model, batch, {"cp": 2}, torch.bfloat16, torch.float64)
+
+
+def test_text_that_is_more_than_half_of_the_patches_is_refused() -> None:
+    program, *_ = captured(joint(9))
+    with pytest.raises(PlanError, match="a sequence of 9 tokens is not divisible"):
+        cut(program)
+
+
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image, self.end = nn.Linear(6, WIDTH), nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
+        return self.end(torch.cat([self.text(text), self.image(image)], 1).flatten(0, 1)).square().mean()
+
+
+def test_rows_that_cannot_be_told_apart_any_more_are_refused_with_their_line() -> None:
+    shapes: Any = {name: ((length, 6), torch.float32, None) for name, length in (("text", 5), ("image", 16))}
+    program, *_ = captured(Entry(Flattened(), shapes))
+    with pytest.raises(PlanError, match="a sequence of 42 tokens is not divisible") as caught:
+        cut(program)
+    assert "end" in str(caught.value.where)
 
 
 def with_a_class_token(images: Tensor, stem: nn.Module) -> Tensor:

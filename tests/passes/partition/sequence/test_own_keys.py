@@ -11,10 +11,10 @@ from torch import Tensor
 
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
 from planner import Plan, plan
-from planner.saved.lowered import Lowered
+from planner.trace.lowered import Lowered
 from tests.models import hugging_face
 from tests.models.plannable import MODELS, build, spec_of
-from tests.tools.saved_memory import measured
+from tests.tools.saved_memory import kept_bytes, measured
 from tests.tools.simulated_mesh import counted, run_mesh
 from tests.tools.simulated_model import built
 
@@ -44,8 +44,8 @@ def test_what_a_rank_keeps_falls_as_one_over_cp_and_is_what_the_plan_says(family
     for cp in (1, 2, 4):
         made, ranks = measured(lambda: hugging_face.build(family), hugging_face.batch(family), {"cp": cp})
         trace = Lowered(made.decisions, made.shards).trace(0)  # pyright: ignore[reportArgumentType]
-        assert [rank.total for rank in ranks] == [trace.kept_bytes] * cp
-        kept[cp] = trace.kept_bytes
+        assert [rank.total for rank in ranks] == [kept_bytes(trace)] * cp
+        kept[cp] = kept_bytes(trace)
     assert kept[2] <= kept[1] / 2 * 1.05
     assert kept[4] <= kept[1] / 4 * 1.05
 

@@ -20,7 +20,8 @@ from tests.models.sequence_readers import (
     batch,
     build,
 )
-from tests.tools.simulated_mesh import run_mesh
+from tests.numeric.test_half_precision import check as close_in_half
+from tests.tools.simulated_mesh import run_mesh, spec_of
 
 VIRTUAL = Spelling(positions="prompt")  # 4 trained tokens before 16
 # what reads the whole sequence and makes as much of it: the op that every rank computes for all tokens
@@ -34,6 +35,7 @@ WHOLE = {
     Spelling(mixing="cumsum"): "aten.cumsum",
     Spelling(mixing="softmax over tokens"): "aten.softmax.int",
     Spelling(mixing="fft"): "aten.fft_fft",
+    Spelling(mixing="scan of 4 chunks"): "aten.slice.Tensor",
     VIRTUAL: "aten.cat",
 }
 ALL = [
@@ -84,6 +86,25 @@ def test_losses_are_those_of_the_whole_batch_beside_dp(loss):
 @pytest.mark.parametrize("spelling", [s for s in WHOLE if s != VIRTUAL], ids=name_of)
 def test_what_reads_whole_sequences_is_equal_over_more_ranks_and_beside_tp(spelling, mesh, more):
     check(spelling, mesh, **more)
+
+
+def test_the_recurrence_between_chunks_is_computed_in_full_as_the_plan_says_with_its_bytes():
+    made = plan(build(Spelling(mixing="scan of 4 chunks")), spec_of(batch(), {"cp": 2}))
+    (row, _) = [row for row in made.diagnostics if "in full" in row.what]  # one for each block
+    full = f"every rank of cp computes aten.einsum in full, {4 * 5 * 4 * 16 * 8:,} bytes"
+    assert row.what == f"a sequence of 5 is not divisible by 2·cp = 4: {full}"
+    assert "sequence_readers.py" in row.where
+    assert not any("sequences of 4 tokens" in row.what for row in made.diagnostics)
+    gathered = [
+        row.bytes for row in made.collectives if (row.axis, row.kind, row.phase) == ("cp", "all_gather", "forward")
+    ]
+    assert 4 * 4 * 4 * 16 * 8 in gathered
+
+
+@pytest.mark.parametrize("chunks", [4, 3])
+def test_in_bfloat16_a_scan_rounds_no_more_than_one_process(chunks):
+    spelling = Spelling(mixing=f"scan of {chunks} chunks")
+    close_in_half(lambda: build(spelling), batch(), {"cp": 2}, torch.bfloat16, torch.float64)
 
 
 def test_products_of_a_sequence_that_became_too_long_to_divide_are_refused_with_their_line():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from passes.program.ops.addends import SEVERAL, num_addends
+from passes.program.ops.aten import SEVERAL, num_addends
 
 aten = torch.ops.aten
 WEIGHT = torch.ones(4)

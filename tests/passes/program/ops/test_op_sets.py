@@ -32,7 +32,9 @@ def is_table_of_functions(value: ast.expr, functions: set[str]) -> bool:
     called = {n.func.id for n in inner if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     values = [v for n in inner if isinstance(n, ast.Dict) for v in n.values]
     values += [n.args[1] for n in inner if isinstance(n, ast.Call) and ast.unparse(n.func) == "dict.fromkeys"]
-    is_function = [isinstance(v, ast.Lambda) or (isinstance(v, ast.Name) and v.id in functions) for v in values]
+    values = [v.elts[0] if isinstance(v, ast.Tuple) and v.elts else v for v in values]  # with facts behind it
+    owners = [v.value if isinstance(v, ast.Attribute) else v for v in values]
+    is_function = [isinstance(v, ast.Lambda) or (isinstance(v, ast.Name) and v.id in functions) for v in owners]
     return bool(called & TABLES) or any(is_function)
 
 
@@ -40,7 +42,7 @@ def sets_of_ops(text: str) -> Iterator[tuple[int, str]]:
     """(line, name) of each assignment of a module to which two or more ops belong."""
     body = ast.parse(text).body
     functions = {n.name for n in body if isinstance(n, ast.FunctionDef)}
-    functions |= {a.asname or a.name for n in body if isinstance(n, ast.ImportFrom) for a in n.names}
+    functions |= {a.asname or a.name for n in body if isinstance(n, ast.ImportFrom) for a in n.names} - {"aten"}
     for node in body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue

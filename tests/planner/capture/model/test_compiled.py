@@ -15,8 +15,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
 
 from planner import Plan, PlanError, capture, plan
-from planner.capture.model.compiled import NOTE, in_eager_mode, plain_name, uncompiled
-from planner.capture.real_forward import refuse_another_forward
+from planner.capture.graphs_equal import refuse_another_forward
+from planner.capture.model.eager import NOTE, in_eager_mode, plain_name, uncompiled
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.sharding.boxes import Box
@@ -140,6 +140,7 @@ def notes(planned: Plan) -> list[str]:
     return [f"{row.level}: {row.what}" for row in planned.diagnostics]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", COMPILED)
 def test_a_compiled_model_is_planned_as_if_it_were_not(case: str) -> None:
     kind, make = COMPILED[case]

@@ -50,7 +50,7 @@ def of_family(name: str) -> nn.Module:
     return getattr(transformers, member.model)._from_config(getattr(transformers, member.config)(**member.sizes))
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", ZOO)
 def test_families_have_the_values_of_building_them_whole(family: str):
     check(partial(of_family, family))

@@ -89,13 +89,31 @@ def test_a_class_of_parameter_is_the_users_own() -> None:
 
 
 def test_where_eager_mode_would_look_at_values_the_line_is_reported() -> None:
-    """Both paths are equal: a row of ones is no mask."""
     model = Model(lambda m, x: not torch.compiler.is_compiling() and bool((x == 7).all()), lambda x: x * 2)
     program = captured(model)
     assert doubles(program)
     (note,) = program.notes
     assert "captured as traced" in note
     assert "test_eager_answers.py" in note
+
+
+class Masked(nn.Module):
+    """Without its mask where that is all ones, unless traced: the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        if torch.compiler.is_compiling() or not mask.all():
+            x = x * mask[..., None]
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_branch_of_eager_mode_that_computes_the_same_is_not_reported() -> None:
+    ids = torch.empty((2, 5), dtype=torch.int64, device="meta")
+    assert not capture(Masked(), {"ids": ids, "labels": ids, "mask": ids}).notes
 
 
 def halves_where_seen(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.program.ops.aten import reads_on_host
 from passes.program.ops.ctc import ctc_losses
-from passes.program.ops.host_stops import reads_on_host
 from planner import PlanError
 from tests.tools import loss_shares
 from tests.tools.captured import capture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from passes.program.program import Program
 from planner import PlanError
-from planner.capture.selection import without_mask
+from planner.capture.selection import settle
 from tests.tools.captured import capture
 
 Body = Callable[["Padded", Tensor, Tensor | None], Tensor]
@@ -100,7 +100,7 @@ def test_another_result_or_gradient_without_the_mask_is_refused_at_its_line(body
 @pytest.mark.parametrize("body", [own_scores, fused])
 def test_masks_that_fold_need_no_run(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model of any size: none may run."""
-    monkeypatch.setattr(without_mask, "CHEAP", 0)
+    monkeypatch.setattr(settle, "CHEAP", 0)
     captured(body)
     with pytest.raises(PlanError, match="depends on whether any row"):
         captured(mean_of_kept)

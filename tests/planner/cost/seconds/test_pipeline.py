@@ -16,8 +16,8 @@ costs = st.integers(1, 5)
 
 
 def both(kind: str, pp: int, vpp: int, count: int, forward: list[int], backward: list[int]) -> tuple[float, float]:
-    run = run_table(kind, pp, vpp, count, StageCosts(list(map(float, forward)), list(map(float, backward)), []))
-    return run.seconds, simulate(build_schedule(kind, pp, count, vpp), forward, backward).duration
+    of = StageCosts(list(map(float, forward)), list(map(float, backward)), [])
+    return run_table(kind, pp, vpp, count, of).seconds, simulate(build_schedule(kind, pp, count, vpp), of).duration
 
 
 @examples(60)
@@ -47,7 +47,7 @@ def test_gpipe_takes_what_the_simulation_takes() -> None:
 def test_a_long_run_is_not_run_to_its_end_and_takes_as_long(count: int) -> None:
     stages = [1.0, 1.25, 1.0, 1.5]
     run = run_table("1f1b", 4, 1, count, StageCosts(stages, stages, []))
-    slow = simulate(build_schedule("1f1b", 4, count), stages, stages)
+    slow = simulate(build_schedule("1f1b", 4, count), StageCosts(stages, stages, []))
     assert run.seconds == pytest.approx(slow.duration, rel=1e-12)
     assert run.ends == pytest.approx([rank[-1][1] for rank in slow.spans], rel=1e-12)
     assert run.starts == pytest.approx([rank[0][0] for rank in slow.spans], rel=1e-12)

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cluster.cluster import Device
-from planner.cost.cut.kernels import Op, Size
-from planner.cost.seconds.phases import Spent
-from planner.cost.seconds.roofline import Roofline
-from planner.cost.seconds.tiles import ADDING, tiled_flops
+from planner.cost.cut.units import Op, Size
+from planner.cost.seconds.phases import ADDING, Roofline, Spent, tiled_flops
 from tests.tools.examples import examples
 
 SIDES = st.tuples(st.integers(1, 8), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))

@@ -26,7 +26,7 @@ def test_it_takes_what_the_simulation_takes(data: st.DataObject, pp: int, count:
     of = data.draw(stages(pp))
     run = run_waiting("zero_bubble", pp, 1, min(count, 4 * pp), of, of)
     schedule = build_schedule("zero_bubble", pp, min(count, 4 * pp), costs=of)
-    assert run.seconds == pytest.approx(simulate(schedule, *of).duration, rel=1e-12)
+    assert run.seconds == pytest.approx(simulate(schedule, of).duration, rel=1e-12)
 
 
 @examples(40)
@@ -36,7 +36,7 @@ def test_of_many_microbatches_it_takes_about_as_long_and_never_less_than_a_rank_
 ) -> None:
     of, count = data.draw(stages(pp)), 4 * pp + more
     run = run_waiting("zero_bubble", pp, 1, count, of, of)
-    whole = simulate(build_schedule("zero_bubble", pp, count, costs=of), *of).duration
+    whole = simulate(build_schedule("zero_bubble", pp, count, costs=of), of).duration
     assert run.seconds == pytest.approx(whole, rel=0.05)
     assert run.seconds >= count * max(map(sum, zip(*of, strict=True)))
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from passes.program.stages import BoundaryPlan
-from passes.types.collectives import CollectivePlan
+from passes.program.program import BoundaryPlan
+from passes.types.conversions import CollectivePlan
 from passes.types.types import I, Placement, V
 from planner import plan
+from planner.cost.layout import CostPlan
 from planner.cost.memory import MemoryRow
-from planner.cost.step_time import CostPlan
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.report.page.plan_page import plan_page
+from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan
-from planner.sharding.parts import Part
-from planner.tables.rows import Diagnostic, StagePlan, Summary
+from planner.tables.tables import Diagnostic, StagePlan, Summary
 from tests.planner.report.page.test_browser import LAYOUT
 from tests.planner.report.page.test_plan_page import names_of, tables_of
 from tests.test_specs_golden import LARGE

@@ -10,7 +10,7 @@ import pytest
 
 import planner.report.page
 import runtime.report.runs
-from planner.report.page.palette import DARK, FILLS, LIGHT, LINES, ON_FILL, SURFACES, TEXTS, css
+from planner.report.page.engine import DARK, FILLS, LIGHT, LINES, ON_FILL, SURFACES, TEXTS, css
 
 TEMPLATES = [Path(package.__path__[0]) / "templates" for package in (planner.report.page, runtime.report.runs)]
 

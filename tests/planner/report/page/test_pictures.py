@@ -14,11 +14,10 @@ from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned
-from planner.report.page import timeline as charts
-from planner.report.page.bars import LENGTH, bars_of
-from planner.report.page.plan_page import MEMORY_PARTS, link_of, memory_bars, plan_page, traffic_bars
-from planner.report.page.timeline import timeline
-from planner.tables.rows import StagePlan
+from planner.report.page import plan_page as charts
+from planner.report.page.plan_page import MEMORY_PARTS, link_of, memory_bars, plan_page, timeline, traffic_bars
+from planner.report.shapes import LENGTH, bars_of
+from planner.tables.tables import StagePlan
 
 # ---- bars
 
@@ -70,7 +69,7 @@ def test_bytes_of_an_axis_are_those_of_the_rows_times_the_microbatches(moe_plan:
 
 
 def test_an_axis_uses_the_link_that_joins_its_ranks(moe_plan: Plan):
-    from planner.cluster.read import read_cluster
+    from planner.cluster.cluster import read_cluster
 
     cluster = read_cluster("dgx-h100")
     plan = replace(moe_plan, mesh=replace(Mesh(tp=8, pp=2, dp=4), vpp=1))

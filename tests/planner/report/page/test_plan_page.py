@@ -17,7 +17,7 @@ from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import simulate
 from planner.report.page.plan_page import plan_page
 from planner.report.sections import sections
-from planner.tables.rows import Diagnostic
+from planner.tables.tables import Diagnostic
 from tests.tools.html_page import Element, read_page
 from tests.tools.paths import ROOT
 
@@ -149,7 +149,7 @@ def test_orders_that_do_not_fit_are_not_drawn_and_no_error(small_plan: Plan):
     first, second = small_plan.schedule.orders
     swapped = (*second[:-2], second[-1], second[-2])
     turned = replace(small_plan, schedule=replace(small_plan.schedule, orders=(tuple(reversed(first)), swapped)))
-    schedule = Schedule("1f1b", 2, 1, 4, 2, turned.schedule.actions)
+    schedule = Schedule("1f1b", 2, 1, 4, 2, turned.schedule.orders)
     with pytest.raises(PlanError):
         simulate(schedule)
     assert 'id="schedule"' not in plan_page(turned)

@@ -4,6 +4,7 @@ tokenizer keeps the rule or refuses the row, and four wrong rules fail."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from runtime.data.instruction import supervised
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
-from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, samples_of
-from runtime.data.text.rows import RowError
+from runtime.data.instruction.supervised import MERGED, OTHER, Presence, Rule, Sample, samples_of
+from runtime.data.text.documents import RowError
 from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, talk
 
 pytest.importorskip("transformers")
@@ -229,6 +230,32 @@ def test_special_tokens_inside_a_tool_call_do_not_end_it(chats: Any) -> None:
     (sample,) = samples_of(talk_of("tools"), Rule(chat))
     found = [chat.text(sample.ids[start:stop]) for start, stop in sample.answers]
     assert found == ["get_weather(city=<|quote|>Rome<|quote|>,days=2,)<|call|>", "It is sunny.<|end|>"]
+
+
+class Searched(str):
+    """A rendering that counts how often all of it is searched."""
+
+    num_searches = 0
+
+    def __contains__(self, text: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(text)  # pyright: ignore
+
+
+def test_many_arguments_are_looked_up_and_not_searched_one_by_one() -> None:
+    names = [f"k{i}" for i in range(500)]
+    rendered, presence = Searched(" ".join(names)), Presence((), Counter())
+    presence.require("tool_calls", names, rendered, "message 1")
+    assert rendered.num_searches == 0
+    presence.require("tool_calls", [*names, "k4 k5"], rendered, "message 1")
+    with pytest.raises(RowError, match="message 1: the template drops tool_calls 'k500'"):
+        presence.require("tool_calls", [*names, "k500"], rendered, "message 1")
+
+
+@pytest.mark.parametrize("number", ["999999999", "999999999 * 999", "messages | length * 999999999"])
+def test_a_template_that_writes_without_end_is_one_error(chats: Any, number: str) -> None:
+    with pytest.raises(RowError, match="the chat template fails: it takes more than 512 MiB"):
+        chats("{{ 'x' * (" + number + ") }}", "qwen").render(talk("hi"), None)
 
 
 def test_templates_see_the_given_day(chats: Any) -> None:

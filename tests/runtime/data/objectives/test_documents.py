@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.errors import PlanError, SpecError
-from planner.spec.data import DataSpec
+from planner.spec.inputs import DataSpec
 from planner.spec.spec import Spec
-from runtime.data.objectives.documents import BLOCK, PackedDocuments, fill
-from runtime.data.objectives.next_token import next_token
+from runtime.data.objectives.next_token import BLOCK, PackedDocuments, fill, next_token
 from runtime.data.tokens import Tokenization, Tokens
 
 pytestmark = pytest.mark.check

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.errors import PlanError
-from planner.spec.data import DataSpec
+from planner.spec.inputs import DataSpec
 from runtime.data.objectives.masked import MaskedWords, RandomIds, choose_words, hide, masked
-from runtime.data.objectives.protocol import NOTHING
+from runtime.data.objectives.samples import NOTHING
 from runtime.data.reading import read_tokens
 from runtime.data.tokens import SENTENCE, WORD, Tokenization
 from tests.tools.examples import examples

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.errors import PlanError
-from planner.spec.data import DataSpec
+from planner.spec.inputs import DataSpec
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokenization, Tokens
 

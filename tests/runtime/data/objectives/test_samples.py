@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from passes.errors import PlanError
-from planner.spec.data import DataSpec
-from runtime.data.objectives.overlong import counts_of, pieces_of
-from runtime.data.objectives.protocol import NOTHING
-from runtime.data.reading import gathered
-from runtime.data.text.pieces import Piece, with_end
+from planner.spec.inputs import DataSpec
+from runtime.data.objectives.samples import NOTHING, counts_of, pieces_of
+from runtime.data.reading import gathered, split
 from runtime.data.token_batches import make_objective
-from runtime.data.tokens import LABEL, ROW, Tokenization, Tokens
-from runtime.data.validation_split import split
-from runtime.evaluation.windows import windows_of
+from runtime.data.tokens import LABEL, ROW, Piece, Tokenization, Tokens, with_end
+from runtime.evaluation.rows import windows_of
 from tests.tools.hand_tokens import by_hand
 
 BEGIN, END = 1, 2

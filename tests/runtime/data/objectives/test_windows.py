@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.objectives.windows import PlainWindows, SentenceWindows, documents, inner_sentences
+from runtime.data.objectives.samples import documents, inner_sentences, plain_windows, sentence_windows
 from tests.tools.examples import examples
 from tests.tools.texts import STORY, tokens_of
 
@@ -20,7 +20,7 @@ def words_of(windows, tokens):
 
 def test_runs_of_sentences_are_as_long_as_fits():
     tokens = tokens_of([STORY])
-    assert words_of(SentenceWindows.of(tokens, 64), tokens) == [
+    assert words_of(sentence_windows(tokens, 64), tokens) == [
         "The cat sat down. It slept for an hour. Then it woke up hungry. ",
         "Nobody had left any fish. So it went out.",
     ]
@@ -28,16 +28,16 @@ def test_runs_of_sentences_are_as_long_as_fits():
 
 def test_a_sentence_left_alone_takes_the_one_before_it_along():
     tokens = tokens_of(["a. b. c. ", "d. e."])
-    assert words_of(SentenceWindows.of(tokens, 6), tokens) == ["a. b. ", "b. c. ", "d. e."]
+    assert words_of(sentence_windows(tokens, 6), tokens) == ["a. b. ", "b. c. ", "d. e."]
 
 
 def test_a_document_of_one_sentence_gives_no_pair():
     tokens = tokens_of(["Alone.", "", "One. Two."])
-    assert words_of(SentenceWindows.of(tokens, 64), tokens) == ["One. Two."]
+    assert words_of(sentence_windows(tokens, 64), tokens) == ["One. Two."]
 
 
 def test_the_end_token_needs_no_room():
-    assert words_of(SentenceWindows.of(tokens_of(["a. b.", "c. d."]), 5), tokens_of(["a. b.", "c. d."])) == [
+    assert words_of(sentence_windows(tokens_of(["a. b.", "c. d."]), 5), tokens_of(["a. b.", "c. d."])) == [
         "a. b.",
         "c. d.",
     ]
@@ -45,14 +45,14 @@ def test_the_end_token_needs_no_room():
 
 def test_plain_windows_lie_end_to_end_in_each_document():
     tokens = tokens_of(["abcdefgh", "", "ijk"])
-    assert words_of(PlainWindows.of(tokens, 3), tokens) == ["abc", "def", "gh", "ijk"]
+    assert words_of(plain_windows(tokens, 3), tokens) == ["abc", "def", "gh", "ijk"]
 
 
 @examples(60)
 @given(TEXTS, st.integers(1, 30))
 def test_plain_windows_hold_every_token_once(texts, most):
     tokens = tokens_of(texts)
-    windows = PlainWindows.of(tokens, most)
+    windows = plain_windows(tokens, most)
     seen = [i for n in range(len(windows)) for i in range(*windows.span(n))]
     heads, tails = documents(tokens)
     assert seen == [i for a, b in zip(heads, tails, strict=True) for i in range(a, b)]
@@ -62,7 +62,7 @@ def test_plain_windows_hold_every_token_once(texts, most):
 @examples(60)
 @given(TEXTS, st.integers(4, 40), st.integers(1, 60))
 def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_together(texts, most, at_once):
-    whole, parts = (SentenceWindows.of(tokens_of(texts), most, size) for size in (1 << 20, at_once))
+    whole, parts = (sentence_windows(tokens_of(texts), most, size) for size in (1 << 20, at_once))
     assert whole.begins.tolist() == parts.begins.tolist()
     assert whole.stops.tolist() == parts.stops.tolist()
 
@@ -71,7 +71,7 @@ def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_togethe
 @given(TEXTS, st.integers(4, 40))
 def test_sentence_windows_hold_two_sentences_of_one_document_and_miss_no_pair(texts, most):
     tokens = tokens_of(texts)
-    windows = SentenceWindows.of(tokens, most)
+    windows = sentence_windows(tokens, most)
     seen = np.zeros(len(tokens.ids), dtype=int)
     for begin, stop in map(windows.span, range(len(windows))):
         seen[begin:stop] += 1

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.data.text.byte_tokens import ByteEncoder
+from runtime.data.text.encoders import ByteEncoder
 from runtime.data.tokens import SENTENCE, WORD
 
 TEXTS = st.text(alphabet="ab.!? \n\t", max_size=40).map(str.encode)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from runtime.data.reading import read_tokens
-from runtime.data.text import tokenizer_file
-from runtime.data.text.pieces import Part
-from runtime.data.text.tokenizer_file import TokenizerFile, marks_of
-from runtime.data.tokens import SENTENCE, WORD
+from runtime.data.text import encoders as tokenizer_file
+from runtime.data.text.encoders import TokenizerFile, marks_of
+from runtime.data.tokens import SENTENCE, WORD, TextPart
 from tests.tools.tokenizer_files import bpe_file, word_piece_file
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -101,8 +100,8 @@ def test_settings_that_cut_or_pad_are_not_taken_from_the_file(bpe: str, tmp_path
 def test_a_document_in_parts_is_cut_as_a_whole(bpe: str) -> None:
     text = "the cat Ünïcode sat on".encode()
     encoder, file = TokenizerFile(bpe), Path("text")
-    (whole,) = encoder.pieces([Part(text, True, file)])
-    (parts,) = encoder.pieces([Part(text[:9], False, file), Part(text[9:], True, file, 9)])
+    (whole,) = encoder.pieces([TextPart(text, True, file)])
+    (parts,) = encoder.pieces([TextPart(text[:9], False, file), TextPart(text[9:], True, file, 9)])
     assert parts.ids.tolist() == whole.ids.tolist()
     assert parts.marks.tolist() == whole.marks.tolist()
 
@@ -153,7 +152,7 @@ def test_text_that_is_not_utf_8_is_told_by_file_and_byte(bpe: str, tmp_path: Pat
 
 def test_a_document_too_long_to_be_cut_whole_is_refused(bpe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_file, "MOST_BYTES", 10)
-    part = Part(b"the cat ", False, Path("long"))
+    part = TextPart(b"the cat ", False, Path("long"))
     with pytest.raises(PlanError, match="a document of long is longer"):
         list(TokenizerFile(bpe).pieces([part, part]))
 

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from runtime.distributed.faults.board import Pulse
-from runtime.distributed.faults.judge import REMOTE_SECONDS, STOPPED_SECONDS, Judge
-from runtime.distributed.faults.processes import host_key, start_of, state_of
+from runtime.distributed.faults.watch import REMOTE_SECONDS, STOPPED_SECONDS, Judge, host_key, start_of, state_of
 from tests.tools.limits import HANG_SECONDS
 
 

@@ -22,7 +22,7 @@ from runtime.distributed.faults import watch
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.faults import Faults
-from runtime.distributed.loopback import HOST, hosted_store
+from runtime.distributed.this_host import HOST, hosted_store
 
 watch.BEAT_SECONDS = 0.0  # always inside of the store
 limit = timedelta(seconds=10)

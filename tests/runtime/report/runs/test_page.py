@@ -20,14 +20,23 @@ from planner.pipeline.schedule import Action
 from planner.report.shapes import round_ticks
 from runtime.cli import app
 from runtime.profiling.trace import MEASURED, PLANNED
+from runtime.report.log import StepRow
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
-from runtime.report.runs.figures import COLUMNS, FIGURES, Line, lines_of, summary, tick_texts
-from runtime.report.runs.history import Series
-from runtime.report.runs.memory import PARTS, category_bars, fullest
 from runtime.report.runs.page import LETTER, WIDTH, Axes, chart, page
-from runtime.report.runs.reading import Run
-from runtime.report.runs.table import action_times, sections_of
-from runtime.report.step_row import StepRow
+from runtime.report.runs.reading import RecordedRun, Series
+from runtime.report.runs.table import (
+    COLUMNS,
+    FIGURES,
+    PARTS,
+    Line,
+    action_times,
+    category_bars,
+    fullest,
+    lines_of,
+    sections_of,
+    summary,
+    tick_texts,
+)
 from tests.planner.report.page.test_browser import CONTRAST, LAYOUT
 from tests.tools.browser import ask, needs_browser
 
@@ -70,16 +79,16 @@ def read(html: str) -> Texts:
 
 
 def test_every_figure_of_a_run_is_a_chart_and_no_other_is():
-    html = page([Run("one", ROWS), Run("two", OTHER)])
+    html = page([RecordedRun("one", ROWS), RecordedRun("two", OTHER)])
     charts = re.findall(r"<figcaption>(.*?)(?: <small|</figcaption>)", html)
     present = {"loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "bubble"}
     assert charts == [figure.title for figure in FIGURES if figure.field in present]
     cells = {text.strip() for text in read(html).found}
-    assert {*summary(Run("one", ROWS)), *summary(Run("two", OTHER)), *COLUMNS} <= cells
+    assert {*summary(RecordedRun("one", ROWS)), *summary(RecordedRun("two", OTHER)), *COLUMNS} <= cells
 
 
 def test_the_page_needs_nothing_else_and_shows_text_as_text():
-    html = page([Run("<script>alert(1)</script>", ROWS)])
+    html = page([RecordedRun("<script>alert(1)</script>", ROWS)])
     assert "<script>alert" not in html
     assert all(link.startswith("#") or link == "data:," for link in read(html).links)
     assert "default-src 'none'" in html
@@ -88,12 +97,12 @@ def test_the_page_needs_nothing_else_and_shows_text_as_text():
 
 def test_a_value_that_is_no_number_is_a_gap_and_is_told():
     rows = [replace(row, loss=nan if row.step == 10 else inf if row.step == 11 else row.loss) for row in ROWS]
-    (line,) = lines_of(FIGURES[0], [Run("one", tuple(rows))])
+    (line,) = lines_of(FIGURES[0], [RecordedRun("one", tuple(rows))])
     picture = ElementTree.fromstring(chart(FIGURES[0], [line]))
     (path,) = [p for p in picture.iter("path") if p.get("class") == "line"]
     assert path.get("d", "").count("M") == 2
     assert "nan" not in path.get("d", "")
-    broken = page([Run("one", (*ROWS, replace(ROWS[-1], step=31, loss=nan)))])
+    broken = page([RecordedRun("one", (*ROWS, replace(ROWS[-1], step=31, loss=nan)))])
     assert "at the end: one nan" in re.sub(r"<[^>]*>", "", broken)
 
 
@@ -141,7 +150,7 @@ def test_texts_of_a_chart_can_be_read_on_a_telephone(field, values, step):
     figure = next(figure for figure in FIGURES if figure.field == field)
     first, change = values
     rows = tuple(replace(ROWS[0], step=i * step, **{field: first + change * i}) for i in range(1, 201))
-    picture = ElementTree.fromstring(chart(figure, lines_of(figure, [Run("one", rows)])))
+    picture = ElementTree.fromstring(chart(figure, lines_of(figure, [RecordedRun("one", rows)])))
     assert picture.get("viewBox", "").split()[2] == str(WIDTH)
     assert WIDTH * 0.95 <= 390 - 2 * 20
     drawn = [(text.get("class", ""), float(text.get("x", 0)), text.text or "") for text in picture.iter("text")]
@@ -166,12 +175,12 @@ def test_times_of_actions_stand_beside_those_planned():
         TRACKS + [event(MEASURED, 0, "forward", ms) for ms in (3.0, 4.0, 9.0)] + [event(PLANNED, 0, "forward", 2.0)]
     )
     events += [event(MEASURED, 1, "backward", 8.0), event(MEASURED, 1, "wait", 99.0, from_stage=0)]
-    first, second = action_times(Run("one", ROWS, tuple(events)))
+    first, second = action_times(RecordedRun("one", ROWS, tuple(events)))
     assert (first.stage, first.kind, first.count, first.measured, first.planned, first.ratio) == (
         0, "forward", 3, 4.0, 2.0, 2.0,
     )  # fmt: skip
     assert (second.stage, second.kind, second.planned, second.ratio) == (1, "backward", None, None)
-    assert "Time of actions" in page([Run("one", ROWS, tuple(events))])
+    assert "Time of actions" in page([RecordedRun("one", ROWS, tuple(events))])
 
 
 def test_the_command_shows_each_format(tmp_path: Path):
@@ -186,7 +195,7 @@ def test_the_command_shows_each_format(tmp_path: Path):
     assert (told["name"], len(told["steps"])) == ("run", 30)
     done = CliRunner().invoke(app, ["report", str(log), "--format", "html", "-o", str(tmp_path / "runs.html")])
     assert done.exit_code == 0
-    assert (tmp_path / "runs.html").read_text() == page([Run("run", ROWS)]).rstrip("\n") + "\n"
+    assert (tmp_path / "runs.html").read_text() == page([RecordedRun("run", ROWS)]).rstrip("\n") + "\n"
     refused = CliRunner().invoke(app, ["report", str(tmp_path / "none.jsonl")])
     assert refused.exit_code == 2
     assert "Traceback" not in refused.output
@@ -199,11 +208,13 @@ def held(rank: int, pp_rank: int, size: int) -> tuple[list[Compared], list[Actio
     ]
 
 
-def with_memory() -> Run:
+def with_memory() -> RecordedRun:
     """Two pp ranks of two ranks each, of which the second holds more."""
     ranks = [held(rank, rank // 2, (1 + rank // 2) << 20) for rank in range(4)]
     rows = tuple(row for of_rank, _ in ranks for row in of_rank)
-    return Run("one", ROWS, memory=MemoryReport(rows, (), tuple(one for _, actions in ranks for one in actions)))
+    return RecordedRun(
+        "one", ROWS, memory=MemoryReport(rows, (), tuple(one for _, actions in ranks for one in actions))
+    )
 
 
 def test_memory_measured_stands_beside_that_planned_by_category_and_by_action():
@@ -230,7 +241,7 @@ def test_what_a_rank_keeps_follows_from_its_order():
 @needs_browser
 def test_a_page_of_runs_can_be_read(tmp_path: Path):
     events = [*TRACKS, event(MEASURED, 0, "forward", 3.0), event(PLANNED, 0, "forward", 2.0)]
-    html = page([replace(with_memory(), trace=tuple(events)), Run("two", OTHER)])
+    html = page([replace(with_memory(), trace=tuple(events)), RecordedRun("two", OTHER)])
     looked = f"return [(() => {{ {CONTRAST} }})(), (() => {{ {LAYOUT} }})()].flat();"
     for dark in (False, True):
         assert ask(html, tmp_path, looked, dark=dark) == []

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from passes.errors import PlanError
 from runtime.cli import app
+from runtime.report.log import StepRow
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
 from runtime.report.runs.reading import Rows, names_of, read_runs
-from runtime.report.step_row import StepRow
 
 
 def rows(count: int = 3) -> list[StepRow]:

@@ -1,0 +1,251 @@
+"""One numbering of experts: the dims of the graph that count it, from the scores of its router on.
+
+    chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
+    one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
+    grouped_mm(rows, W, ends) with ends [E] that are computed of ids                              too
+
+The scores' dim, and every dim that ids make, are tied to others by the ops between (ties); a stack of weights is one
+with such a tied dim. Numberings of other routers are kept apart, even if a loss adds their counts. Stacks may have no
+such dim, as places of slots are computed from the numbers of experts:
+
+    at = expert · C + place     buffer[at] += rows     buffer[E, C, d] @ W[E, d, h]
+    rows[expert, place] = x                            rows[E, C, d] @ W[E, d, h]
+
+Such a buffer, through views, is multiplied with stacks in products that keep one dim of them as a batch dim: the dim of
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import chain
+from operator import getitem
+
+from torch import Tensor, fx
+
+from passes.moe.ties import base, is_float, is_grouped, lookup, origin_of
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
+from passes.program.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, PLACING, PRODUCTS, SORTS, SPLITS
+from passes.program.walks import ancestors, readers, walk
+from passes.program.weights import is_parameter, is_weight
+from passes.rules.call import operands_of
+from passes.rules.follow import Known, Place, tied
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
+
+
+@dataclass
+class Space:
+    """A numbering of ``size`` experts. ``root``: the product that makes scores, ``choices``: the calls that choose by
+    them.
+    """
+
+    root: fx.Node
+    size: int
+    choices: list[fx.Node] = field(default_factory=list)
+    seeds: list[tuple[fx.Node, int]] = field(default_factory=list)
+    chosen: list[fx.Node] = field(default_factory=list)
+    ids: set[fx.Node] = field(default_factory=set)
+    places: dict[fx.Node, set[Place]] = field(default_factory=dict)
+
+    def dim(self, node: fx.Node) -> int:
+        """The dim that counts the experts and nothing else; -1 if there is none."""
+        whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
+        return whole[0] if len(whole) == 1 else -1
+
+    @cached_property
+    def above(self) -> set[fx.Node]:
+        """All that the scores are made of."""
+        return ancestors([self.root])
+
+    @cached_property
+    def scored(self) -> set[fx.Node]:
+        """All that the choices are made of."""
+        return ancestors(self.choices)
+
+    @cached_property
+    def below(self) -> set[fx.Node]:
+        """All that depends on the scores."""
+        return set(walk([self.root], readers))
+
+
+def spaces(graph: fx.Graph) -> list[Space]:
+    """One for each router; whether it has experts is decided later."""
+    known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
+    for node, dim, chosen in _selections(graph):
+        scores = node.all_input_nodes[0]
+        size = shape_of(scores)[dim]
+        root = _root(known, scores, dim, size)
+        space = found.setdefault((root, size), Space(root, size))
+        space.choices.append(node)
+        space.seeds.append((scores, dim))
+        space.chosen += chosen
+    roots = {space.root for space in found.values()}
+    for space in found.values():
+        space.ids = _spread(space.chosen)
+        _grow(known, space, roots)
+    return list(found.values())
+
+
+def takings(graph: fx.Graph) -> list[Space]:
+    """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
+    sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
+    known, found = cache(rule_of), list[Space]()
+    for node, ranked, chosen in _selections(graph):
+        scores = node.all_input_nodes[0]
+        for dim, size in enumerate(shape_of(scores)):
+            if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
+                root = _root(known, scores, dim, size)
+                found.append(Space(root, size, [node], [(scores, dim)], chosen))
+    for space in found:
+        _grow(known, space, {space.root})
+    return found
+
+
+def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
+    """The product that made the scores; without one, the scores."""
+
+    def up(at: tuple[fx.Node, Place]) -> list[tuple[fx.Node, Place]]:
+        node, place = at
+        return [found for found in tied(node, node, place, size, known) if found[0] in node.all_input_nodes]
+
+    start = (scores, (dim, 1))
+    seen = walk([start], up, stop=lambda at: at[0].target in PRODUCTS)
+    return min((node for node, _ in seen if node.target in PRODUCTS), default=scores)
+
+
+def _grow(known: Known, space: Space, roots: Iterable[fx.Node]) -> None:
+    """Find all places, from the scores' dim and from the dims that ids make."""
+    others = [r for r in roots if r is not space.root and r not in space.above]
+    above = {n for n in space.above if n.op != "placeholder" and not is_weight(n)}
+    closed = set(walk(others, readers)) | above - {space.root}
+    of_ids = [*_dims_of_experts(space.ids, space.size), *_stacks_of_slots(space.ids, space.size, space.below)]
+
+    def counts(at: tuple[fx.Node, Place]) -> bool:
+        node, (dim, inner) = at
+        return node not in closed and shape_of(node)[dim] % (inner * space.size) == 0
+
+    def beside(at: tuple[fx.Node, Place]) -> Iterator[tuple[fx.Node, Place]]:
+        return chain.from_iterable(tied(call, *at, space.size, known) for call in (at[0], *at[0].users))
+
+    start = [(node, (dim, 1)) for node, dim in [*space.seeds, *of_ids]]
+    for node, place in walk(start, beside, into=counts):
+        space.places.setdefault(node, set()).add(place)
+
+
+# ---- integers that are numbers of experts
+
+
+def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
+    """(call, dim, nodes of its indices) of calls that choose by several scores along a dim, the best of them or all in
+    their order, with a choice that is read."""
+    for node in graph.nodes:
+        given = named(node) if node.target in BEST | SORTS else {}
+        if given.get("dim") is None or len(node.all_input_nodes) != 1:
+            continue
+        shape = shape_of(node.all_input_nodes[0])
+        is_alone = isinstance(node.meta["val"], Tensor)
+        found = [node] if is_alone else [n for n in node.users if n.target is getitem and n.args[1] == 1]
+        if found and shape and is_float(node.all_input_nodes[0]) and shape[int(given["dim"]) % len(shape)] > 1:
+            yield node, int(given["dim"]) % len(shape), found
+
+
+def _spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:
+    """All values with such ids as elements."""
+    known = set[fx.Node]()
+    for node in walk(chosen, lambda n: [u for u in n.users if u.op == "call_function" and _is_same(u, n, known)]):
+        known.add(node)
+    return known
+
+
+def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
+    packet, found = packet_of(user.target), lookup(user)
+    if user.target in JOINS:
+        return all(n in known for n in user.all_input_nodes)
+    if user.target is getitem:
+        return packet_of(node.target) is not aten.sort or user.args[1] in (0,)
+    if found is not None:
+        return found[0] is node
+    is_taken = packet in (aten.sort, aten.clamp) or (packet in (aten.gather, aten.index) and user.args[0] is node)
+    return is_taken or user.target in LAID_OUT | CUTS | SPLITS
+
+
+def _dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
+    """(node, dim) that count experts since ids say which."""
+    for node in sorted(ids):
+        for user in node.users:
+            if user.op == "call_function":
+                yield from _dims_made(user, node, size)
+    # computed of ids without a gradient: the ends of the rows of each expert, however they are counted
+    for node in walk(ids, lambda n: [u for u in n.users if u.op == "call_function" and not u.meta["grad"]]):
+        if shape_of(node) == (size,) and any(is_grouped(user) and user.args[2] is node for user in node.users):
+            yield node, 0
+
+
+def _dims_made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
+    packet, given, shape = packet_of(user.target), named(user), shape_of(user)
+    found = lookup(user)
+    if found is not None and found[2] is ids:
+        yield found[0], found[1]
+    elif given.get("index") is ids and "dim" in given:
+        table = given["self"]
+        yield table, int(given["dim"]) % len(shape_of(table))
+    elif user.target in BINS and shape[-1] == size:
+        yield user, len(shape) - 1
+    elif packet is aten.eq and isinstance(other := user.args[1 - user.args.index(ids)], fx.Node):
+        numbers, ahead = base(other), len(shape) - len(shape_of(other))
+        if packet_of(numbers.target) is aten.arange and shape_of(numbers) == (size,):
+            yield from ((user, d + ahead) for d, n in enumerate(shape_of(other)) if n == size == shape[d + ahead])
+
+
+# ---- stacks that are multiplied with slots
+
+
+def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
+    depend on the router, so a residual ends the path to them.
+    """
+
+    def through(node: fx.Node) -> Iterator[fx.Node]:
+        return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
+
+    numbers = set(walk(ids, readers, into=lambda n: n.op != "output" and not is_float(n)))
+    placed = [u for n in sorted(numbers) for u in n.users if u not in numbers and _is_placed(u, numbers)]
+    for product in sorted(u for n in walk(placed, through) for u in n.users if u.target in PRODUCTS):
+        yield from _kept_apart(product, size)
+
+
+def _kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
+    """(weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
+    rule, read = rule_of(product), operands_of(product)
+    if rule is None:
+        return
+    for factor in rule.factors:
+        if factor.size == size and all(factor.at(i) is not None for i in (RESULT, *range(len(read)))):
+            inside = [p for p in factor.places if p.operand != RESULT and rule.sole(p.operand, p.dim) is factor]
+            origins = [origin_of(read[p.operand], p.dim) for p in inside]
+            yield from (origin for origin in origins if origin is not None)
+
+
+def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
+    """Whether a call puts or picks values at places that ``numbers`` say."""
+    if call.op != "call_function" or not is_float(call):
+        return False
+    found, given = lookup(call), named(call)
+    if found is not None:
+        return found[2] in numbers and not is_weight(found[0])
+    if call.target in PLACING or packet_of(call.target) in (aten.gather, aten.index):
+        index = given.get("index", given.get("indices"))
+        return any(n in numbers for n in (index if isinstance(index, list | tuple) else [index]))
+    return False
+
+
+def _passes(call: fx.Node) -> bool:
+    return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether it is no value of tokens: a weight, or made of numbers alone."""
+    return is_weight(node) or not node.all_input_nodes

@@ -1,1 +1,0 @@
-"""For each op, the types that it can take and return."""

@@ -1,1 +1,0 @@
-"""Layout-invariant RNG: maps each random element to its (sample, element) index."""

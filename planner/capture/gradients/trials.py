@@ -1,0 +1,337 @@
+"""Properties of a user's torch.autograd.Function, shown on small random tensors of its input shapes.
+
+    derived   d(Function.apply)/dx equals d(Function.forward)/dx by autograd: so for a fused or memory-saving Function,
+              not for a straight-through estimator or a reversed gradient, which stay one op with its own backward B
+    reached   the tensors by which B gives a gradient at all
+    linear    B(a + b) = B(a) + B(b) and B(0) = 0, for gradients of very different sizes
+    cuts      apply on the parts of its inputs gives the parts of outputs and gradients, and of an input that every part
+              reads in full the sum of gradients; in halves and in small parts, also with one far larger part
+    draws     whether the forward draws random numbers
+    in_order  whether it computes something else where its tensors do not lie in memory in the order of their dims
+
+Nothing is claimed that was not tried: a Function that does not run by itself is computed in full, from full gradients.
+Values are drawn around 0, positive, far from 0 (with larger rounding errors: in float64 only), and for ``derived`` next
+to 0, where a root or a quotient may be bounded. There a value that only the derivative makes non-finite is a
+difference; a value that the Function makes non-finite is not compared; the norm of the difference is. Only these
+trials run a backward while planning: after it, on a torch built for CUDA, a fork of this process cannot run another
+(launchers here start processes that have not planned).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from passes.program.ops.own_backward import Cut, Facts
+from planner.capture.gradients.applications import (
+    COARSE,
+    SAMPLES,
+    Application,
+    LowestPrecision,
+    Sample,
+    applied,
+    draw,
+    follows_memory,
+    has_gradient,
+    on_the_side,
+)
+
+MANY_ELEMENTS = 10**5
+SIZES = (1e-6, 1e-3, 1.0, 1e3, 1e8)  # of arriving gradients
+NUM_PARTS = (2, 4)
+LARGER = 1e3  # one part than the other
+TOLERANCE = 1e-9  # in float64
+
+Gradients = list[Tensor | None]
+Arriving = Callable[[int, Tensor], Tensor]
+NOTHING = 1e-2  # a gradient that is smaller than this much of the arriving one, times the tolerance, is rounding
+NEXT_TO_ZERO = Sample(1e-9, 0.0, 1.0, 1e-6)
+MANY_ELEMENTS_OF_A_FORWARD = 10**6
+_PARTS = ("_higher_order_ops", "_library", "_functorch", "_dynamo", "nn.modules", "utils.checkpoint")
+_NOT_OURS = tuple(f"torch.{name}" for name in _PARTS)
+
+
+class RandomBackward(Exception):
+    """The backward draws random numbers."""
+
+
+class FollowsMemory(Exception):
+    """It computes something else where its tensors lie otherwise in memory, and theirs is no usual order."""
+
+
+def facts_of(use: Application) -> Facts:
+    """Raises RandomBackward, FollowsMemory."""
+    unknown = Facts(tuple(shape.requires_grad for shape in use.shapes), tried=False)
+    for attempt in use.attempts(MANY_ELEMENTS):
+        try:
+            with on_the_side(), LowestPrecision() as seen:
+                return _Trial(attempt, seen).facts()
+        except (RandomBackward, FollowsMemory):
+            raise
+        except Exception:  # whatever the user's code raises on tensors that it was not written for
+            continue
+    return unknown
+
+
+class _Trial:
+    """One use of a Function at one size and precision; ``seen`` knows how coarse it has been."""
+
+    def __init__(self, use: Application, seen: LowestPrecision) -> None:
+        self.use, self.seen = use, seen
+
+    @property
+    def tolerance(self) -> float:
+        return tolerance_of(self.seen.dtype)
+
+    def facts(self) -> Facts:
+        reached, draws = self._reached()
+        if draws:
+            return Facts(reached, draws=True)
+        return Facts(reached, self._is_linear(), tuple(self._cuts()), in_order=self._reads_in_order())
+
+    def _reads_in_order(self) -> bool:
+        def run(values: list[Tensor]) -> list[Tensor | None]:
+            return [x for made in self._run(values, lambda _, output: torch.ones_like(output)) for x in made]
+
+        follows = follows_memory(run, draw(self.use, SAMPLES[0]), self._equal)
+        if follows and not all(shape.is_contiguous for shape in self.use.shapes):
+            raise FollowsMemory
+        return follows
+
+    def _run(self, values: Sequence[Tensor], arriving: Arriving) -> tuple[list[Tensor], Gradients]:
+        return applied(self.use, values, self.use.function.apply, arriving)
+
+    def _reached(self) -> tuple[tuple[bool, ...], bool]:
+        reached = [False] * len(self.use.shapes)
+        asked = [i for i, shape in enumerate(self.use.shapes) if shape.requires_grad]
+        draws = False
+        for sample in SAMPLES:
+            values = draw(self.use, sample)
+            before, between = _generators(), []
+
+            def arriving(_: int, output: Tensor, between: list[object] = between) -> Tensor:
+                between.append(_generators())
+                return torch.ones_like(output)
+
+            _, found = self._run(values, arriving)
+            after = _generators()
+            draws |= before != (between or [after])[0]
+            if between and between[-1] != after:
+                raise RandomBackward
+            for position, gradient in zip(asked, found, strict=True):
+                reached[position] |= gradient is not None
+        return tuple(reached), draws
+
+    # ---- linear
+
+    def _is_linear(self) -> bool:
+        return all(self._adds_up(sample, a, b) for sample in SAMPLES for a, b in _pairs_of_sizes())
+
+    def _adds_up(self, sample: Sample, size_a: float, size_b: float) -> bool:
+        values = draw(self.use, sample)
+        outputs, _ = self._run(values, lambda _, output: torch.zeros_like(output))
+        a, b = ([_random(o, size) for o in outputs] for size in (size_a, size_b))
+        of_a, of_b, of_both, of_nothing = (
+            self._run(values, lambda i, _, g=g: g[i])[1]
+            for g in (a, b, [x + y for x, y in zip(a, b, strict=True)], [torch.zeros_like(x) for x in a])
+        )
+        return all(
+            self._equal(_sum([x, y]), z) and self._equal(None if n is None else torch.zeros_like(n), n)
+            for x, y, z, n in zip(of_a, of_b, of_both, of_nothing, strict=True)
+        )
+
+    def _equal(self, a: Tensor | None, b: Tensor | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return equal_up_to_rounding(a, b, self.tolerance)
+
+    # ---- cuts
+
+    def _cuts(self) -> Iterator[Cut]:
+        values = draw(self.use, SAMPLES[0])
+        outputs, _ = self._run(values, lambda _, output: torch.ones_like(output))
+        for dim in range(min(o.dim() for o in outputs)):
+            for cut in _possible(dim, [o.shape for o in outputs], [v.shape for v in values]):
+                if all(self._holds(cut, *trial) for trial in itertools.product(NUM_PARTS, SAMPLES, (False, True))):
+                    yield cut
+                    break
+
+    def _holds(self, cut: Cut, num_parts: int, sample: Sample, ramp: bool) -> bool:
+        values = draw(self.use, sample)
+        if ramp:
+            values = [_ramped(v, dim) for v, dim in zip(values, cut.inputs, strict=True)]
+        arriving: dict[int, Tensor] = {}
+        whole = self._run(values, lambda i, o: arriving.setdefault(i, _random(o, 1.0, cut.dim if ramp else None)))
+        given = [_parts(v, dim, num_parts) for v, dim in zip(values, cut.inputs, strict=True)]
+        pulled = {i: _parts(g, cut.dim, num_parts) for i, g in arriving.items()}
+        parts = []
+        for part in range(min(num_parts, whole[0][0].shape[cut.dim])):
+            parts.append(self._run([g[part] for g in given], lambda i, _, part=part: pulled[i][part]))
+        outputs = [torch.cat([made[i] for made, _ in parts], cut.dim) for i in range(len(whole[0]))]
+        return all(map(self._equal, outputs, whole[0])) and self._gradients_hold(cut, whole[1], [g for _, g in parts])
+
+    def _gradients_hold(self, cut: Cut, whole: Gradients, parts: list[Gradients]) -> bool:
+        asked = [dim for shape, dim in zip(self.use.shapes, cut.inputs, strict=True) if shape.requires_grad]
+        for position, (dim, expected) in enumerate(zip(asked, whole, strict=True)):
+            held = [part[position] for part in parts]
+            found = _sum(held) if dim is None or any(h is None for h in held) else torch.cat(held, dim)  # pyright: ignore
+            if not self._equal(found, expected):
+                return False
+        return True
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Of norms, for ops that compute in ``dtype``."""
+    return TOLERANCE if dtype == torch.float64 else COARSE.get(dtype, 0.5)
+
+
+def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Equal up to the rounding of the norm; values that are not finite must be alike on both sides."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not has_gradient(a.dtype):
+        return torch.equal(a, b)
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return False
+    a, b = a[finite], b[finite]
+    return (a - b).norm().item() <= tolerance * max(a.norm().item(), b.norm().item())
+
+
+def _pairs_of_sizes() -> Iterator[tuple[float, float]]:
+    yield from ((size, size) for size in SIZES)
+    yield from itertools.pairwise(SIZES)
+
+
+def _random(like: Tensor, size: float, ramp_dim: int | None = None) -> Tensor:
+    if not has_gradient(like.dtype):
+        return like
+    drawn = torch.randn(like.shape, dtype=torch.float64).mul(size).to(like.dtype)
+    return drawn if ramp_dim is None else _ramped(drawn, ramp_dim)
+
+
+def _ramped(x: Tensor, dim: int | None) -> Tensor:
+    """The second half along ``dim`` made larger, so that the parts' statistics differ from those of the full tensor."""
+    if dim is None or not has_gradient(x.dtype):
+        return x
+    factors = torch.ones(x.shape[dim], dtype=torch.float64)
+    factors[x.shape[dim] // 2 :] = LARGER
+    return (x * factors.view([-1 if d == dim else 1 for d in range(x.dim())])).to(x.dtype)
+
+
+def _parts(x: Tensor, dim: int | None, num_parts: int) -> Sequence[Tensor]:
+    return [x] * num_parts if dim is None else torch.tensor_split(x, min(num_parts, x.shape[dim]), dim)
+
+
+def _sum(held: Sequence[Tensor | None]) -> Tensor | None:
+    found = [h for h in held if h is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+def _possible(dim: int, outputs: Sequence[torch.Size], inputs: Sequence[torch.Size]) -> Iterator[Cut]:
+    """How the inputs may stand when every output is cut along ``dim``: aligned by their last dims, or by the first."""
+    size = outputs[0][dim]
+    if size < 2 or any(shape[dim] != size for shape in outputs):
+        return
+    ndim = len(outputs[0])
+    for places in ([dim + len(shape) - ndim for shape in inputs], [dim] * len(inputs)):
+        at = tuple(p if 0 <= p < len(s) and s[p] == size else None for p, s in zip(places, inputs, strict=True))
+        if any(p is not None for p in at):
+            yield Cut(dim, at)
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of the random generators of PyTorch, Python and NumPy."""
+    kind, keys, *rest = np.random.get_state()
+    return (torch.random.get_rng_state().numpy().tobytes(), random.getstate(), str(kind), bytes(keys), *rest)  # pyright: ignore
+
+
+def is_of_torch(function: type[Function]) -> bool:
+    """Functions by which PyTorch itself makes its ops differentiable."""
+    return function.__module__.startswith(_NOT_OURS)
+
+
+def is_derived(use: Application) -> bool | None:
+    """None if that is unknown: the Function does not run by itself, or gives nothing finite."""
+    if not any(shape.requires_grad for shape in use.shapes):
+        return True
+    for attempt in use.attempts(MANY_ELEMENTS_OF_A_FORWARD):
+        try:
+            equal = _agree_on_samples(attempt)
+        except Exception:  # whatever the user's code raises on tensors that it was not written for
+            continue
+        if equal is not None:
+            return equal
+    return None
+
+
+def _agree_on_samples(use: Application) -> bool | None:
+    """All samples in float64; if the Function itself is coarser, only the first that is conclusive."""
+    known = None
+    for sample in (*SAMPLES, NEXT_TO_ZERO):
+        equal, dtype = _agree(use, sample)
+        known = known if equal is None else equal
+        if known is False or (known and dtype != torch.float64):
+            break
+    return known
+
+
+def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
+    """Whether both gradients are equal on one draw of values, None if nothing finite is left to compare; and the
+    coarsest dtype of the ops inside.
+    """
+    with on_the_side(), LowestPrecision() as seen:
+        own = _gradients(use, use.function.apply, sample)
+        derived = _gradients(use, lambda *args: _forward_alone(use.function, args), sample)
+    tolerance = sample.tolerance if seen.dtype == torch.float64 else COARSE.get(seen.dtype, 0.5)
+    compared = None
+    for a, b in zip(own, derived, strict=True):
+        finite = torch.isfinite(a)
+        a, b = a[finite], b[finite]
+        if not torch.isfinite(b).all():
+            return False, seen.dtype
+        if not a.numel():
+            continue
+        compared = True
+        rounding = NOTHING * sample.gradient * a.numel() ** 0.5
+        size = max(a.norm().item(), b.norm().item(), rounding)
+        if (a - b).norm().item() > tolerance * size:
+            return False, seen.dtype
+    return compared, seen.dtype
+
+
+def _gradients(use: Application, run: Callable[..., Any], sample: Sample) -> list[Tensor]:
+    """For each tensor that requires one, with random gradients of the outputs; zeros if none arrives."""
+    torch.manual_seed(0)
+    values = draw(use, sample)
+    _, found = applied(use, values, run, lambda _, output: _random(output, sample.gradient))
+    asked = [v for s, v in zip(use.shapes, values, strict=True) if s.requires_grad]
+    return [torch.zeros_like(v) if g is None else g for v, g in zip(asked, found, strict=True)]
+
+
+def _forward_alone(function: type[Function], args: tuple[Any, ...]) -> Any:
+    if function.setup_context is not Function.setup_context:
+        return function.forward(*args)
+    return function.forward(_Context(args), *args)
+
+
+class _Context:
+    """Replaces ``ctx`` for a forward that runs by itself: accepts anything that is stored and ignores it."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def _ignore(self, *_: Any) -> None: ...
+
+    save_for_forward = mark_dirty = mark_non_differentiable = set_materialize_grads = _ignore

@@ -1,0 +1,51 @@
+"""Attributes that are something else for a while: the one place in which capture assigns to PyTorch, or to modules.
+
+    nn.Module._call_impl, Tensor.data, ShapeEnv.evaluate_sym_node …     watched while a forward runs
+    torch.jit.is_tracing in every module that has it by some name       answered as in eager mode
+    isinstance in the modules of a user                                 hides Python's own
+
+An interceptor is (owner, name, replacement). Interceptors are installed in their order and left in reverse, each even
+if another one raises, so that nested ones of the same attribute end with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+Interceptor = tuple[Any, str, Any]
+_ABSENT = object()
+
+
+@contextmanager
+def installed(*interceptors: Interceptor) -> Iterator[None]:
+    """Inside, each attribute is its replacement."""
+    with ExitStack() as stack:
+        for owner, name, replacement in interceptors:
+            stack.callback(_assign, owner, name, vars(owner).get(name, _ABSENT))
+            _assign(owner, name, replacement)
+        yield
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, ModuleType):  # its own __setattr__ may look at names, or import something
+        vars(owner).pop(name, None) if value is _ABSENT else vars(owner).__setitem__(name, value)
+    elif value is _ABSENT:
+        delattr(owner, name)  # it was inherited
+    else:
+        setattr(owner, name, value)
+
+
+def by_identity(modules: Iterable[ModuleType], replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[Interceptor]:
+    """In ``modules``, all names of an object: id of the object → (object, replacement)."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if id(value) in replacements:
+                yield module, name, replacements[id(value)][1]
+
+
+def hiding(modules: Iterable[ModuleType], names: Mapping[str, Any]) -> Iterator[Interceptor]:
+    """Global names of ``modules`` that hide Python's built-ins, unless a module has its own."""
+    return ((m, name, value) for m in modules for name, value in names.items() if name not in vars(m))

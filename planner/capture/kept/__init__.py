@@ -1,1 +1,0 @@
-"""Whether a model is still the one that was captured, and our sources those that wrote a file."""

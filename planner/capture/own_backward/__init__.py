@@ -1,1 +1,0 @@
-"""Autograd Functions with their own backward become one op each."""

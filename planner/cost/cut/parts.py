@@ -1,0 +1,262 @@
+"""Memory of any stage that a traced one may be cut into, by the walk of a plan (planner.cost.liveness).
+
+    stage = blocks a b b b c        traced: a b c        walked: a b c, and of b alone
+
+A part is the calls of some units in a row of one trace, with the values that cross its ends. A unit that stands for
+several equal blocks is walked once: each further copy holds as much more as b before c does beside c alone, from the
+forward of the copies before it to their backward; tensors put aside for a W wait beside the backwards before it.
+
+A trace is walked at its own size and at twice as many sequences, so that each figure splits into a part proportional to
+the batch and a constant part. Temporaries of ops scale as their results do, gradients of weights are constant.
+
+The unit of each call of a stage: a unit is a block with the calls that are anchored to it.
+
+a call                  the unit that it is anchored to; computed in every stage that reads it (masks, rotary
+                        tables): the units of its readers
+a change of partial sums    the unit that made them, for they are summed before they are sent
+any other change of type    the units of its readers
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from passes.blocks.live_sets import (
+    before_and_after_blocks,
+    live_values,
+    needed_anchors,
+    recomputed_nodes,
+    stages_of_copies,
+)
+from passes.partition.type_changes import TypeChange
+from planner.cost.cut.ops import OpsOf, puts_aside
+from planner.cost.cut.units import Size
+from planner.cost.liveness import Walked, walked
+from planner.decisions import Decisions
+from planner.pipeline.ledger import StageBytes
+from planner.trace.observe import Like
+from planner.trace.trace import LetGo, StageTrace, TraceCall
+
+Live = tuple[int, int]  # the number of a call, and bytes
+Units = tuple[int, ...]
+_NOWHERE = fx.Graph().placeholder("nowhere")
+
+
+class Homes:
+    """Of one captured program. ``ends``: the calls before the first block, and those after the last, are units too."""
+
+    def __init__(self, decisions: Decisions, *, ends: bool = False) -> None:
+        program, block_of = decisions.program, decisions.blocks.block_of()
+        self.program, self.num_units = program, max(1, len(decisions.blocks.instances))
+        self.anchor = needed_anchors(program, block_of, recomputed_nodes(program))
+        if ends:
+            before, after = before_and_after_blocks(self.anchor, block_of, self.num_units - 1)
+            shifted = {node: 0 if node in before else unit + 1 for node, unit in self.anchor.items()}
+            self.anchor = shifted | dict.fromkeys(sorted(after), self.num_units + 1)
+            self.num_units += 2
+        self._of_node: dict[str, Units] = {node.name: (unit,) for node, unit in self.anchor.items()}
+        for node, units in stages_of_copies(program, self.anchor).items():
+            self._of_node.setdefault(node.name, units)
+
+    def of_name(self, name: str) -> Units:
+        return self._of_node.get(name, ()) or (0,)
+
+    def of_call(self, call: TraceCall) -> Units:
+        return self.of_name(call.name) if call.changed is None else self.of_change(call.changed)
+
+    def of_change(self, change: TypeChange) -> Units:
+        if change.before.kind == "P":
+            return self.of_name(change.value)
+        units = {u for name in change.readers if name not in ("send", "loss") for u in self.of_name(name)}
+        return tuple(sorted(units)) if units else self.of_name(change.value)[-1:]
+
+    @cached_property
+    def live(self) -> tuple[tuple[str, ...], ...]:
+        """For each cut between two units, the values that cross it."""
+        return live_values(self.anchor, self.num_units)
+
+    @cached_property
+    def of_placeholder(self) -> dict[str, Units]:
+        """Parameter, buffer or constant → the units that read it."""
+        nodes = (n for n in self.program.graph.graph.nodes if n.op == "placeholder")
+        return {node.name: self._of_node.get(node.name, ()) for node in nodes}
+
+
+def following(program_nodes: list[fx.Node], inputs: set[str], flow: dict[fx.Node, frozenset[int] | None]) -> set[str]:
+    """Names of the values that are as many times as large as a microbatch has sequences.
+
+    A value that is expanded to the batch without reading it, as a mask may be, does not count.
+    """
+    found, on_batch = set[str](), set[fx.Node]()
+    for node in program_nodes:
+        if node.name in inputs or any(n in on_batch for n in node.all_input_nodes):
+            on_batch.add(node)
+            dims = flow.get(node)
+            value: Any = node.meta.get("val")
+            sizes = value if isinstance(value, (tuple, list)) else (value,)
+            numel = sum(int(v.numel()) for v in sizes if hasattr(v, "numel"))
+            if numel > 1 and (dims is None or dims):
+                found.add(node.name)
+    return found
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One traced stage under one kind of recompute, of its ``units``: its own trace, and that of twice as many
+    sequences. ``homes``: units of each call; ``crossing``: memory of the values that cross the end of each unit;
+    ``deferred``: numbers of the calls that a W may finish.
+    """
+
+    units: range
+    traces: tuple[StageTrace, StageTrace]
+    homes: Sequence[Units]
+    crossing: Sequence[Mapping[str, int]]
+    deferred: frozenset[int]
+
+    @classmethod
+    def of(cls, trace: StageTrace, ops: OpsOf, homes: Homes, units: range) -> Scaled:
+        summed = {c.name: c.makes[0] for c in trace.calls if c.changed is not None and c.changed.before.kind == "P"}
+        memory_of = trace.memory_of | summed
+        own = {name: memory for name, memory in memory_of.items() if memory not in trace.outside}
+        crossing = [{name: own[name] for name in live if name in own} for live in homes.live]
+        deferred = frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
+        once = replace(trace, calls=[replace(call, node=_NOWHERE) for call in trace.calls])  # works outlive graphs
+        of_calls = [tuple(n for n in homes.of_call(call) if n in units) for call in trace.calls]
+        return cls(units, (once, _twice(once, ops)), of_calls, [*crossing, {}], deferred)
+
+    def part(self, first: int, end: int, trace: StageTrace) -> tuple[StageTrace, list[int]]:
+        """The trace of units [first, end), and the numbers of its calls in that of all."""
+        numbers = [at for at, units in enumerate(self.homes) if any(first <= unit < end for unit in units)]
+        calls, new = [trace.calls[at] for at in numbers], {at: n for n, at in enumerate(numbers)}
+        received, sent = trace.received, trace.sent
+        if first > self.units.start:
+            made = {m for call in calls for m in call.makes if m not in call.reads}
+            read = {str(m): m for call in calls for m in call.reads if m not in made}
+            enters = self.crossing[first - 1].values()
+            received = {name: m for name, m in read.items() if m not in trace.outside} | {str(m): m for m in enters}
+        if end < self.units.stop:
+            sent = dict(self.crossing[end - 1])
+        let_go = tuple(_renumbered(block, new) for block in trace.let_go if block.end in new)
+        return replace(trace, calls=calls, received=received, sent=sent, let_go=let_go), numbers
+
+
+def _renumbered(block: LetGo, new: Mapping[int, int]) -> LetGo:
+    """In a part of a trace that has all of the block."""
+    reads = max(at for at in new if at <= block.reads)
+    inside, again = frozenset(new[at] for at in block.inside), tuple(new[at] for at in block.again if at in new)
+    return replace(block, end=new[block.end], reads=new[reads], inside=inside, again=again)
+
+
+class Part(NamedTuple):
+    """``bytes``: of a stage of these units, each once. ``forward``, ``backward``: of each unit the most bytes at once,
+    the maximum of several.
+    """
+
+    bytes: tuple[Size, ...]
+    forward: Mapping[int, Sequence[Size]]
+    backward: Mapping[int, Sequence[Size]]
+
+    def at(self, micro: int) -> StageBytes:
+        return StageBytes(*(size.at(micro) for size in self.bytes))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of a cut: its traced stages by kind of recompute. ``micro``: sequences of the traces; ``after``: names of the
+    calls after the last block. Owns: the parts that were asked for.
+    """
+
+    micro: int
+    after: frozenset[str]
+    stages: dict[str, list[Scaled]] = field(default_factory=dict)
+    known: dict[tuple[str, int, int, bool], Part] = field(default_factory=dict)
+
+    def stage(self, kind: str, units: Sequence[int], micro: int, waits: bool) -> StageBytes:
+        """Of a stage of these ``units``, which ascend. ``waits``: gradients of weights wait for a W."""
+        first, end, copies = units[0], units[-1] + 1, Counter(units)
+        part = self._part(kind, first, end, waits)
+        of, held, aside = part.at(micro), dict.fromkeys(range(first, end), 0.0), dict.fromkeys(range(first, end), 0.0)
+        for unit in (unit for unit in range(first, end) if copies[unit] > 1):
+            both, last = (self._part(kind, at, unit + 2, waits).at(micro) for at in (unit, unit + 1))
+            held[unit] = (copies[unit] - 1) * (both.kept - last.kept)
+            aside[unit] = (copies[unit] - 1) * (both.aside - last.aside)
+        kept, before, behind = of.kept + sum(held.values()), 0.0, sum(aside.values())
+        forward = backward = kept
+        for unit in range(first, end):
+            own, behind = before + held[unit], behind - aside[unit]
+            forward = max([forward, *(own + size.at(micro) for size in part.forward.get(unit, ()))])
+            beside = behind + max(own, before + aside[unit])
+            backward = max([backward, *(beside + size.at(micro) for size in part.backward.get(unit, ()))])
+            before = own
+        return of._replace(kept=kept, forward=forward, backward=backward, aside=of.aside + sum(aside.values()))
+
+    def _part(self, kind: str, first: int, end: int, waits: bool) -> Part:
+        key = kind, first, end, waits
+        if key not in self.known:
+            self.known[key] = self._walked(*key)
+        return self.known[key]
+
+    def _walked(self, kind: str, first: int, end: int, waits: bool) -> Part:
+        of = next(of for of in self.stages[kind] if first in of.units and end - 1 in of.units)
+        walks = list[Walked]()
+        for trace in of.traces:
+            part, numbers = of.part(first, end, trace)
+            later = frozenset(n for n, at in enumerate(numbers) if at in of.deferred) if waits else frozenset[int]()
+            walks.append(walked(part, self.after, later))
+        one, two = walks
+        units = [next(unit for unit in of.homes[at] if first <= unit < end) for at in numbers]  # pyright: ignore
+        sizes = tuple(self._size(*pair) for pair in zip(one.bytes, two.bytes, strict=True))
+        return Part(sizes, self._most(units, one.forward, two.forward), self._most(units, one.backward, two.backward))
+
+    def _most(self, units: Sequence[int], one: Sequence[Live], two: Sequence[Live]) -> dict[int, list[Size]]:
+        found: dict[int, set[Size]] = {}
+        for (at, most), (_, more) in zip(one, two, strict=True):
+            found.setdefault(units[at], set()).add(self._size(most, more))
+        return {unit: envelope(sizes) for unit, sizes in found.items()}
+
+    def _size(self, one: float, two: float) -> Size:
+        return Size(2 * one - two, (two - one) / self.micro)
+
+
+def envelope(sizes: set[Size]) -> list[Size]:
+    """The sizes that are the largest for some microbatch."""
+    kept: list[Size] = []
+    for size in sorted(sizes, key=lambda s: (-s.per, -s.fixed)):
+        if not kept or size.fixed > kept[-1].fixed:
+            kept.append(size)
+    return kept
+
+
+def _twice(trace: StageTrace, ops: OpsOf) -> StageTrace:
+    """The trace for twice as many sequences."""
+    sizes = [n * 2 if follows else n for n, follows in zip(trace.bytes_of, ops.memory_follows, strict=True)]
+    values = [replace(v, like=_doubled(v.like)) if ops.size_follows(v.number) else v for v in trace.values]
+    calls = [_call_twice(call, ops) for call in trace.calls]
+    return replace(trace, bytes_of=sizes, calls=calls, values=values)
+
+
+def _doubled(like: Like) -> Like:
+    step = like.bytes // like.dtype.itemsize
+    return replace(like, shape=(2, *like.shape), strides=(step, *like.strides))
+
+
+def _call_twice(call: TraceCall, ops: OpsOf) -> TraceCall:
+    seen, follows = call.seen, call.name in ops.follows
+    if not follows and not any(ops.size_follows(n) for n in call.operands):
+        return call
+    gradients = tuple(
+        replace(g, bytes=g.bytes * (2 if ops.size_follows(n) else 1)) if g is not None else None
+        for g, n in zip(seen.gradients, call.operands, strict=False)
+    )
+    own = [(g, n) for g, n in zip(seen.gradients, call.operands, strict=False) if g is not None and not g.is_given]
+    fixed = min(sum(g.bytes for g, n in own if not ops.size_follows(n)), seen.backward_peak)
+    peak = seen.peak * 2 if follows else seen.peak
+    more = replace(seen, peak=peak, gradients=gradients, backward_peak=2 * seen.backward_peak - fixed)
+    hidden = tuple(n * 2 for n in call.hidden)
+    return replace(call, seen=more, hidden=hidden)

@@ -1,1 +1,0 @@
-"""Locates the attention scores, and decides whether tp divides their heads."""

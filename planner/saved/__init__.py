@@ -1,1 +1,0 @@
-"""Tensors of a stage saved for its backward, observed on tensors without memory."""

@@ -1,1 +1,0 @@
-"""The update rule and settings of each parameter."""

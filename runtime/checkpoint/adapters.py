@@ -1,0 +1,214 @@
+"""The adapters of a model that peft has wrapped, in peft's own files, written by peft itself on rank 0.
+
+    DIR/adapter_model.safetensors, adapter_config.json            the adapter `default`
+    DIR/NAME/…                                                    any other
+
+Which tensors a file holds, and under which names, each method of peft decides. So rank 0 gathers the tensors of the
+adapters into peft's module, of which the base has no values, and lets it save them: the bytes are those that one
+process would write, whatever the layout and the version of peft.
+
+They are read back slice by slice on every rank, and nothing is written before all is right:
+
+adapter_config.json            of the planned method, with the same settings, for the same base
+adapter_model.safetensors      exactly the tensors that peft would save for this model, with these shapes
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.base import StageModule
+from passes.errors import PlanError
+from planner.capture.model.assembly import Source
+from planner.capture.model.hub_format import Adapted, HubFormat
+from planner.capture.model.hugging_face import offline
+from planner.capture.model.reference import CONFIG
+from planner.files.text import read_json
+from planner.frozen_plan import Plan
+from runtime.checkpoint.atomic_directory import replaced_directory, sync
+from runtime.checkpoint.pretrained_load import read_all
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
+from runtime.distributed.agreement import agreed, broadcast_json, halfway
+from runtime.distributed.groups import Groups
+from runtime.weights.shards import Kept, whole
+
+DEFAULT = "default"
+_FILE = re.compile(r"adapter_model.*|adapter_config\.json")
+# Settings that say where an adapter comes from, or how it began and was trained: not what it computes.
+_OF_ORIGIN = frozenset(
+    {"inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type"}
+    | {"lora_dropout", "module_dropout", "rank_dropout", "init_weights", "init_lora_weights", "low_cpu_mem_usage"}
+)
+_FIX = "load an adapter of this base and config, or plan the base with the adapter's own adapter_config.json"
+
+
+def adapted_in(hub: HubFormat) -> Adapted:
+    """Raises PlanError for a model without adapters."""
+    found = hub.adapted
+    if found is None:
+        raise PlanError(
+            "the planned model has no adapters of peft, or the plan was loaded from a file",
+            where="MODEL",
+            fix="plan the model that peft.get_peft_model returns, or add --peft adapter_config.json",
+        )
+    return found
+
+
+def directory_of(directory: str | PathLike[str], adapter: str) -> Path:
+    return Path(directory) if adapter == DEFAULT else Path(directory) / adapter
+
+
+def save_adapters(
+    plan: Plan, own: Mapping[str, Tensor], groups: Groups, kept: Kept, directory: str | PathLike[str]
+) -> None:
+    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
+    adapted = adapted_in(plan.hub)
+    needed = [name for adapter in adapted.adapters for name in adapted.needed_by(adapter)]
+    values = gathered(plan, own, groups, kept, needed)
+    with agreed(groups, rank_0_is_long=True):
+        if groups.rank == 0:
+            for adapter in adapted.adapters:
+                _write(adapted, adapter, values, directory_of(directory, adapter))
+
+
+def gathered(
+    plan: Plan, own: Mapping[str, Tensor], groups: Groups, kept: Kept, names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Full tensors by the model's names on the CPU of rank 0, ``{}`` elsewhere. The same names on every rank."""
+    unused = broadcast_json(groups, [*kept.parameters])
+    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(names):
+        row = rows.get(name)
+        if row is not None and row.name not in unused:
+            value = whole(row, own, getattr(torch, row.dtype), groups)
+        else:
+            value = (kept.parameters | kept.buffers)[row.name if row else name] if groups.rank == 0 else None
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directory: Path) -> None:
+    """Raises OSError."""
+    with replaced_directory(
+        directory, lambda name: _FILE.fullmatch(name) is not None, lambda name: name == CONFIG
+    ) as new:
+        with (
+            adapted.holding({n: values[n] for n in adapted.needed_by(adapter)}) as module,
+            offline(),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            module.save_pretrained(str(new), selected_adapters=[adapter])
+        (new / "README.md").unlink(missing_ok=True)  # a template, which would replace a text of the user's own
+        if adapter != DEFAULT:
+            for path in (new / adapter).iterdir():
+                path.rename(new / path.name)
+            (new / adapter).rmdir()
+        for path in new.iterdir():
+            sync(path)
+
+
+def load_adapters(
+    plan: Plan,
+    stages: Sequence[StageModule],
+    groups: Groups,
+    kept: Kept,
+    directory: str | PathLike[str],
+    bring: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Fill this rank's parts of the adapters. The same call on every rank; all succeed or none has changed.
+
+    ``bring(name)`` is called before the weights of a parameter are replaced. Raises PlanError on every rank, naming
+    file and tensor.
+    """
+    adapted = adapted_in(plan.hub)
+    with ExitStack() as stack:
+        with agreed(groups):
+            places = {adapter: directory_of(directory, adapter) for adapter in adapted.adapters}
+            opened = {
+                adapter: stack.enter_context(_opened(adapted, adapter, place)) for adapter, place in places.items()
+            }
+            found = {adapter: find(files, plan, adapted, adapter) for adapter, files in opened.items()}
+        with halfway(groups, "the adapters are"):
+            for adapter, files in opened.items():
+                read_all(files, found[adapter], stages, groups, kept, bring)
+
+
+def check_adapters(plan: Plan, directory: str | PathLike[str]) -> None:
+    """Raise PlanError, naming file and tensor, unless ``directory`` holds the adapters of the planned model."""
+    adapted = adapted_in(plan.hub)
+    for adapter in adapted.adapters:
+        with _opened(adapted, adapter, directory_of(directory, adapter)) as files:
+            find(files, plan, adapted, adapter)
+
+
+def _opened(adapted: Adapted, adapter: str, place: Path) -> SafetensorsFiles:
+    check_config(adapted, adapter, place)
+    return SafetensorsFiles(place)
+
+
+def check_config(adapted: Adapted, adapter: str, directory: Path) -> None:
+    """Raise PlanError unless the config in ``directory`` is that of the planned adapter, for the planned base."""
+    file = directory / CONFIG
+    given = read_json(file, "adapter config", fix="give a directory that peft's save_pretrained or save_adapters wrote")
+    if not isinstance(given, dict):
+        raise PlanError(f"{CONFIG} is no adapter config", where=str(file), fix=_FIX)
+    planned = adapted.config_of(adapter)
+    bases = [str(config.get("base_model_name_or_path") or "").rstrip("/") for config in (given, planned)]
+    if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
+        raise PlanError(
+            f"the adapter was trained on the base {bases[0]}, the planned model is {bases[1]}",
+            where=str(file),
+            fix=_FIX,
+        )
+    for key, value in planned.items():
+        if key not in _OF_ORIGIN and key in given and _plain(given[key]) != _plain(value):
+            raise PlanError(
+                f"the adapter has {key}: {_plain(given[key])}, the planned one {_plain(value)}",
+                where=str(file),
+                fix=_FIX,
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Lists of names as sets: peft keeps them so."""
+    if isinstance(value, (list, tuple, set)) and all(isinstance(part, str) for part in value):
+        return sorted(value)
+    return value
+
+
+def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) -> dict[str, Source]:
+    """Name in the model → the file's tensor. Raises one PlanError that lists all that does not fit."""
+    names = adapted.files_of(adapter)
+    if computed := [stored for stored, name in names.items() if name is None]:
+        raise PlanError(
+            f"peft saves only the result of the module that makes {listed(computed)}, not its weights",
+            where=str(files.directory),
+            fix="resume from a training state (engine.load, --resume)",
+        )
+    shapes = {name: list(value.shape) for name, value in adapted.module.state_dict(keep_vars=True).items()}
+    problems = [
+        f"{stored} has shape {list(files.tensors[stored].shape)}, the model has {shapes[name]}"
+        for stored, name in names.items()
+        if name and stored in files.tensors and list(files.tensors[stored].shape) != shapes[name]
+    ][:1]
+    if absent := [stored for stored in names if stored not in files.tensors]:
+        problems.append(f"absent: {listed(absent)}")
+    if extra := [stored for stored in files.tensors if stored not in names]:
+        problems.append(f"unexpected: {listed(extra)}")
+    if problems:
+        raise PlanError(
+            f"the adapter does not fit the planned model: {'; '.join(problems)}", where=str(files.directory), fix=_FIX
+        )
+    first = {name: row.name for row in plan.parameters for name in (row.name, *row.aliases)}
+    return {first.get(name, name): files.source(stored) for stored, name in names.items() if name}

@@ -1,0 +1,327 @@
+"""A save as a Hugging Face directory, and back, without a launch.
+
+Out: one tensor in memory at a time, without the model. A run copies the files beside a model's weights (tokenizer,
+template, generation config, configs of processors) once, by content, to the folder ``files`` beside its saves, and from
+there into each directory that it exports. Of samples with labels, those in the token file come first: their template
+and end tokens are trained on.
+
+Back: weights alone, from which any layout and optimizer begins.
+
+    headers of the files → names and shapes of the model → buckets: read → rank-0000N.safetensors → manifest, latest
+
+One bucket is in memory at a time, with parts of a tensor that is larger; values keep the dtype of the files, and a run
+casts them as it reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError
+from planner.capture.model.assembly import Assembly, sources
+from planner.capture.model.hub_format import HubFormat, hub_format
+from planner.capture.model.meta_init import meta_parameters
+from planner.capture.model.reference import load_model
+from planner.files.text import MIB, is_directory, is_file, parse_json, read_bytes, read_json, shorten, writing
+from planner.progress import shown_if_slow
+from planner.ranks import DEFAULT_ORDER
+from planner.sharding.boxes import Box
+from runtime.checkpoint.atomic_directory import FIX, replaced_directory
+from runtime.checkpoint.hub_tensors import (
+    MAX_SHARD_BYTES,
+    Entry,
+    Read,
+    check_names,
+    files_of,
+    filled,
+    hub_entries,
+    json_of_names,
+    made_tensor,
+    made_tensors,
+    names_of_files,
+    read_into,
+    whole_box,
+)
+from runtime.checkpoint.lines import Line
+from runtime.checkpoint.manifest import (
+    MANIFEST,
+    NO_OPTIMIZER,
+    Axis,
+    Manifest,
+    OptimizerEntry,
+    TensorEntry,
+    draft,
+    write_manifest,
+)
+from runtime.checkpoint.pieces import PieceReader, WrittenPiece, completed, write_pieces
+from runtime.checkpoint.pretrained_load import Described, Found, check_equal, dtype_of, find_in, whole_of
+from runtime.checkpoint.pretrained_save import write_directory
+from runtime.checkpoint.safetensors_files import SafetensorsFiles
+from runtime.checkpoint.saves import check_average, owned, saves_in, write_latest
+from runtime.checkpoint.weight_files import WeightFiles
+from runtime.data.token_file import files_in, is_token_file
+
+FOLDER = "files"
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_OF_WEIGHTS = (".index.json", "adapter_config.json", "config.json", "trainer_state.json")  # of what is trained
+_KEPT = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json")
+_MOST_BYTES = 256 * MIB
+BUCKET_BYTES = 512 << 20
+STEP = 0
+_TEXTS = ("config.json", "generation_config.json")
+Names = Sequence[tuple[str, tuple[str, ...]]]  # with aliases
+
+
+def export(
+    save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False, names: str = "hf"
+) -> None:
+    """Weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would write them.
+
+    ``names``: likewise. config.json is there if the model had one. Of a model that peft has wrapped it is the base with
+    the adapters merged. The directory is replaced atomically. ``averaged``: the running mean of trained parameters, in
+    the weights' dtype. Raises PlanError.
+    """
+    check_names(names)
+    if averaged:
+        check_average(save, manifest)
+    texts: dict[str, Any] = {str(name): text for name, text in manifest.texts.items()}
+    with PieceReader(save, manifest) as reader:
+        read = partial(_read, manifest, reader, averaged)
+        entries = _entries(manifest)
+        if manifest.adapters is not None:
+            from runtime.checkpoint.merged import merge_of, read_merged  # loads the model's code and peft
+
+            merge = merge_of(save, manifest)
+            read = read_merged(merge, manifest, partial(_whole, entries, read))
+            entries, texts = {entry.name: entry for entry in merge.entries}, merge.texts(texts)
+        tensors = entries.values()
+        files = files_of(hub_entries(tensors, manifest.names) if names == "hf" else tensors, MAX_SHARD_BYTES)
+        tensors = made_tensors(files, read)
+        with writing("the export", str(directory), FIX):
+            write_directory(Path(directory), files, tensors, texts)
+
+
+def _entries(manifest: Manifest) -> dict[str, Entry]:
+    return {
+        name: Entry(name, tensor.shape, getattr(torch, tensor.values[_kind(tensor)]), aliases=tensor.aliases)
+        for name, tensor in manifest.tensors.items()
+        if not tensor.is_statistic
+    }
+
+
+def _whole(entries: Mapping[str, Entry], read: Read, name: str) -> Tensor:
+    value = made_tensor(entries[name], read)
+    assert value is not None
+    return value
+
+
+def _read(manifest: Manifest, reader: PieceReader, averaged: bool, name: str, box: Box, target: Tensor) -> None:
+    tensor = manifest.tensors[name]
+    reader.read_into(target, name, "ema" if averaged and "ema" in tensor.values else _kind(tensor), box)
+
+
+def _kind(tensor: TensorEntry) -> str:
+    return "buffer" if "buffer" in tensor.values else "parameter"
+
+
+def model_files(reference: str, sources: Iterable[str]) -> dict[str, bytes]:
+    """Of the directory of ``hf:DIR``, and of the token files among ``sources``. Raises PlanError."""
+    directory = Path(reference.removeprefix("hf:"))
+    found = _in(directory) if reference.startswith("hf:") and is_directory(directory) else {}
+    for source in sources:
+        if is_token_file(Path(source)):
+            found |= {name: text for name, text in files_in(Path(source)).items() if name != "config.json"}
+    return {name: _plain(name, content) for name, content in found.items()}
+
+
+def files_of_run(save: Path) -> dict[str, bytes]:
+    """Those that the run of a save keeps."""
+    folder = save.parent / FOLDER
+    return _in(folder) if is_directory(folder) else {}
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def told_of(files: Mapping[str, bytes], directory: str) -> str:
+    """A line if an export has no tokenizer; empty otherwise."""
+    if any(name.startswith(("tokenizer", "vocab")) for name in files):
+        return ""
+    return f"{shorten(directory)} has no tokenizer: neither MODEL nor the data names a directory with one"
+
+
+def _in(directory: Path) -> dict[str, bytes]:
+    """Texts and data alone: no code, no pickles, no weights, and no link that leads out of the directory. A snapshot in
+    the Hub's cache links all of its files to ``blobs`` of the same repository.
+    """
+    root, found = directory.resolve(), {}
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
+        is_asked = path.suffix in _SUFFIXES and (path.name in _KEPT or not path.name.endswith(_OF_WEIGHTS))
+        if is_asked and path.is_file() and any(path.resolve().is_relative_to(each) for each in roots):
+            name = str(path.relative_to(directory))
+            found[name] = read_bytes(path, name, most_bytes=_MOST_BYTES)
+    return found
+
+
+def _plain(name: str, content: bytes) -> bytes:
+    """Without the names of code that is not copied."""
+    if not name.endswith(".json") or b'"auto_map"' not in content:
+        return content
+    try:
+        value = parse_json(content.decode())
+    except ValueError:
+        return content
+    if isinstance(value, dict):
+        value.pop("auto_map", None)
+    return json.dumps(value, indent=2, ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of a tensor of the save: its kind, and the tensors of the files with its values."""
+
+    name: str
+    kind: str
+    made: Assembly
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.num_elements * self.dtype.itemsize
+
+    def parts(self, most: int) -> list[Stored]:
+        """Of ``most`` bytes: some experts of a stack; one row at least."""
+        if self.num_bytes <= most:
+            return [self]
+        rows, *rest = self.made.shape
+        step = max(most * rows // self.num_bytes, 1)
+        ends = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+        return [replace(self, box=Box((a, *[0] * len(rest)), (z, *rest))) for a, z in ends]
+
+
+def import_weights(
+    directory: Path, run: Path, model: str | None = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Path, int]:
+    """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the
+    model of the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
+    """
+    with WeightFiles(directory) as files:
+        built = _model_of(directory, model)
+        rows, hub = described(built), hub_format(built)
+        found = find_in(files, hub, rows)
+        files.tell_unread()
+        _check_tied(files, found)
+        tensors = _stored(files, rows, hub, found)
+        texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
+        _refuse_saves(run)
+        with owned(run):
+            _refuse_saves(run)
+            aliases = {row.name: row.aliases for row in rows}
+            stored = names_of_files([*found.parameters.items(), *((n, (made,)) for n, made in found.buffers.items())])
+            manifest = draft(
+                step=STEP,
+                line=Line.new(),
+                mesh=dict.fromkeys(get_args(Axis), 1),
+                order=DEFAULT_ORDER,
+                zero=0,
+                seed=0,
+                optimizer=OptimizerEntry(name=NO_OPTIMIZER, updates=0),
+                loss_scale=None,
+                texts=texts,
+                stored_names=json_of_names(stored),
+                extra={},
+            )
+            names = [(each.name, aliases.get(each.name, ())) for each in tensors]
+            return _write(files, tensors, names, run, manifest, bucket_bytes), len(tensors)
+
+
+def described(model: nn.Module) -> list[Described]:
+    """Every parameter once, under its first name."""
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        Described(first, tuple(p.shape), str(p.dtype).removeprefix("torch."), tuple(others))
+        for first, *others in names.values()
+        if (p := parameters[first]) is not None
+    ]
+
+
+def _model_of(directory: Path, model: str | None) -> nn.Module:
+    if model is None and not is_file(directory / "config.json"):
+        raise PlanError(
+            "the directory has no config.json, which names its model",
+            where=str(directory),
+            fix="add --model MODEL, the model that has these weights",
+        )
+    with meta_parameters():
+        return load_model(model or f"hf:{directory}")
+
+
+def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
+    """In the model's order, buffers last."""
+    dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
+    made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
+    made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
+    found_in: list[Stored] = []
+    for name, kind, tensor in made:
+        is_quantised = any(source.name in files.quantised for source in sources(tensor))
+        dtype = dtypes[name] if is_quantised else dtype_of(files, tensor)
+        found_in.append(Stored(name, kind, tensor, dtype, whole_box(tensor.shape)))
+    return found_in
+
+
+def _check_tied(files: SafetensorsFiles, found: Found) -> None:
+    """Copies of a tied parameter that are stored under several names must be equal."""
+    for first, *others in found.parameters.values():
+        for other in others:
+            check_equal(files, first, other, lambda made: whole_of(files, made))
+
+
+def _refuse_saves(run: Path) -> None:
+    if run.is_dir() and (saves := saves_in(run)):
+        raise PlanError(
+            f"the directory already has saves: {saves[-1].name}", where=str(run), fix="import to a new directory"
+        )
+
+
+def _write(
+    files: SafetensorsFiles, tensors: Sequence[Stored], names: Names, run: Path, manifest: Manifest, bucket_bytes: int
+) -> Path:
+    """``manifest``: the draft."""
+    name = f"step-{STEP:08d}"
+    parts = [part for each in tensors for part in each.parts(bucket_bytes)]
+    with (
+        shown_if_slow(f"importing {files.directory}"),
+        writing("the save", str(run), FIX),
+    ):
+        with replaced_directory(run / name, lambda _: True, lambda file: file == MANIFEST) as new:
+            records = [
+                write_pieces(new, number, [_piece(files, each) for each in bucket], manifest.optimizer)
+                for number, bucket in enumerate(filled(parts, lambda each: each.num_bytes, bucket_bytes))
+            ]
+            write_manifest(new / MANIFEST, completed(manifest, names, records))
+        write_latest(run, name)
+    return run / name
+
+
+def _piece(files: SafetensorsFiles, stored: Stored) -> WrittenPiece:
+    value = torch.empty(stored.box.shape, dtype=stored.dtype)
+    read_into(value, stored.made, stored.box, files.read)
+    return WrittenPiece(stored.name, stored.kind, stored.box, value)

@@ -1,0 +1,286 @@
+"""A model as a Hugging Face directory, or the base of an adapted one with its active adapters merged into it.
+
+    for each tensor of the base:   it and the adapter's parts of its layer → rank 0 → peft's merge of that layer → file
+
+Each method of peft has its own equation (W + scale·B·A, a norm over it, a product of rotations, …), so peft's module of
+the layer computes it, on full tensors of that layer alone: rank 0 never holds the model.
+
+From a save, without a launch:
+
+    configs of the base and the adapter, both in the save -> modules of transformers and peft, without values
+    for each tensor of the base:   its parts in the save -> peft's merge of that layer -> file
+
+Only a base of transformers can be made from the save alone, and only adapters that are as peft makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.errors import PlanError, first_line
+from planner.capture.model.hub_format import Adapted, adapted, describe_adapters, held_by, in_its_dtype
+from planner.capture.model.reference import CONFIG, load_model
+from planner.capture.model.reference import named as wrapped
+from planner.frozen_plan import Plan
+from runtime.checkpoint.adapters import DEFAULT, adapted_in, gathered
+from runtime.checkpoint.hub_tensors import Entry, Read, files_of, made_tensors, reading_whole
+from runtime.checkpoint.manifest import Manifest
+from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of, write_agreed
+from runtime.checkpoint.safetensors_files import listed
+from runtime.distributed.groups import Groups
+from runtime.weights.shards import Kept
+
+FIX = (
+    "resume the run with --save-merged DIR or --save-adapters DIR; in Python: engine.load(DIR), then engine.save_merged"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """One tensor of the merged base. ``source``: its name in the model, before any merge.
+
+    ``layers``: (name of a layer of peft in the model, name of the tensor below the merged layer), of those that change
+    it: two if a tied weight has two.
+    """
+
+    entry: Entry
+    source: str | None
+    layers: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Tensors on their way out, and config files by name. ``reader``: of this rank's shards by name, copies parts of
+    full tensors to rank 0, in calls of all ranks for the same parts in one order."""
+
+    entries: list[Entry]
+    reader: Callable[[Mapping[str, Tensor]], Read]
+    texts: dict[str, Any]
+
+
+def outgoing(plan: Plan, groups: Groups, kept: Kept, names: str, *, merged: bool) -> Outgoing:
+    """Of the model, or of the base with its adapters ``merged``. The same call on every rank."""
+    texts = texts_of(plan, kept)
+    if not merged:
+        entries = entries_of(plan, groups, kept)
+        return Outgoing(named(entries, names, plan, kept), lambda own: reader_of(entries, own, groups, kept), texts)
+    merge = Merge.of(adapted_in(plan.hub), plan.spec.get("precision", {}).get("parameters"))
+
+    def reader(own: Mapping[str, Tensor]) -> Read:
+        def full(name: str) -> Tensor | None:
+            values = gathered(plan, own, groups, kept, merge.needed(merge.mergings[name]))
+            return merge.merged(merge.mergings[name], values) if groups.rank == 0 else None
+
+        return reading_whole(full)
+
+    return Outgoing(named(merge.entries, names, plan, kept), reader, merge.texts(texts))
+
+
+def save_hub(
+    plan: Plan,
+    own: Mapping[str, Tensor],
+    groups: Groups,
+    kept: Kept,
+    directory: str | PathLike[str],
+    *,
+    max_shard_bytes: int,
+    names: str,
+    merged: bool,
+) -> None:
+    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
+    if plan.hub.adapted is not None and not merged:
+        raise PlanError(
+            "peft has wrapped the planned model, and transformers does not know its names",
+            where="save_pretrained",
+            fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
+        )
+    out = outgoing(plan, groups, kept, names, merged=merged)
+    files = files_of(out.entries, max_shard_bytes)
+    tensors = made_tensors(files, out.reader(own), leads=groups.rank == 0)
+    write_agreed(groups, Path(directory), files, tensors, out.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """The merged base: of each of its tensors, by name, how it is made."""
+
+    adapted: Adapted
+    mergings: dict[str, Merging]
+    is_tied: bool
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [merging.entry for merging in self.mergings.values()]
+
+    @classmethod
+    def of(cls, adapted: Adapted, cast: str | None) -> Merge:
+        """``cast``: dtype of all floating tensors. Raises PlanError if peft cannot merge the adapters."""
+        base = merged_without_values(adapted)
+        made = {merging.entry.name: merging for merging in mergings_of(adapted, base, cast)}
+        return cls(adapted, made, _is_tied(base))
+
+    def needed(self, merging: Merging) -> list[str]:
+        """Names in the model of the tensors that it reads."""
+        if not merging.layers:
+            return [merging.source] if merging.source else []
+        return [f"{path}.{name}" for path, _ in merging.layers for name in _names(self.adapted, path)]
+
+    @torch.no_grad()
+    def merged(self, merging: Merging, values: Mapping[str, Tensor]) -> Tensor:
+        """``values``: the needed tensors in full, on the CPU."""
+        if not merging.layers:
+            assert merging.source is not None, merging.entry
+            return values[merging.source]
+        result: Tensor | None = None
+        for path, name in merging.layers:
+            layer, base_names = copy.deepcopy(self.adapted.module.get_submodule(path)), self.adapted.base_names
+            # clones: a merge writes in place
+            given = {own: values[f"{path}.{own}"].clone() for own in _names(self.adapted, path)}
+            if result is not None:
+                given |= {own: result for own in given if base_names.get(f"{path}.{own}", "").endswith(name)}
+            with held_by(layer, given):
+                result = _unloaded(layer).state_dict(keep_vars=True)[name].detach()
+        assert result is not None, merging.entry
+        return result.to(merging.entry.dtype)
+
+    def texts(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json without a tie that the merge has undone."""
+        if "config.json" not in texts or self.is_tied:
+            return dict(texts)
+        return {**texts, "config.json": {**texts["config.json"], "tie_word_embeddings": False}}
+
+
+def merged_without_values(adapted: Adapted) -> nn.Module:
+    """The base after a merge on the meta device. Raises PlanError if peft cannot merge it."""
+    methods = ", ".join(str(config.peft_type.value) for config in adapted.module.peft_config.values())
+    fix = "save them by save_adapters; peft loads them beside the base"
+    if not hasattr(adapted.module, "merge_and_unload"):
+        what = "these adapters add to the base's inputs or activations, not to its weights: they cannot be merged"
+        raise PlanError(what, where=methods, fix=fix)
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(adapted.module).merge_and_unload()
+    except Exception as error:  # of peft, of many kinds
+        raise PlanError(f"peft cannot merge these adapters: {first_line(error)}", where=methods, fix=fix) from None
+
+
+def mergings_of(adapted: Adapted, base: nn.Module, cast: str | None) -> Iterator[Merging]:
+    """Of every tensor of the merged base, in its order; a tied one once. ``cast``: dtype of all floating tensors."""
+    names: dict[int, list[str]] = {}
+    values = base.state_dict(keep_vars=True)
+    for name, value in values.items():
+        names.setdefault(id(value), []).append(name)
+    sources = {own: name for name, own in reversed(list(adapted.base_names.items()))}
+    for of_value in names.values():
+        value = values[of_value[0]]
+        dtype = getattr(torch, cast) if cast and value.is_floating_point() else value.dtype
+        layers = dict.fromkeys(layer for name in of_value if (layer := _layer_of(adapted, name)) is not None)
+        source = next((sources[name] for name in of_value if name in sources), None)
+        yield Merging(Entry(of_value[0], tuple(value.shape), dtype), source, tuple(layers))
+
+
+def _layer_of(adapted: Adapted, name: str) -> tuple[str, str] | None:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        wrapper = adapted.wrappers.get(".".join(parts[:length]))
+        if wrapper is not None:
+            return wrapper, ".".join(parts[length:])
+    return None
+
+
+def _names(adapted: Adapted, path: str) -> list[str]:
+    return list(adapted.module.get_submodule(path).state_dict(keep_vars=True))
+
+
+def _unloaded(layer: Any) -> nn.Module:
+    """The module of the base that a layer of peft wraps, with the active adapters merged, as peft's own unloading."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    layer.merge(safe_merge=False, adapter_names=None)
+    return layer.get_base_layer()
+
+
+def _is_tied(base: Any) -> bool:
+    """False if input and output embeddings that were tied have become two tensors."""
+    pair: Sequence[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
+    weights = [getattr(module, "weight", None) for module in pair]
+    return None in weights or weights[0] is weights[1]
+
+
+def merge_of(save: Path, manifest: Manifest) -> Merge:
+    """Raises PlanError, naming the save, if the model cannot be made from it, or its adapters cannot be merged."""
+    found = _adapted_in(save, manifest)
+    try:
+        dtypes = {tensor.values["parameter"] for tensor in manifest.tensors.values() if "parameter" in tensor.values}
+        merge = Merge.of(found, dtypes.pop() if len(dtypes) == 1 else None)  # of several, the config decides
+    except PlanError as error:
+        fix = "resume the run with --save-adapters DIR: peft loads them beside the base"
+        raise PlanError(error.what, where=str(save), fix=fix) from None
+    names = _saved_names(manifest)
+    if absent := [name for merging in merge.mergings.values() for name in merge.needed(merging) if name not in names]:
+        raise _refused(save, f"these tensors of transformers' model are not in the save: {listed(absent)}")
+    return merge
+
+
+def read_merged(merge: Merge, manifest: Manifest, values_of: Callable[[str], Tensor]) -> Read:
+    """``values_of``: a full tensor by its name in the save."""
+    names = _saved_names(manifest)
+
+    def full(name: str) -> Tensor:
+        merging = merge.mergings[name]
+        return merge.merged(merging, {own: values_of(names[own]) for own in dict.fromkeys(merge.needed(merging))})
+
+    return reading_whole(full)
+
+
+def _saved_names(manifest: Manifest) -> dict[str, str]:
+    """Each name of a tensor → the one in the save."""
+    return {own: name for name, tensor in manifest.tensors.items() for own in (name, *tensor.aliases)}
+
+
+def _adapted_in(save: Path, manifest: Manifest) -> Adapted:
+    assert manifest.adapters is not None
+    configs = manifest.adapters.configs
+    if [*configs] != [DEFAULT]:
+        raise _refused(
+            save, f"the save has the adapters {listed(configs)}, and an export merges one that peft has named"
+        )
+    if "config.json" not in manifest.texts:
+        raise _refused(save, "peft has wrapped a model that is none of transformers, which the save alone cannot make")
+    try:
+        with TemporaryDirectory() as directory:
+            model = _model_in(Path(directory), in_its_dtype(manifest.texts)["config.json"], configs[DEFAULT])
+    except PlanError as error:
+        raise _refused(save, f"the model cannot be made from the save: {error.what}") from None
+    found = adapted(model)
+    assert found is not None
+    if describe_adapters(found)["modules"] != manifest.adapters.modules:
+        raise _refused(save, "the layers of peft were changed after they were made, or by another version of peft")
+    return found
+
+
+def _model_in(directory: Path, config: object, adapter: object) -> nn.Module:
+    """``directory`` gets both configs."""
+    for name, content in (("config.json", config), (CONFIG, adapter)):
+        (directory / name).write_text(json.dumps(content))
+    reference = wrapped(f"hf:{directory}", directory / CONFIG)
+    try:
+        return load_model(reference)
+    except PlanError:
+        raise
+    except Exception:  # an adapter that begins as a function of the base's values: of any values here
+        return load_model(reference, materialize=True)
+
+
+def _refused(save: Path, what: str) -> PlanError:
+    return PlanError(what, where=str(save), fix=FIX)

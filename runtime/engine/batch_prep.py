@@ -1,0 +1,180 @@
+"""From the user's batch to the inputs of a step: checks, rounds, microbatches of this rank, counts for losses.
+
+An evaluation of any number of sequences runs in rounds of the planned number, one after another.
+
+    10 sequences, 4 planned   →   0 1 2 3 | 4 5 6 7 | 8 9 · ·        · a sequence that no count of the loss counts
+
+The loss of the plan is a sum of shares over counts of the global batch: with the counts of all rounds, the rounds'
+losses add up to the loss of all sequences in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from passes.base import RankProgram
+from passes.errors import PlanError
+from passes.partition.loss.counts import LossTerms
+from runtime.data.batches import BatchLayout, check_first_batch, check_here
+from runtime.distributed.groups import Groups
+from runtime.pipeline.executor import Step
+
+Batch = Mapping[str, Tensor]
+MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
+UNCOUNTED = (-100, 0)  # of a label, and of a mask
+
+
+@dataclass
+class FirstBatch:
+    """``store``: over which all ranks check their first batch, until they have."""
+
+    store: Store | None
+
+
+class Intake:
+    """Of one length and number of sequences. ``first``: the same for all of an engine."""
+
+    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, first: FirstBatch) -> None:
+        self._program, self._layout, self._groups, self._first = program, layout, groups, first
+
+    def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        """Raises PlanError if the batch is not the plan's; the first time on every rank."""
+        store, self._first.store = self._first.store, None
+        groups = self._groups
+        if store is None:
+            check_here(self._layout, batch, groups.rank, groups.mesh.world_size, local=local)
+        else:
+            ranks = (groups.mesh.world_size, groups.rank, groups.timeout)
+            check_first_batch(self._layout, batch, store, *ranks, local=local)
+
+    def step(
+        self,
+        batch: Mapping[str, Tensor],
+        index: int,
+        scale: Tensor | None,
+        *,
+        local: bool,
+        counts: Sequence[Tensor] | None = None,
+    ) -> Step:
+        """The step with this index, of a batch that was checked. ``scale``: of the loss. ``counts``: its denominators
+        if they are not the batch's own."""
+        layout, groups = self._layout, self._groups
+        read = dict.fromkeys(name for stage in self._program.stages for name in stage.inputs)
+        microbatches = layout.microbatches(batch, read, groups.device, local=local)
+        if counts is None:
+            counts = denominators(self._program, layout, batch, groups, local=local)
+        return Step(index, microbatches, layout.first_microbatch, counts, scale)
+
+
+@torch.no_grad()
+def denominators(
+    program: RankProgram, layout: BatchLayout, batch: Mapping[str, Tensor], groups: Groups, *, local: bool
+) -> list[Tensor]:
+    """The denominator of each loss term of the global batch; the same on every rank.
+
+    Each rank counts all of a small global batch, without any exchange. A larger one is summed over the world,
+    one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
+    """
+    count, names = program.count_module, program.count_inputs
+    if count is None:
+        return []
+    shared = local or layout.num_microbatches * groups.mesh.dp > MAX_COUNTED
+    if shared:
+        microbatches = layout.microbatches(batch, names, groups.device, local=local)
+    else:
+        microbatches = layout.all_microbatches(batch, names, groups.device)
+    counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
+    totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
+    if shared and groups.dp is not None:
+        counts_here = all(groups.coordinate[axis] == 0 for axis in ("tp", "cp", "pp"))
+        totals = totals if counts_here else torch.zeros_like(totals)
+        dist.all_reduce(totals, group=groups.world)
+    return list(totals)
+
+
+class Rounds:
+    """Cuts batches into rounds. Owns whether filler is known to add nothing to the loss."""
+
+    def __init__(self, program: RankProgram, layout: BatchLayout, terms: LossTerms, groups: Groups) -> None:
+        self.program, self.layout, self.terms, self.groups = program, layout, terms, groups
+        self._is_silent = False
+
+    def of(self, batch: Batch, *, local: bool, scored: bool = False) -> list[Batch]:
+        """The batch itself if it has the planned size, is one rank's, or is none that a check lets pass.
+
+        ``scored``: sequence by sequence, so that no loss is added up. Raises PlanError for another size of a batch with
+        a loss that is no sum over its sequences.
+        """
+        size, number = self.layout.global_size, number_of(batch)
+        if local or number in (0, size) or set(batch) != set(self.layout.inputs):
+            return [batch]
+        if not scored and not self.terms.adds_up:
+            raise PlanError(
+                f"the batch has {number} sequences, and the plan {size}: the loss of this model is no sum over "
+                "sequences, which would add up for any number of them",
+                where="batch",
+                fix=f"give {size} sequences, or plan with another batch.global",
+            )
+        missing = -number % size
+        if missing:
+            filler = self.filler(batch, missing, scored=scored)
+            batch = {name: torch.cat([x, filler[name]]) for name, x in batch.items()}
+        return [{name: x[i : i + size] for name, x in batch.items()} for i in range(0, number + missing, size)]
+
+    def totals(self, rounds: Sequence[Batch]) -> list[Tensor]:
+        """The counts of all rounds together; the same on every rank."""
+        found = [denominators(self.program, self.layout, each, self.groups, local=False) for each in rounds]
+        return [torch.stack(column).sum(0) for column in zip(*found, strict=True)]
+
+    def nothing(self, batch: Batch) -> list[Batch]:
+        """A round of filler alone; none if ``batch`` needs no filler, or its loss is known to."""
+        if self._is_silent or not -number_of(batch) % self.layout.global_size:
+            return []
+        return [self.filler(batch, self.layout.global_size)]
+
+    def require_silence(self, loss: float, batch: Batch) -> None:
+        """``loss``: of ``nothing(batch)``. Raises PlanError if filler adds to it."""
+        if loss:
+            raise self._counted(batch)
+        self._is_silent = self._is_silent or bool(-number_of(batch) % self.layout.global_size)
+
+    def filler(self, batch: Batch, count: int, *, scored: bool = False) -> dict[str, Tensor]:
+        """Copies of the last sequence, without anything that is counted. Raises PlanError if that cannot be."""
+        rows = {name: x[-1:].expand(count, *x.shape[1:]) for name, x in batch.items()}
+        if scored:
+            return rows
+        number = self._uncounted(batch)
+        return {n: torch.full_like(x, number) if n in self.terms.count_inputs else x for n, x in rows.items()}
+
+    def _uncounted(self, batch: Batch) -> int:
+        """The number that hides a sequence from all counts. Raises PlanError if there is none."""
+        module, names = self.program.count_module, self.program.count_inputs
+        if module is None:
+            raise self._counted(batch)
+        for number in UNCOUNTED:
+            shapes = [(self.layout.micro, *batch[name].shape[1:]) for name in names]
+            given = [batch[n].new_full(s, number).to(self.groups.device) for n, s in zip(names, shapes, strict=True)]
+            if not any(bool(count) for count in module(*given)):
+                return number
+        raise self._counted(batch)
+
+    def _counted(self, batch: Batch) -> PlanError:
+        return PlanError(
+            f"the batch has {number_of(batch)} sequences, and this loss counts every sequence: none can be added that "
+            "does not count",
+            where="batch",
+            fix=f"give a multiple of {self.layout.global_size} sequences",
+        )
+
+
+def number_of(batch: Batch) -> int:
+    """Of sequences; 0 if that is not clear."""
+    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()] if isinstance(batch, Mapping) else []
+    sizes = {len(x) for x in tensors}
+    return sizes.pop() if len(sizes) == 1 else 0

@@ -1,0 +1,258 @@
+"""The parts of an engine, in the order of their construction: groups, stage modules, weights, buffers, executor.
+
+An engine has one of two modes: it trains, or it evaluates and holds nothing that only training needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+from torch.distributed import PrefixStore, Store
+
+from passes.base import RankProgram
+from passes.errors import PlanError
+from passes.own_linears import contributions
+from passes.parameters import LocalParameter
+from planner.capture.model.meta_init import give_back_freed
+from planner.frozen_plan import Plan
+from planner.lower import lower
+from planner.mesh import OF_WEIGHTS, REPLICA, SHARD
+from planner.pipeline.actions import without_weights
+from planner.sharding.buffers import Buffer
+from planner.sharding.homes import combined_axes, homes_of
+from planner.sharding.residency import Residency
+from planner.spec.sections import FULL_ITERATION
+from planner.spec.spec import Spec
+from planner.updates import settings_of
+from runtime.compiled.functions import CompiledPieces
+from runtime.compiled.requirements import check_backend, compiles
+from runtime.cuda_graphs.full_iteration import FullIteration
+from runtime.cuda_graphs.graphs import CudaGraphs, Graphs
+from runtime.cuda_graphs.recorded import Emulation
+from runtime.cuda_graphs.region_graphs import GraphsBySlot
+from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
+from runtime.data.batches import BatchLayout
+from runtime.distributed.groups import Groups, default_store
+from runtime.distributed.opening import open_groups
+from runtime.engine.checks import check_attention, identity, require_same_code
+from runtime.optimizer.matrices import BucketExchange, Member
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.pipeline.executor import Executor
+from runtime.pipeline.p2p import Transport
+from runtime.report.step_report import warn_of
+from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
+from runtime.weights.shards import Kept, fill, fill_later, keep, without_gradients
+from runtime.weights.sources import ModelWeights
+
+AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
+_engine_numbers = count()
+Mode = Literal["train", "evaluate"]
+
+
+def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
+    """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
+    store of this engine."""
+    tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
+    combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
+    combined += tuple(sorted({b.reduced_over + OF_WEIGHTS for b in plan.to_run()[1].buffers if b.gathers}))
+    options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined}
+    groups = open_groups(plan.mesh, identity(plan), tied, **options)
+    warn_of(plan, groups.rank)
+    store, number = default_store(), next(_engine_numbers)
+    return groups, PrefixStore(f"meshwright/engine/{number}", store) if store is not None else None
+
+
+def check_mode(mode: str) -> None:
+    """Raise PlanError for a mode that there is not."""
+    if mode not in get_args(Mode):
+        known = " or ".join(map(repr, get_args(Mode)))
+        raise PlanError(f"an engine has no mode {mode!r}", where="Engine(mode=…)", fix=f"use {known}")
+
+
+def need_training(mode: Mode, name: str) -> None:
+    """Raise PlanError if an engine in this mode has no gradients and no optimizer state for the call ``name``."""
+    if mode != "train":
+        raise PlanError(
+            f"{name} needs gradients or optimizer state, and an engine with mode {mode!r} has none",
+            where=name,
+            fix='make the engine with Engine(plan), or Engine(plan, mode="train")',
+        )
+
+
+@dataclass(frozen=True)
+class Built:
+    """One rank's program with its weights. ``fresh``: parameters that wait for initial values or a checkpoint."""
+
+    program: RankProgram
+    layout: BatchLayout
+    optimizer: DistributedOptimizer
+    fresh: Fresh
+    kept: Kept
+    compiled: CompiledPieces | None = None
+    mode: Mode = "train"
+
+
+def build(
+    plan: Plan,
+    spec: Spec,
+    groups: Groups,
+    weights: ModelWeights,
+    program: RankProgram | None,
+    mode: Mode = "train",
+) -> Built:
+    """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
+    check_backend(spec.cuda_graphs.impl, groups.device)
+    is_compiled = compiles(plan, spec.compile, groups)
+    differ = differing(plan, groups, spec.initial_weights)
+    take_constants(plan, groups, differ)
+    for other in plan.shorter:
+        take_constants(other, groups, differing(other, groups, spec.initial_weights, kinds={"constant"}))
+    is_given = program is not None
+    program = program or lower(plan, groups.rank, groups.device)
+    require_same_code(plan, program, groups, is_given=is_given)
+    check_attention(plan, groups)
+    for name, axis in program.axes.items():
+        axis.group = groups.over(name)
+    if program.count_module is not None:
+        program.count_module.to(groups.device)
+    buffers = _buffers(plan, groups, mode)
+    later = frozenset(name for b in buffers if b.gathers for name in b.by_name)
+    fresh = fill(program.stages, weights, groups.mesh, groups.place, groups.device, later)
+    if mode == "evaluate":
+        without_gradients(program.stages)
+    optimizer = _optimizer(plan, spec, groups, program, buffers, mode)
+    with optimizer.buffers.weights.one_by_one(plan.to_run()[1].bucket_of(groups.place), writes=True) as opened:
+        fill_later(program.stages, weights, groups.mesh, groups.place, later, opened)
+        fresh = take_weights(plan, program, weights, groups, differ, fresh, opened)
+    optimizer.sync_main_from_parameters()
+    kept = keep(plan, program.stages, weights, groups.rank)
+    weights.release()
+    for each in plan.of_all_lengths:
+        if each.owner is not None:
+            each.owner.release()
+    give_back_freed()
+    if program.gate is not None:
+        program.gate.wait = optimizer.buffers.wait_bucket
+        program.gate.need = optimizer.buffers.weights.need
+    optimizer.buffers.expect(contributions_of(program))
+    program.weight_gradients.bind(optimizer.buffers)
+    compiled = CompiledPieces.of(plan, program) if is_compiled else None
+    return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled, mode)
+
+
+def executor_of(
+    plan: Plan,
+    built: Built,
+    groups: Groups,
+    graphs: Graphs | None,
+    *,
+    before_backward: Callable[[bool], None],
+    before_weights: Callable[[bool], None] | None = None,
+    kind: type[AnyExecutor] = Executor,
+) -> AnyExecutor:
+    """The loop over this rank's actions."""
+    orders = plan.schedule.orders
+    return kind(
+        built.program.stages,
+        orders[groups.pp_rank],
+        Transport(groups, len(plan.stages), orders),
+        built.program.random,
+        before_backward=before_backward,
+        before_forward=None if graphs is None else graphs.before_forward,
+        before_weights=before_weights,
+        weights=built.program.weight_gradients,
+        gradients=built.optimizer.buffers.scattered or None,
+    )
+
+
+def graphs_of(plan: Plan, built: Built, groups: Groups) -> Graphs | None:
+    """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none, or nothing trains."""
+    asked, program, buffers, device = spec_of(plan).cuda_graphs, built.program, built.optimizer.buffers, groups.device
+    order = without_weights(plan.schedule.orders[groups.pp_rank])
+    if asked.impl == "none" or built.mode == "evaluate":
+        return None
+    if asked.impl == "transformer_engine":
+        return TransformerEngineGraphs(program, order, device, no_gradient_hooks=buffers.deaf)
+    maker = CudaGraphs(device) if asked.impl == "local" else Emulation(program.random, device)
+    if FULL_ITERATION in asked.scope:
+        return FullIteration(program, buffers, maker, device)
+    return GraphsBySlot(program, order, buffers, maker, device)
+
+
+def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:
+    """(planned parameter, the module's parameter) for all parameters that this rank holds."""
+    return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
+
+
+def contributions_of(program: RankProgram) -> dict[int, int]:
+    """By id of a parameter, how often a backward of its stage gives its gradient."""
+    modules = [stage.module for stage in program.stages]
+    return {
+        id(module.get_parameter(name)): times
+        for module in modules
+        for name, times in contributions(module, module.graph).items()
+    }
+
+
+def spec_of(plan: Plan) -> Spec:
+    """The cluster's file was read when planning, and may lie elsewhere."""
+    return Spec.load({**plan.spec, "cluster": None})
+
+
+def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
+    """From the spec's inputs, or those that the model was captured with."""
+    (decisions, _), spec = plan.to_run(), spec_of(plan)
+    read = decisions.batch_inputs
+    inputs = {name: (i.sizes, getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
+    computed = {name: dtype for name, (_, dtype) in read.items()}
+    sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
+    assumptions = tuple(decisions.program.assumptions)
+    lengths = tuple(row.length for row in plan.lengths)
+    told = computed, decisions.id_ranges, assumptions, lengths, spec.forms
+    return BatchLayout(inputs, *sizes, groups.dp_rank, *told)
+
+
+def _optimizer(
+    plan: Plan, spec: Spec, groups: Groups, program: RankProgram, buffers: tuple[Buffer, ...], mode: Mode
+) -> DistributedOptimizer:
+    """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
+    named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "ep", "world", "embedding")
+    axes, shards = {axis: groups.over(axis) for axis in (*named, *groups.combined)}, plan.to_run()[1]
+    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
+    return DistributedOptimizer(
+        parameters_of(program),
+        buffers,
+        spec.optimizer if mode == "train" else spec.optimizer.model_copy(update={"ema": None}),
+        groups=axes,
+        device=groups.device,
+        asked=plan.to_run()[0].resting,
+        own=settings_of(spec.optimizer, plan.parameters),
+        exchanges=_exchanges(plan, groups) if mode == "train" else {},
+        residency=residency if mode == "train" else Residency(reshards=True),
+        chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
+    )
+
+
+def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
+    """Those of this rank by the plan; for an evaluation none if each weight is whole, else all, without gradients."""
+    planned = plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"])
+    if mode == "train":
+        return planned
+    return tuple(b.frozen() for b in planned) if any(b.gathers for b in planned) else ()
+
+
+def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchange]:
+    """Of this rank's buckets that are updated matrix by matrix."""
+    decisions, shards = plan.to_run()
+    ep_rank, found = groups.place["ep"], {}
+    for number, buffer in enumerate(shards.buffers_of_rank(groups.pp_rank, ep_rank)):
+        homes = homes_of(buffer, plan.mesh, decisions.rules, ep_rank)
+        if homes is not None:
+            member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))
+            found |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
+    return found

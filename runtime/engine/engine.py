@@ -1,0 +1,366 @@
+"""The Engine: a plan, running. It opens the groups, fills this rank's stage modules and steps them; it decides nothing.
+
+train_step = batch check -> loss denominators of the global batch -> actions of the schedule -> ZeRO-1 update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.base import RankProgram
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.saved_plan.model import errors_of_file
+from runtime.audit.audit import Audit, Sample
+from runtime.checkpoint.saver import Saver
+from runtime.compiled.functions import first_calls
+from runtime.data.batches import num_tokens, tell_failure
+from runtime.distributed.faults.activity import (
+    BATCH,
+    BETWEEN,
+    DENOMINATORS,
+    FORWARD,
+    GRADIENTS,
+    SEARCH,
+    UPDATE,
+    Activity,
+)
+from runtime.distributed.faults.faults import shared_call
+from runtime.distributed.groups import RankMesh
+from runtime.engine.build import Mode, build, check_mode, need_training, open_rank, spec_of
+from runtime.engine.find_nonfinite import find_nonfinite
+from runtime.engine.generation import EngineGeneration
+from runtime.engine.length_variants import Variant, Variants
+from runtime.engine.log_probs import LossFunction, LossOutside
+from runtime.engine.stream import EngineStream
+from runtime.engine.update import Update
+from runtime.pipeline.executor import Step
+from runtime.pipeline.nonfinite import NonFinite
+from runtime.report.step_report import StepClock, StepReport
+from runtime.weights.sources import weight_source
+
+
+class Engine(EngineGeneration, EngineStream):
+    """One rank of a running plan.
+
+    Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
+    ``mesh`` has the sizes of the axes and this rank's coordinates: use ``mesh.dp_rank`` and ``mesh.dp_size`` for your
+    own DistributedSampler.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        mode: Mode = "train",
+        program: RankProgram | None = None,
+        device: torch.device | str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """The same call on every rank; a rank alone needs no launcher.
+
+        ``mode="evaluate"``: no gradients and no optimizer state; calls that train raise PlanError. ``program``:
+        lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the launched
+        world is not the plan's, or plans or versions differ between ranks.
+        """
+        check_mode(mode)
+        self.plan, self.mode = plan, mode
+        self._decisions, self._shards = plan.to_run()
+        self.step_index = 0
+        self._gradients_ready = self._is_averaged = self._is_exchange_due = False
+        with errors_of_file(plan.model):
+            self.spec = spec_of(plan)
+            self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
+            self.groups, store = open_rank(plan, device, timeout_seconds)
+        self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
+        try:
+            is_audited = self.spec.audit.every and mode == "train"
+            self._audit = Audit(plan, self.spec, self.groups) if is_audited else None
+            with errors_of_file(plan.model):
+                built = build(plan, self.spec, self.groups, self._weights, program, mode)
+        except BaseException as error:
+            if store is not None:
+                tell_failure(store, self.mesh.world_size, self.groups.rank, error)
+            told = self.groups.faults.told_as_it_is(error)
+            self.groups.abort()
+            raise told from told.__cause__
+        self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
+        self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
+        self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
+        self._variants = Variants(plan, built, self.groups, store, announced)
+        self._now = self._variants.longest
+        self.executor, self.graphs = self._now.executor, self._now.graphs
+        self.saver = Saver(self.groups)
+        self.optimizer.before_overwriting = self.saver.staging.hold
+        waits = self.executor.transport.waits
+        self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
+        self.loss_scale = self._updates.loss_scale
+        self.groups.faults.activity.begin(BETWEEN, 0)
+
+    # ---- public: steps
+
+    def train_step(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
+    ) -> StepReport:
+        """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
+
+        ``local``: the batch has only the rows of this dp rank, as from a DistributedSampler. ``loss``: a function in
+        place of the model's own loss, as in ``forward_backward``. Raises PlanError for a batch that does not fit the
+        plan, StepError if a stage fails, AuditError before a step if its audit fails.
+        On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
+        """
+        need_training(self.mode, "train_step")
+        self._need_own_weights("train_step")
+        batch = self.layout.in_rows(batch)
+        if self._audit is not None and self._audit.is_due(self.step_index):
+            self._audit.judge(self.step_index, *self._audited(self._audit, self._planned(batch), local))
+        return self._train_step(batch, local, loss)
+
+    @shared_call(BATCH)
+    def _train_step(self, batch: Mapping[str, Tensor], local: bool, function: LossFunction | None) -> StepReport:
+        clock = StepClock(self.groups.device)
+        batch, outside = self._outside(batch, function)
+        loss = self._forward_backward(batch, local, outside)
+        return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
+
+    @shared_call(BATCH)
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
+    ) -> float:
+        """The loss of the global batch; its gradients replace those of an earlier call and are left for
+        ``gather_gradients`` and ``optimizer_step``.
+
+        ``loss(log_probs, rows)``: a function in place of the model's own loss. It is called once for each microbatch,
+        with log P of its labels [micro, length] (float64; 0 where the model takes no target) and its rows of ``batch``,
+        in which further tensors may be. It returns a scalar. The loss is the sum of these values over the global batch.
+        """
+        need_training(self.mode, "forward_backward")
+        self._need_own_weights("forward_backward")
+        batch = self.layout.in_rows(batch)
+        batch, outside = self._outside(batch, loss)
+        self._loss = self._forward_backward(batch, local, outside)
+        self._activity.off(GRADIENTS)
+        self.optimizer.reduce_gradients()
+        self._gradients_ready = True
+        return self._over_world(self._loss)
+
+    def set_learning_rate(self, lr: float | None) -> None:
+        """From the next update on, ``lr`` in place of the schedule's rate; None: the schedule again. The same call on
+        every rank. Saves do not hold it: pass it again after ``load``.
+        """
+        need_training(self.mode, "set_learning_rate")
+        self._updates.rate.fixed = lr
+
+    @shared_call(UPDATE)
+    def optimizer_step(self) -> StepReport:
+        """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
+        need_training(self.mode, "optimizer_step")
+        self._need_own_weights("optimizer_step")
+        if not self._gradients_ready:
+            raise PlanError("there are no gradients for an update", fix="call forward_backward(batch) first")
+        return self._update(self._loss)
+
+    @shared_call(SEARCH)
+    def find_nonfinite(
+        self, batch: Mapping[str, Tensor], *, local: bool = False, step: int | None = None
+    ) -> NonFinite | None:
+        """The first NaN or Inf of a step: the op that computed it, its rank and its microbatch.
+
+        The same call on every rank, after a report that says ``skipped``, with that step's batch: forward and backward
+        run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
+        The same answer on every rank; None if all is finite. Gradients of ``forward_backward`` are gone.
+        """
+        need_training(self.mode, "find_nonfinite")
+        index = max(0, self.step_index - 1) if step is None else step
+        self._ready()
+        self._gradients_ready = False
+        batch = self.layout.in_rows(batch)
+        variant = self._turn_to(batch, local)
+        given = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
+        self._count_sums(variant, given)
+        before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
+        self.optimizer.begin_step()
+        self._note_load(True)
+        try:
+            with self.program.weight_gradients.by_autograd(), self.optimizer.buffers.weights.hold():
+                return find_nonfinite(variant.executor, given, self.groups, self.optimizer, before)
+        finally:
+            self._note_load(False)
+
+    @shared_call("evaluation")
+    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
+        """The loss of the global batch, without gradients and without dropout.
+
+        If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
+        in rounds of the planned number. Raises PlanError for another loss.
+        """
+        return self._evaluate(self.layout.in_rows(batch), local)
+
+    def _evaluate(self, batch: Mapping[str, Tensor], local: bool) -> float:
+        self._ready()
+        variant = self._variants.of(batch, local=local, any_number=True)
+        rounds = variant.rounds.of(batch, local=local)
+        if rounds[0] is not batch:
+            ones = [torch.ones_like(self._nothing) for _ in self._decisions.terms.denominators]
+            variant.rounds.require_silence(self._loss_of(variant, variant.rounds.nothing(batch), ones), batch)
+            return self._loss_of(variant, rounds, variant.rounds.totals(rounds))
+        step = self._step(variant, batch, local)
+        self._count_sums(variant, step, training=False)
+        return self._over_world(self._loss_here(variant.executor.evaluate(step)))
+
+    def place_of(self, batch: Mapping[str, Tensor]) -> int:
+        """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
+        return self._variants.place_of(self.layout.in_rows(batch))
+
+    def capture_graphs(self) -> None:
+        """Capture the plan's graphs before the next step: ahead of ``warmup_steps``, or again."""
+        need_training(self.mode, "capture_graphs")
+        if self.graphs is None:
+            raise PlanError("the plan has no regions for CUDA graphs", where="cuda_graphs", fix="set impl: emulate")
+        self.graphs.is_wanted = True
+
+    # ---- public: life
+
+    @shared_call("close")
+    def close(self) -> None:
+        """Wait for saves and for all ranks, then end the process groups that this engine made. Again: nothing.
+
+        Raises PlanError on every rank if a save in the background failed.
+        """
+        try:
+            self.saver.wait()
+        finally:
+            if self.groups.world is not None:
+                self.optimizer.wait_parameters()
+                self.groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self.groups.world is not None:
+            self.groups.faults.publish(error or kind())
+            self.groups.abort()  # waits for no rank: the others may have failed elsewhere
+
+    # ---- pieces of a step
+
+    @property
+    def _activity(self) -> Activity:
+        return self.groups.faults.activity
+
+    def _forward_backward(self, batch: Mapping[str, Tensor], local: bool, outside: LossOutside | None) -> Tensor:
+        variant = self._turn_to(batch, local, outside=outside is not None)
+        step = self._step(variant, batch, local)
+        self._begin_outside(outside, variant, batch, local=local)
+        self._gradients_ready = False
+        self._activity.off(FORWARD)
+        self._count_sums(variant, step)
+        self._capture_graphs(variant, step)
+        is_whole = variant.graphs is not None and variant.graphs.holds_reductions
+        gates = self.program.gate is not None and not is_whole  # one graph for all has none
+        self._initialise() if gates else self._ready()
+        self.program.weight_gradients.forget()  # of a step that failed
+        self.optimizer.begin_step()  # after a capture: its gradients are none of this step
+        self._note_load(True)
+        steps = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
+        with first_calls(variant.built.compiled, self.groups):
+            loss = self._loss_here(steps(step))
+        self._note_load(False)
+        self._end_outside(variant.executor)
+        return loss
+
+    @shared_call("audit")
+    def _audited(self, audit: Audit, batch: Mapping[str, Tensor], local: bool) -> tuple[Sample, float, float, float]:
+        """One microbatch of the batch, its loss by the engine and by the user's module, and the difference allowed."""
+        variant = self._variants.of(batch, local=local)
+        variant.intake.check(batch, local=local)
+        sample = audit.sample(batch, variant.layout, self.step_index, local=local)
+        loss = self._evaluate(sample.repeated, local=False)
+        audit.check_memory()
+        own, allowed = audit.compare(sample, variant.layout, loss, self.gather_parameters(), self._kept.buffers)
+        return sample, loss, own, allowed
+
+    def _count_sums(self, variant: Variant, step: Step, *, training: bool = True) -> None:
+        """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
+        if variant.program.sums is not None:
+            self._ready()
+            variant.program.sums.begin()
+            variant.executor.evaluate(step, training=training)
+            variant.program.sums.end()
+
+    def _note_load(self, begins: bool) -> None:
+        load = self._now.program.load
+        if load is not None:
+            load.begin(self.groups.device) if begins else load.end()
+
+    def _capture_graphs(self, variant: Variant, step: Step) -> None:
+        graphs = variant.graphs
+        is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
+        if graphs is not None and (is_due or graphs.is_wanted):
+            self._ready()
+            self._note_load(True)  # in the memory that the graphs are to note in
+            graphs.capture(variant.executor, step)
+
+    def _loss_of(self, variant: Variant, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
+        """The loss of all rounds together, over ``counts``."""
+        steps = (self._step(variant, each, False, counts) for each in rounds)
+        return self._over_world(sum((self._loss_here(variant.executor.evaluate(s)) for s in steps), self._nothing))
+
+    def _turn_to(self, batch: Mapping[str, Tensor], local: bool, *, outside: bool = False) -> Variant:
+        """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
+        variant = self._variants.of(batch, local=local)
+        if outside and variant.outside is None:  # before the first step: whether each label is predicted once
+            self._ready()
+            variant.scoring.score(self._step(variant, batch, local))
+        variant = self._variants.outside(variant) if outside else variant
+        if variant is not self._now:
+            self._now, self._gradients_ready = variant, False
+            self.optimizer.buffers.expect(variant.contributions)
+            self._updates.turn_to(variant.program, variant.plan.to_run()[0])
+        return variant
+
+    def _step(
+        self, variant: Variant, batch: Mapping[str, Tensor], local: bool, counts: Sequence[Tensor] | None = None
+    ) -> Step:
+        variant.intake.check(batch, local=local)
+        self._updates.take(batch, is_local=local)
+        self._activity.off(DENOMINATORS)
+        return variant.intake.step(batch, self.step_index, self.loss_scale.tensor, local=local, counts=counts)
+
+    def _before_backward(self, is_last: bool) -> None:
+        graphs = self._now.graphs
+        self.optimizer.buffers.last_microbatch = is_last and not (graphs and graphs.holds_reductions)
+
+    def _loss_here(self, loss: Tensor | None) -> Tensor:
+        """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
+        return loss if loss is not None and self.groups.tp_rank == 0 else self._nothing
+
+    def _over_world(self, addend: Tensor) -> float:
+        if self.groups.world is None:
+            return addend.item()
+        total = addend.clone()
+        dist.all_reduce(total, group=self.groups.world)
+        return total.item()
+
+    def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
+        if not self._gradients_ready:
+            self._activity.off(GRADIENTS)
+            self.optimizer.reduce_gradients()
+        self._activity.off(UPDATE)
+        report = self._updates.run(self.step_index, loss, num_tokens, clock)
+        self.step_index += 1
+        self._gradients_ready = False
+        return report

@@ -1,0 +1,333 @@
+"""The calls of an Engine that read probabilities: scores of labels, a loss outside the model, and text.
+
+Text on any layout comes one token after another, each by a forward of the plan's stages:
+
+prompt  →  forward at the smallest planned length that holds one token more  →  row of logits  →  token  →  …
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError
+from planner.decisions import Decisions
+from planner.spec.spec import Spec
+from runtime.data.batches import BatchLayout
+from runtime.data.token_batches import roles_of
+from runtime.distributed.agreement import agree
+from runtime.distributed.faults.faults import shared_call
+from runtime.distributed.same_options import require_same
+from runtime.engine.length_variants import Variant, Variants
+from runtime.engine.log_probs import LossFunction, LossOutside, LossOutsideExecutor, Scores
+from runtime.engine.next_tokens import Choice, KeptPositions, NotKept
+from runtime.engine.prompts import Feed, Prompts, check_lengths, sequences_of
+from runtime.engine.weights import EngineWeights
+from runtime.pipeline.executor import Executor, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """``tokens``: of each prompt the new ones, with the stop token that ended it; ``sequences``: behind the prompt.
+    Tensors of int64 on the CPU. ``is_stopped``: whether a stop token ended it. ``is_cached``: whether keys and values
+    were kept; if they could not be, ``uncached_because`` has the op and its source line."""
+
+    tokens: tuple[Tensor, ...]
+    sequences: tuple[Tensor, ...]
+    is_stopped: tuple[bool, ...]
+    is_cached: bool = False
+    uncached_because: str = ""
+
+
+class _CannotKeep(PlanError):
+    """The model or the layout allows no kept values."""
+
+
+@dataclass
+class _Row:
+    """One prompt under way. ``number``: its place in the call."""
+
+    number: int
+    ids: list[int]
+    first: int
+    is_stopped: bool = False
+    is_done: bool = False
+
+    def add(self, token: int, count: int, stops: frozenset[int]) -> None:
+        self.ids.append(token)
+        self.is_stopped = token in stops
+        self.is_done = self.is_stopped or len(self.ids) == self.first + count
+
+
+_Way = Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None]
+
+
+class EngineGeneration(EngineWeights):
+    """The calls of an Engine that read probabilities. The Engine owns all that is named here."""
+
+    spec: Spec
+    layout: BatchLayout
+    _variants: Variants
+    _decisions: Decisions
+    _step: Any
+
+    @shared_call("evaluation")
+    def score(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Scores:
+        """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
+
+        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        ``local``: each dp rank gives its own rows of a batch of the planned size, and gets the scores of these.
+        Logits are not gathered.
+        Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
+        """
+        self._ready()
+        batch = self.layout.in_rows(batch)
+        variant = self._variants.of(batch, local=local, any_number=True)
+        rounds = variant.rounds.of(batch, local=local, scored=True)
+        found = [variant.scoring.score(self._step(variant, each, local), local=local) for each in rounds]
+        return Scores.joined(found, len(batch[found[0].key]))
+
+    def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
+        """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
+        return self._variants.of(self.layout.in_rows(batch), local=False, any_number=True).scoring.executor
+
+    def log_probs(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Tensor:
+        """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
+        dropout; 0 where the loss takes no target.
+
+        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
+        ``local``: as of ``score``. Tensors that the plan does not read may be in the batch: they are ignored. Raises
+        PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
+        """
+        return self.score(self._planned(batch), local=local).log_probabilities
+
+    def _planned(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a batch that the plan reads."""
+        if not isinstance(batch, Mapping):
+            return batch  # its check reports it
+        return {name: value for name, value in batch.items() if name in self.layout.inputs}
+
+    def _outside(
+        self, batch: Mapping[str, Tensor], loss: LossFunction | None
+    ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
+        """The planned tensors and the loss outside; without one the whole batch."""
+        if loss is None:
+            return batch, None
+        given = batch if isinstance(batch, Mapping) else {}
+        return self._planned(batch), LossOutside.of(loss, given, self.layout.inputs)
+
+    def _begin_outside(
+        self, outside: LossOutside | None, variant: Variant, batch: Mapping[str, Tensor], *, local: bool
+    ) -> None:
+        if outside is not None and isinstance(variant.executor, LossOutsideExecutor):
+            variant.executor.begin(outside, batch, variant.layout, local=local)
+
+    def _end_outside(self, executor: Executor) -> None:
+        """Raises PlanError on every rank if the function failed on one. The step is whole: the next may follow."""
+        if not isinstance(executor, LossOutsideExecutor):
+            return
+        try:
+            agree(self.groups, executor.failure)
+        except PlanError:
+            self.optimizer.reduce_gradients()  # sums that have begun end
+            raise
+
+    @shared_call("generation")
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | Sequence[int] = (),
+        seed: int = 0,
+        cache: bool | None = None,
+    ) -> Generated:
+        """Continue each prompt by up to ``max_new_tokens`` tokens, or up to one of ``stop``.
+
+        The same call on every rank, with the same prompts; the same answer on every rank. ``prompts``: a dict with the
+        input of tokens [n, length] and perhaps an ``attention_mask``, or these tokens, or a list of prompts of any
+        lengths. ``temperature`` 0 takes the most probable token; above it tokens are sampled, of the ``top_k`` greatest
+        logits and of the most probable ones up to ``top_p`` together. ``seed``: the same tokens on every layout.
+
+        ``cache``: whether to keep keys and values, so that a token is the forward of one position and not of a planned
+        length; None keeps them if the model and the layout allow it, and the result reports why not. It is for trying
+        a model out, not for serving it. Raises PlanError on every rank for prompts that do not fit the plan, for a
+        model that is not causal, and for ``cache=True`` where nothing can be kept.
+        """
+        choice, feed = Choice(temperature, top_k, top_p, seed), self._feed()
+        ids = self._decisions.id_ranges.get(feed.name, ())
+        sequences = sequences_of(prompts, feed.name, ids)
+        stops = frozenset((stop,) if isinstance(stop, int) else stop)
+        check_lengths(sequences, max_new_tokens, max(map(feed.length, self._variants.layouts)))
+        call = repr((sequences, max_new_tokens, choice, sorted(stops), cache))
+        require_same("the call of generate (by hash)", hashlib.sha256(call.encode()).hexdigest(), self.groups)
+        self._ready()
+        run = partial(self._all, feed, sequences, max_new_tokens, choice, stops)
+        rows, because = self._continued(run, cache)
+        return Generated(
+            tuple(torch.tensor(row.ids[row.first :]) for row in rows),
+            tuple(torch.tensor(row.ids) for row in rows),
+            tuple(row.is_stopped for row in rows),
+            cache is not False and not because,
+            because,
+        )
+
+    @shared_call("generation")
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values that this rank keeps while ``generate`` runs, measured at the longest planned
+        length. The same call on every rank. Raises PlanError as ``generate`` with ``cache=True``.
+        """
+        feed, variant = self._feed(), self._variants.longest
+        self._ready()
+        kept, sequences = variant.kept(), [[0]] * variant.layout.global_size
+        try:
+            batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
+            kept.prefill(self._fed(variant, batch), feed.wanted(variant.layout, sequences))
+            return kept.num_bytes
+        finally:
+            kept.free()
+
+    # ---- pieces of a call
+
+    def _continued(self, run: Callable[[_Way], list[_Row]], cache: bool | None) -> tuple[list[_Row], str]:
+        """The rows, and the reason if nothing was kept although it was tried. ``run``: all prompts in one way."""
+        if cache is not False:
+            try:
+                return run(self._continue_kept), ""
+            except (NotKept, _CannotKeep) as error:
+                if cache:
+                    raise
+                because = "\n".join(filter(None, (error.what, str(error.where or ""))))
+                return run(self._continue), because
+        return run(self._continue), ""
+
+    def _all(
+        self,
+        feed: Feed,
+        sequences: Sequence[Sequence[int]],
+        count: int,
+        choice: Choice,
+        stops: frozenset[int],
+        way: _Way,
+    ) -> list[_Row]:
+        """In rounds of prompts of similar lengths, as many as a batch holds."""
+        rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]
+        by_length = sorted(rows, key=lambda row: row.first)
+        size = self._variants.layouts[-1].global_size
+        for first in range(0, len(rows), size):
+            way(feed, by_length[first : first + size], count, choice, stops)
+        return rows
+
+    def _continue_kept(
+        self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]
+    ) -> None:
+        """As ``_continue``, of one position at a time behind the first token of each prompt."""
+        needed = max(row.first for row in rows) + count
+        layout = next(each for each in self._variants.layouts if feed.length(each) >= needed)
+        first = feed.batch(layout, [row.ids for row in self._filled(rows, layout)], feed.paddings()[0])
+        variant = self._variants.of(first, local=False, any_number=True)
+        try:
+            kept = variant.kept()
+        except PlanError as error:
+            raise _CannotKeep(error.what, where=error.where, fix=error.fix) from error
+        try:
+            for row, token in zip(rows, self._next_tokens(feed, rows, choice, variant, kept=kept), strict=True):
+                row.add(token, count, stops)
+            is_first = True
+            while under_way := [row for row in rows if not row.is_done]:
+                at = min(len(row.ids) for row in under_way) - 1
+                found = self._tokens_at(feed, rows, choice, variant, kept, at, is_first=is_first)
+                for row, token in zip(rows, found, strict=True):
+                    if not row.is_done and len(row.ids) == at + 1:
+                        row.add(token, count, stops)
+                is_first = False
+        finally:
+            kept.free()
+
+    def _tokens_at(
+        self,
+        feed: Feed,
+        rows: Sequence[_Row],
+        choice: Choice,
+        variant: Variant,
+        kept: KeptPositions,
+        at: int,
+        *,
+        is_first: bool,
+    ) -> list[int]:
+        """The tokens behind position ``at``; of use for the rows that end there. The first time the whole forward runs
+        too, and must give the same logits."""
+        filled = self._filled(rows, variant.layout)
+        sequences = [row.ids for row in filled]
+        batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
+        logits, counts = kept.at(at, self._fed(variant, batch))
+        faults = variant.next_rows.faults(logits, counts)
+        if is_first:
+            whole, _ = self._rows_of(variant, batch, feed.wanted(variant.layout, sequences))
+            ends_here = torch.tensor([len(ids) == at + 1 for ids in sequences], device=logits.device)
+            first = variant.layout.first_microbatch * variant.layout.micro
+            faults = torch.maximum(faults, kept.apart(logits, whole, counts * ends_here[first : first + len(counts)]))
+        given = [row.number for row in filled], [at + 1] * len(filled)
+        return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
+
+    def _filled(self, rows: Sequence[_Row], layout: BatchLayout) -> list[_Row]:
+        """As many rows as a batch holds: the rest repeats the first of them."""
+        return [*rows, *[rows[0]] * (layout.global_size - len(rows))]
+
+    def _continue(self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]) -> None:
+        """New tokens for as many prompts as a batch holds."""
+        for step in range(count):
+            under_way = [row for row in rows if not row.is_done]
+            if not under_way:
+                return
+            longest = max(len(row.ids) for row in under_way)
+            layout = next(each for each in self._variants.layouts if feed.length(each) > longest)
+            first = feed.batch(layout, [row.ids for row in self._filled(under_way, layout)], feed.paddings()[0])
+            variant = self._variants.of(first, local=False, any_number=True)
+            found = self._next_tokens(feed, under_way, choice, variant, is_first=not step)
+            for row, token in zip(under_way, found, strict=True):
+                row.add(token, count, stops)
+
+    def _next_tokens(
+        self,
+        feed: Feed,
+        rows: Sequence[_Row],
+        choice: Choice,
+        variant: Variant,
+        *,
+        is_first: bool = True,
+        kept: KeptPositions | None = None,
+    ) -> list[int]:
+        """One token for each of ``rows``; the whole forward runs, and fills the buffers of ``kept``."""
+        layout, filled = variant.layout, self._filled(rows, variant.layout)
+        sequences, wanted = [row.ids for row in filled], feed.wanted(layout, [row.ids for row in filled])
+        one, other = (feed.batch(layout, sequences, padding) for padding in feed.paddings())
+        logits, counts = (
+            self._rows_of(variant, one, wanted) if kept is None else kept.prefill(self._fed(variant, one), wanted)
+        )
+        others = self._rows_of(variant, other, wanted)[0] if is_first else None
+        faults = variant.next_rows.faults(logits, counts, others)
+        given = [row.number for row in filled], [len(row.ids) for row in filled]
+        return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
+
+    def _fed(self, variant: Variant, batch: dict[str, Tensor]) -> Step:
+        variant.intake.check(batch, local=False)
+        one = torch.ones((), dtype=torch.float64, device=self.groups.device)
+        counts = [one] * len(self._decisions.terms.denominators)  # the loss is not read
+        return variant.intake.step(batch, 0, None, local=False, counts=counts)
+
+    def _rows_of(self, variant: Variant, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return variant.next_rows.rows(self._fed(variant, batch), wanted)
+
+    def _feed(self) -> Feed:
+        names = self._variants.longest.layout.inputs
+        return Feed(roles_of(names, self.spec.data.inputs), self._decisions.scored)

@@ -1,0 +1,207 @@
+"""The stages of a rank as they run at one length and number of sequences; all of them share weights and optimizer.
+
+The longest length is there from the start, and each other when a batch of it first comes: its stages are lowered
+then, over the tensors of the first. A number of sequences that was not planned has the planned stages, in a schedule of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from passes.base import RankProgram
+from passes.errors import PlanError
+from planner.frozen_plan import Plan
+from planner.lower import lower_again
+from planner.pipeline.schedule import KINDS, build_schedule
+from planner.pipeline.simulate import planned as planned_schedule
+from runtime.compiled.functions import CompiledPieces
+from runtime.cuda_graphs.graphs import Graphs
+from runtime.data.batches import BatchLayout
+from runtime.distributed.groups import Groups
+from runtime.engine.batch_prep import FirstBatch, Intake, Rounds, number_of
+from runtime.engine.build import Built, batch_layout, contributions_of, executor_of, graphs_of
+from runtime.engine.log_probs import Scoring, build_outside
+from runtime.engine.next_tokens import KeptPositions, NextRows, kept_positions
+from runtime.pipeline.executor import Executor
+from runtime.weights.shards import share
+
+Hooks = Mapping[str, Callable[[bool], None]]
+
+
+@dataclass
+class Variant:
+    """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it. ``outside``: the same
+    for a loss outside the model.
+    """
+
+    plan: Plan
+    built: Built
+    executor: Executor
+    graphs: Graphs | None
+    intake: Intake
+    rounds: Rounds
+    contributions: dict[int, int]
+    groups: Groups
+    outside: Variant | None = None
+
+    @property
+    def program(self) -> RankProgram:
+        return self.built.program
+
+    @property
+    def layout(self) -> BatchLayout:
+        return self.built.layout
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        return Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
+
+    @cached_property
+    def next_rows(self) -> NextRows:
+        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        return NextRows(self.plan, self.program, self.layout, self.executor, self.groups)
+
+    @cached_property
+    def _kept(self) -> KeptPositions | PlanError:
+        return kept_positions(self.plan, self.program, self.executor, self.groups)
+
+    def kept(self) -> KeptPositions:
+        """Lowered on first use, on all ranks. Raises PlanError, the same on every rank, if one position of a sequence
+        needs more than kept rows of earlier ones."""
+        if isinstance(self._kept, PlanError):
+            raise self._kept
+        return self._kept
+
+
+class Variants:
+    """Owns all that were made, by length and number of sequences. ``layouts``: the planned ones, from the shortest
+    sequences to the longest."""
+
+    def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
+        self._groups, self._hooks, self._first = groups, hooks, FirstBatch(store)
+        self._plans, self._compares = plan.of_all_lengths, bool(plan.lengths)
+        self.layouts = [batch_layout(each, groups) for each in self._plans]
+        self.longest = self._made(plan, built, None)
+        self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
+
+    def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Variant:
+        """For a batch, the same on all ranks. ``any_number``: of sequences, which then run in rounds.
+
+        Raises PlanError on every rank if their batches differ in length or number, and for a number that cannot run.
+        """
+        place = self.place_of(batch)
+        planned = self.layouts[place].global_size
+        number = planned if any_number else self._number(batch, planned, local=local)
+        self._require_agreed(place, number)
+        if (place, planned) not in self._made_at:
+            self._made_at[place, planned] = self._lowered(place)
+        if (place, number) not in self._made_at:
+            self._made_at[place, number] = self._resized(self._made_at[place, planned], number)
+        return self._made_at[place, number]
+
+    def outside(self, variant: Variant) -> Variant:
+        """The same for a loss outside the model, lowered on first use. Raises PlanError if the model's own loss gives
+        no label a probability, and for a plan with CUDA graphs.
+        """
+        if variant.outside is None:
+            if variant.graphs is not None:
+                fix = "set cuda_graphs: {impl: none}"
+                raise PlanError("CUDA graphs hold the model's own loss, not a function", where="cuda_graphs", fix=fix)
+            built, executor = build_outside(variant.plan, variant.built, self._groups, variant.executor, self._hooks)
+            _watch(executor, variant.executor)
+            changes = {"built": built, "executor": executor, "contributions": contributions_of(built.program)}
+            variant.outside = replace(variant, **changes)
+        return variant.outside
+
+    def place_of(self, batch: Mapping[str, Tensor]) -> int:
+        """Among ``plan.lengths``; the greatest if a batch has none of them, and its check says what is wrong."""
+        last = len(self.layouts) - 1
+        if not last or not isinstance(batch, Mapping):
+            return last
+        given = {name: tuple(x.shape[1:]) for name, x in batch.items() if isinstance(x, Tensor)}
+        of_plans = [{name: shape for name, (shape, _) in layout.inputs.items()} for layout in self.layouts]
+        return of_plans.index(given) if given in of_plans else last
+
+    # ---- which of them
+
+    def _number(self, batch: Mapping[str, Tensor], planned: int, *, local: bool) -> int:
+        """Of sequences in the global batch; as planned if another cannot run, and the check says what is wrong.
+
+        A batch may have another number on one rank by mistake, and the others would wait for it: only ranks that
+        compare their batches in each step take any.
+        """
+        number = number_of(batch) * (self._groups.mesh.dp if local else 1)
+        step = self.longest.layout.micro * self._groups.mesh.dp
+        is_agreed = self._compares or self._groups.host is None
+        return number if number and not number % step and is_agreed and self._takes_any else planned
+
+    @property
+    def _takes_any(self) -> bool:
+        """Whether another number of sequences can run: their losses add up, and no graph is captured for the planned
+        one."""
+        terms = self._plans[-1].to_run()[0].terms
+        by_kind = self._plans[-1].schedule.kind in KINDS  # a schedule by hand is for one number
+        return terms is not None and terms.adds_up and self.longest.graphs is None and by_kind
+
+    def _require_agreed(self, place: int, number: int) -> None:
+        if self._groups.host is None or not self._compares:
+            return
+        own = [place, -place, number, -number]
+        least = torch.tensor(own)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._groups.host)
+        if least.tolist() != own:
+            raise PlanError(
+                "the batches of this step have other lengths, or other numbers of sequences, on other ranks",
+                where="batch",
+                fix="give every rank a batch of the same shape",
+            )
+
+    # ---- made when they are first needed
+
+    def _lowered(self, place: int) -> Variant:
+        """The stages of another length, over the tensors of the first."""
+        plan, first, groups = self._plans[place], self.longest, self._groups
+        program = lower_again(plan, groups.rank, first.program, first.plan, groups.device)
+        for trained, other in zip(first.program.stages, program.stages, strict=True):
+            share(trained, other, groups.device)
+        if program.count_module is not None:
+            program.count_module.to(groups.device)
+        compiled = None if first.built.compiled is None else CompiledPieces.of(plan, program)
+        built = replace(first.built, program=program, layout=self.layouts[place], compiled=compiled)
+        return self._made(plan, built, first.executor)
+
+    def _resized(self, planned: Variant, number: int) -> Variant:
+        """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
+        plan, layout, mesh = planned.plan, planned.layout, planned.plan.mesh
+        group = plan.spec["pipeline"]["group_size"]
+        times = number // (layout.micro * mesh.dp)
+        schedule = planned_schedule(build_schedule(plan.schedule.kind, mesh.pp, times, mesh.vpp, group))
+        built = replace(planned.built, layout=replace(layout, global_size=number))
+        return self._made(replace(plan, schedule=schedule), built, planned.executor)
+
+    def _made(self, plan: Plan, built: Built, first: Executor | None) -> Variant:
+        groups = self._groups
+        graphs = graphs_of(plan, built, groups)
+        if graphs is not None:
+            groups.before_end.append(graphs.release)
+        executor = executor_of(plan, built, groups, graphs, kind=Executor, **self._hooks)
+        if first is not None:
+            _watch(executor, first)
+        intake = Intake(built.program, built.layout, groups, self._first)
+        rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
+        return Variant(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
+
+
+def _watch(executor: Executor, first: Executor) -> None:
+    """What watches the first executor sees all steps."""
+    executor.transport.waits = first.transport.waits
+    executor.around = lambda action, step: first.around(action, step)

@@ -1,0 +1,219 @@
+"""Log-probabilities of labels: as scores of the model, and as operands of a loss outside it.
+
+The stages run as in an evaluation; that of the loss is lowered once more, and returns scores beside the loss. The
+gradient of a loss outside the model is fed back into the stages.
+
+    F of the last stage     log P [micro, length] → function(log P, rows) → its value, and ∂ value / ∂ log P
+    B of the last stage     begins with that gradient in place of the loss's
+
+The loss of the global batch is the sum of the values of all its microbatches. Ranks of tp and cp compute the same
+value; one of them adds it.
+
+A function that fails gives zeros in place of its value, so that every message of the step still has its sender; then
+all ranks raise its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.base import RankProgram
+from passes.errors import PlanError, message_of
+from passes.ops.loss_head import COUNT, IS_TOP, LOG_P, LOG_PROBABILITY, SCORES
+from planner.frozen_plan import Plan
+from planner.lower import lower_with_head
+from runtime.data.batches import BatchLayout
+from runtime.distributed.faults.failure import first_line, is_of_a_peer, place_of
+from runtime.distributed.groups import Groups
+from runtime.engine.build import Built, executor_of
+from runtime.pipeline.executor import Executor, Step
+from runtime.weights.shards import in_place_of
+
+LossFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
+FIGURES = 3
+
+
+@dataclass(frozen=True)
+class LossOutside:
+    """``extras``: tensors of the batch that only the function reads, by name; [sequences, ..] as the others."""
+
+    function: LossFunction
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(function: Any, batch: Mapping[str, Tensor], planned: Mapping[str, object]) -> LossOutside:
+        """Raises PlanError unless it can be called and the extras have a row for each sequence."""
+        if not callable(function):
+            what = f"the loss is a {type(function).__name__}, not a function"
+            raise PlanError(what, where="loss", fix="give a function of (log_probs, batch) that returns a scalar")
+        extras = {name: x for name, x in batch.items() if name not in planned}
+        sizes = {len(x) for name, x in batch.items() if name in planned and isinstance(x, Tensor) and x.ndim}
+        for name, value in extras.items():
+            if not isinstance(value, Tensor) or not value.ndim or (sizes and len(value) not in sizes):
+                given = (
+                    f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+                )
+                raise PlanError(
+                    f"batch[{name!r}], which only the loss function reads, {given}",
+                    where="batch",
+                    fix="give a tensor with one row for each sequence, or keep it in the function",
+                )
+        return LossOutside(cast(LossFunction, function), extras)
+
+
+class LossOutsideExecutor(Executor):
+    """The loop over actions, with a function as the loss. ``of_model``: the loop with the model's own."""
+
+    of_model: Executor
+    failure: PlanError | None = None
+    _function: LossFunction
+    _rows: Sequence[dict[str, Tensor]] = ()
+
+    def begin(self, loss: LossOutside, batch: Mapping[str, Tensor], layout: BatchLayout, *, local: bool) -> None:
+        """The function of the next run, and the batch with the rows that it reads."""
+        self._function, self.failure = loss.function, None
+        rows = {**batch, **loss.extras}
+        if any(stage.has_loss for stage in self.stages):
+            self._rows = layout.microbatches(rows, rows, self.transport.groups.device, local=local)
+
+    def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
+        """The forwards with the model's own loss, for sums over the batch that it reads."""
+        return self.of_model.evaluate(step, training=training)
+
+    def loss_of(self, output: Tensor, step: Step, action: Any) -> tuple[Tensor, Tensor]:
+        """The value of the function for a microbatch, and its gradient; zeros after a failure."""
+        if self.failure is None:
+            try:
+                return self._value_of(output, step, self._rows[action.microbatch])
+            except PlanError as error:
+                self.failure = error
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) or is_of_a_peer(error):
+                    raise
+                self.failure = _failed(error, str(self.transport.groups.faults.activity))
+        return torch.zeros((), dtype=torch.float64, device=output.device), torch.zeros_like(output)
+
+    def _value_of(self, output: Tensor, step: Step, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            log_probs = output.detach().requires_grad_()
+            value: Any = self._function(log_probs, dict(rows))
+            _check_value(value)
+            (gradient,) = torch.autograd.grad(value, log_probs, allow_unused=True)
+        if gradient is None:
+            raise _independent()
+        if step.scale is not None:
+            gradient = gradient * step.scale.to(gradient.dtype)
+        loss = value.detach().to(torch.float64).reshape(())
+        is_counted = self.transport.groups.coordinate["cp"] == 0
+        return loss if is_counted else torch.zeros_like(loss), gradient
+
+
+def _failed(error: Exception, where: str) -> PlanError:
+    failed = PlanError(
+        f"{where}: the loss function failed with {type(error).__name__}: {first_line(message_of(error))}",
+        where=place_of(error) or "loss",
+        fix="correct the function; nothing was updated, and the next step may follow",
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def _check_value(value: object) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        given = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise PlanError(
+            f"the loss function returns {given[:200]}",
+            where="loss",
+            fix="return one floating-point scalar, as a tensor",
+        )
+    if not value.requires_grad:
+        raise _independent()
+
+
+def _independent() -> PlanError:
+    return PlanError(
+        "the value of the loss function does not depend on log_probs",
+        where="loss",
+        fix="compute it from log_probs without detach(); for rows without a loss add log_probs.sum() * 0",
+    )
+
+
+def build_outside(
+    plan: Plan, built: Built, groups: Groups, of_model: Executor, hooks: Mapping[str, Callable[[bool], None]]
+) -> tuple[Built, LossOutsideExecutor]:
+    """The stages of a rank with that of the loss lowered to return log-probabilities, over the tensors of ``built``."""
+    last = lower_with_head(plan, groups.rank, built.program, groups.device, want=LOG_P)
+    stages = in_place_of(built.program.stages, last, groups.device)
+    built = replace(built, program=replace(built.program, stages=stages))
+    executor = executor_of(plan, built, groups, None, kind=LossOutsideExecutor, **hooks)
+    executor.of_model = of_model
+    return built, executor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of every element of ``batch[key]``, the labels of the global batch; tensors are [global, ..] as it, on the CPU.
+
+    ``log_probabilities`` (float64): natural logarithm of the probability that the model gives the label at its place; 0
+    if it is not scored. ``is_top``: whether no class is more probable, nor as probable with a lower id.
+    ``is_scored``: whether the loss takes the element as a target; it does not for an ignored label, nor, in models that
+    shift labels inside, at the first token of a sequence.
+    """
+
+    key: str
+    log_probabilities: Tensor
+    is_top: Tensor
+    is_scored: Tensor
+
+    @staticmethod
+    def joined(rounds: Sequence[Scores], number: int) -> Scores:
+        """The first ``number`` sequences of several batches."""
+        tensors = ("log_probabilities", "is_top", "is_scored")
+        return Scores(rounds[0].key, *(torch.cat([getattr(r, name) for r in rounds])[:number] for name in tensors))
+
+
+class Scoring:
+    """Owns the stage of the loss in the form that scores, if this rank runs it, with the weights of training.
+
+    Raises PlanError if the loss gives no label a probability.
+    """
+
+    def __init__(
+        self, plan: Plan, program: RankProgram, layout: BatchLayout, executor: Executor, groups: Groups
+    ) -> None:
+        decisions, _ = plan.to_run()
+        self.key, self.layout, self.groups = decisions.scored.key, layout, groups
+        scoring = lower_with_head(plan, groups.rank, program, groups.device, want=SCORES)
+        self.executor = executor.over(in_place_of(executor.stages, scoring, groups.device))
+
+    def score(self, step: Step, *, local: bool = False) -> Scores:
+        """Scores of the batch of ``step``, the same on every rank: each has those of its own tokens, and one sum joins
+        them. ``local``: those of this dp rank's rows alone are returned."""
+        self.executor.evaluate(step)
+        shape, _ = self.layout.inputs[self.key]
+        total = torch.zeros((FIGURES, self.layout.global_size, *shape), dtype=torch.float64, device=self.groups.device)
+        if self.executor.scores:
+            first = self.layout.first_microbatch * self.layout.micro
+            found = torch.cat(self.executor.scores, 1)
+            total[:, first : first + found.shape[1]] = found
+        if self.groups.world is not None:
+            dist.all_reduce(total, group=self.groups.world)
+        size = self.layout.global_size // self.layout.dp
+        rows = slice(self.layout.dp_rank * size, (self.layout.dp_rank + 1) * size) if local else slice(None)
+        return self._checked(total.cpu()[:, rows])
+
+    def _checked(self, total: Tensor) -> Scores:
+        times = total[COUNT]
+        if (times > 1).any():
+            raise PlanError(
+                f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times, which is ambiguous",
+                where="batch",
+                fix="score a model that predicts each label once",
+            )
+        return Scores(self.key, total[LOG_PROBABILITY], total[IS_TOP] > 0, times > 0)

@@ -1,0 +1,220 @@
+"""Prompts become tokens, and these the batches of a plan: padded at the right, which a causal model does not see.
+
+tokens        5 8 2 · · ·        · padding
+labels        0 0 0 0 0 0        any label: the loss is not read
+wanted              ^            the label that the next token would be: its row of logits is the prediction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.errors import PlanError
+from passes.partition.batch.id_ranges import IdRange
+from passes.partition.loss.scored import Scored
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.checkpoint.conversion import write_files
+from runtime.data.batches import BatchLayout
+from runtime.data.text.encoders import ByteEncoder, TokenizerFile
+from runtime.data.token_batches import OF_IDS, length_of, roles_of
+from runtime.data.token_file import files_in, is_token_file
+
+FED = (*OF_IDS, "attention_mask", "segments", "positions")
+MASK = "attention_mask"
+Prompts = Mapping[str, Tensor] | Tensor | Sequence[Any]
+Codec = ByteEncoder | TokenizerFile
+MOST = 64  # new tokens, if no number is given
+
+
+@dataclass(frozen=True)
+class Feed:
+    """How sequences feed the inputs of a plan. ``roles`` of its inputs; ``scored``: the labels of its loss.
+
+    Raises PlanError for inputs that a sequence of tokens cannot feed.
+    """
+
+    roles: Mapping[str, str]
+    scored: Scored
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if role not in FED or (name == self.scored.key and role not in OF_IDS):
+                what = f"the input {name!r} is fed by {role}, which generation does not have"
+                raise PlanError(what, where=f"inputs.{name}", fix="generate with a model of tokens and labels")
+        _ = self.name
+
+    @property
+    def name(self) -> str:
+        """The input that takes the tokens."""
+        names = [name for name, role in self.roles.items() if role == "tokens"]
+        if len(names) != 1:
+            told = " and ".join(map(repr, names)) or "none"
+            what = f"generation feeds one input of tokens, and the model has {told}"
+            raise PlanError(what, where="inputs", fix="set its role with data: {inputs: {NAME: tokens}}")
+        return names[0]
+
+    @property
+    def shift(self) -> int:
+        """From the place of a token to that of the label which predicts it."""
+        return int(self.roles[self.scored.key] == "next_tokens")
+
+    def length(self, layout: BatchLayout) -> int:
+        """Tokens of one sequence. Raises PlanError for an input of another shape."""
+        lengths = {name: shape for name, (shape, _) in layout.inputs.items()}
+        length = lengths[self.name][0] if len(lengths[self.name]) == 1 else 0
+        for name, shape in lengths.items():
+            if shape != (length,):
+                what = f"the input {name!r} has the shape {list(shape)}, and a sequence of tokens [length]"
+                raise PlanError(what, where=f"inputs.{name}.shape", fix="generate with a model of one text")
+        return length
+
+    def paddings(self) -> tuple[int, int]:
+        """Two ids for padding that the loss does not ignore; so its labels are of use at every place."""
+        ignored = {pick.ignored for pick in self.scored.picks}
+        found = [i for i in range(min(self.scored.num_classes, 4)) if i not in ignored]
+        return found[0], found[-1]
+
+    def batch(self, layout: BatchLayout, sequences: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
+        """The global batch: one row for each sequence, as many as the plan has."""
+        length = self.length(layout)
+        ids = torch.full((len(sequences), length), padding)
+        for row, sequence in zip(ids, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        label = torch.full_like(ids, self.paddings()[0])
+        values = {"tokens": ids, "labels": label, "next_tokens": label, MASK: torch.ones_like(ids)}
+        values["segments"] = torch.zeros_like(ids)
+        values["positions"] = torch.arange(length).expand_as(ids).contiguous()
+        return {name: values[role].to(layout.inputs[name][1]) for name, role in self.roles.items()}
+
+    def wanted(self, layout: BatchLayout, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """[microbatches of the global batch, micro]: of each sequence the place of its next token's label."""
+        at = torch.tensor([len(sequence) - self.shift for sequence in sequences])
+        at = at.view(-1, layout.micro)
+        return at + torch.arange(layout.micro) * self.length(layout)
+
+
+def sequences_of(prompts: Prompts, name: str, ranges: Sequence[IdRange]) -> list[list[int]]:
+    """The ids of each prompt: of rows [n, length], without those that an ``attention_mask`` of zeros hides, or of a
+    list of prompts of any lengths. Raises PlanError, naming the prompt, for one that cannot run.
+    """
+    rows = _rows(prompts, name)
+    if not rows:
+        raise PlanError("there are no prompts", where="prompts", fix="give at least one")
+    for number, row in enumerate(rows):
+        if not row:
+            what = f"prompt {number} is empty: there is nothing to continue"
+            raise PlanError(what, where="prompts", fix="begin it with a token, such as the one that begins documents")
+        for ids in ranges:
+            bad = next((i for i in row if not ids.low <= i < ids.high), None)
+            if bad is not None:
+                what = f"prompt {number} holds the token {bad}; {ids.what} has {ids.unit} 0 to {ids.high - 1}"
+                raise PlanError(what, where="prompts", fix="use the tokenizer of the model")
+    return rows
+
+
+def check_lengths(sequences: Sequence[Sequence[int]], max_new_tokens: int, most: int) -> None:
+    """Raise PlanError, naming the prompt, unless each fits a planned sequence of ``most`` tokens with its new ones."""
+    if max_new_tokens < 1:
+        what = f"max_new_tokens is {max_new_tokens}"
+        raise PlanError(what, where="max_new_tokens", fix="ask for one token or more")
+    for number, ids in enumerate(sequences):
+        if len(ids) >= most:
+            what = f"prompt {number} has {len(ids)} tokens, and a planned sequence has {most}"
+            raise PlanError(what, where=f"prompts[{number}]", fix="shorten the prompt, or plan a longer sequence")
+        if len(ids) + max_new_tokens > most:
+            raise PlanError(
+                f"prompt {number} has {len(ids)} tokens, and with {max_new_tokens} new ones more than the {most} of a "
+                "planned sequence",
+                where="max_new_tokens",
+                fix=f"ask for {most - len(ids)} or fewer, shorten the prompt, or plan a longer sequence",
+            )
+
+
+def _rows(prompts: Prompts, name: str) -> list[list[int]]:
+    if isinstance(prompts, Mapping):
+        unknown = sorted(prompts.keys() - {name, MASK})
+        if unknown or name not in prompts:
+            told = f"has {', '.join(map(repr, unknown))}" if unknown else f"lacks {name!r}"
+            raise PlanError(f"the batch of prompts {told}", where="prompts", fix=f"give {name!r}, and {MASK!r} or not")
+        ids, mask = _matrix(prompts[name]), prompts.get(MASK)
+        if mask is not None and mask.shape != ids.shape:
+            what = f"{MASK} is {list(mask.shape)}, the prompts are {list(ids.shape)}"
+            raise PlanError(what, where="prompts", fix="give both the same shape")
+        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+    if isinstance(prompts, Tensor):
+        return _matrix(prompts).tolist()
+    return [_row(row) for row in prompts]
+
+
+def _matrix(ids: Tensor) -> Tensor:
+    if ids.ndim != 2 or ids.is_floating_point():
+        what = f"the prompts are {ids.dtype} {list(ids.shape)}, not integers [number, length]"
+        raise PlanError(what, where="prompts", fix="give ids of tokens, or a list of prompts")
+    return ids.cpu()
+
+
+def _row(row: Any) -> list[int]:
+    ids = torch.as_tensor(row)
+    if ids.ndim != 1 or (ids.numel() and ids.is_floating_point()):
+        what = f"a prompt is {ids.dtype} {list(ids.shape)}, not integers [length]"
+        raise PlanError(what, where="prompts", fix="give each prompt as one list of token ids")
+    return ids.tolist()
+
+
+def codec_of(tokenizer: str | None) -> Codec:
+    """Of a tokenizer's file or directory, or of the token file of samples that it made; without one, bytes are the
+    tokens. Raises PlanError for another file."""
+    if tokenizer is None:
+        return ByteEncoder()
+    with tokenizer_in(tokenizer) as place:
+        return TokenizerFile(place)
+
+
+@contextmanager
+def tokenizer_in(source: str) -> Iterator[str]:
+    """The place of a tokenizer: ``source``, or a directory of the files in it, if it is a token file of samples."""
+    files = files_in(Path(source)) if is_token_file(Path(source)) else {}
+    if not files:
+        yield source
+        return
+    with TemporaryDirectory() as directory:
+        write_files(files, Path(directory))
+        yield directory
+
+
+def tokens_of(
+    texts: Sequence[str], codec: Codec, spec: Spec, decided: Plan, max_new_tokens: int | None = None
+) -> tuple[list[list[int]], int]:
+    """The tokens of each text, and how many new ones each gets: without a number as many as fit, up to 64.
+
+    Raises PlanError if they do not fit the plan.
+    """
+    decisions = decided.to_run()[0]
+    found, count, roles = fitted(texts, codec, spec, max_new_tokens)
+    with spec.locating():
+        feed = Feed(roles, decisions.scored)
+    return sequences_of(found, feed.name, decisions.id_ranges.get(feed.name, ())), count
+
+
+def fitted(
+    texts: Sequence[str], codec: Codec, spec: Spec, max_new_tokens: int | None = None
+) -> tuple[list[list[int]], int, dict[str, str]]:
+    """As ``tokens_of``, and the role of each input. Raises PlanError if no plan of ``spec`` takes the texts."""
+    inputs = spec.longest.require_inputs()
+    with spec.locating():
+        roles = roles_of(inputs, spec.data.inputs)
+        most = length_of(inputs, roles)
+    found = sequences_of([codec.ids(t) for t in texts], "prompts", ())
+    count = max(1, min(MOST, most - max(map(len, found)))) if max_new_tokens is None else max_new_tokens
+    check_lengths(found, count, most)
+    return found, count, roles

@@ -1,0 +1,262 @@
+"""Weights of an engine as a stream, to a function, a directory, or a loop: full tensors on rank 0, bucket after bucket,
+under the names of files or of the model.
+
+    for each bucket:   the ranks that hold shards → rank 0 → its reader        then its memory is free
+
+No rank ever holds a second full copy: rank 0 makes a bucket when its reader asks for it, and the others send then.
+
+Any error of a function means that the reader is gone. A directory that cannot be written is a PlanError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast, overload
+
+from torch import Tensor
+
+from passes.errors import PlanError, first_line
+from planner.capture.model.hub_format import in_its_dtype
+from planner.files.atomic import name_beside, write_whole
+from planner.files.text import writing
+from planner.frozen_plan import Plan
+from runtime.checkpoint.atomic_directory import FIX, sync
+from runtime.checkpoint.hub_tensors import Entry, Read, check_names, filled, made_tensor
+from runtime.checkpoint.merged import outgoing
+from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
+from runtime.checkpoint.safetensors_files import INDEX, SINGLE
+from runtime.distributed.agreement import agreed, broadcast_json, until_rank_0_is_done
+from runtime.distributed.faults.faults import shared_call
+from runtime.distributed.groups import Groups
+from runtime.distributed.same_options import require_same
+from runtime.engine.weights import EngineWeights
+from runtime.weights.shards import Kept
+
+Reader = Callable[[Any], object] | str | PathLike[str]
+
+
+class StreamWarning(UserWarning):
+    """The reader of a stream of weights is gone; training can continue."""
+
+
+BUCKET_BYTES = 256 << 20
+NAMES = ("hf", "model", "all")
+Bucket = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of the stream, and the names under which its reader gets it."""
+
+    entry: Entry
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """``reader``: of this rank's shards by name, copies parts of full tensors to rank 0, in calls of all ranks.
+    ``texts``: config files by name, on rank 0. ``leads``: whether this is rank 0.
+    """
+
+    buckets: tuple[tuple[Item, ...], ...]
+    reader: Callable[[Mapping[str, Tensor]], Read]
+    texts: dict[str, Any]
+    leads: bool
+
+    def bucket(self, items: Iterable[Item], own: Mapping[str, Tensor]) -> Bucket:
+        """The tensors of ``items`` by name on rank 0; ``{}`` elsewhere."""
+        found: Bucket = {}
+        read = self.reader(own)
+        for item in items:
+            tensor = made_tensor(item.entry, read, leads=self.leads)
+            if tensor is not None:
+                found |= dict.fromkeys(item.names, tensor)
+        return found
+
+
+def stream_of(plan: Plan, groups: Groups, kept: Kept, names: str, bucket_bytes: int, *, merged: bool) -> Stream:
+    """The same call on every rank. Raises PlanError for names that this model does not have."""
+    check_names(names, NAMES)
+    if bucket_bytes < 1:
+        raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
+    if names == "hf" and not merged and plan.hub.adapted is not None:
+        raise PlanError(
+            "peft has wrapped the planned model, and a reader of its base does not know its names",
+            where="stream_weights",
+            fix="set merged=True for the base with the adapters merged, or names='all' for the model's own names",
+        )
+    out = outgoing(plan, groups, kept, "hf" if names == "hf" else "model", merged=merged)
+    items = [Item(entry, (entry.name, *(entry.aliases if names == "all" else ()))) for entry in out.entries]
+    buckets = tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, bucket_bytes)))
+    return Stream(buckets, out.reader, in_its_dtype(out.texts) if groups.rank == 0 else {}, groups.rank == 0)
+
+
+def reader_to(
+    to: object, texts: Mapping[str, Any], num_buckets: int
+) -> tuple[Callable[[Bucket], object], Callable[[], object]]:
+    """Calls with each bucket, and at the end. Raises PlanError for anything else than a function or a directory, and
+    for one that cannot be written."""
+    if isinstance(to, (str, PathLike)):
+        directory = Directory(Path(cast(Any, to)), texts, num_buckets)
+        return directory.take, directory.end
+    if callable(to):
+        return to, lambda: None
+    raise PlanError(
+        f"weights cannot be streamed to a {type(to).__name__}",
+        where="stream_weights",
+        fix="give a function of a bucket or a directory; or iterate over engine.stream_weights()",
+    )
+
+
+class Directory:
+    """A file for each bucket, which appears when it is complete; last the index, which a reader may wait for."""
+
+    def __init__(self, directory: Path, texts: Mapping[str, Any], num_buckets: int) -> None:
+        self._directory, self._num_buckets = directory, num_buckets
+        self._files: dict[str, list[Entry]] = {}
+        with self._writing():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self._directory.iterdir(), key=lambda path: path.name != INDEX):  # the index first
+                if is_weights(path.name):
+                    path.unlink()
+            for name, content in texts.items():
+                write_whole(self._directory / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    def take(self, bucket: Bucket) -> None:
+        name = f"model-{len(self._files) + 1:05d}-of-{self._num_buckets:05d}.safetensors"
+        name = SINGLE if self._num_buckets == 1 else name
+        entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in bucket.items()]
+        entries.sort(key=lambda entry: -entry.dtype.itemsize)  # every tensor at a multiple of its element's size
+        with self._writing():
+            partial = name_beside(self._directory / name)
+            write_safetensors(partial, entries, iter(bucket[entry.name] for entry in entries))
+            os.replace(partial, self._directory / name)
+        self._files[name] = entries
+
+    def end(self) -> None:
+        with self._writing():
+            if self._num_buckets > 1:
+                write_whole(self._directory / INDEX, json.dumps(index_of(self._files), indent=2, sort_keys=True) + "\n")
+            sync(self._directory)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing("the weights", str(self._directory), FIX)
+
+
+class EngineStream(EngineWeights):
+    """What an Engine does to hand its weights on while it trains. The Engine owns all that is named here."""
+
+    @overload
+    def stream_weights(
+        self,
+        to: None = None,
+        *,
+        names: str = "hf",
+        merged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> Iterator[Bucket]: ...
+
+    @overload
+    def stream_weights(
+        self,
+        to: Reader,
+        *,
+        names: str = "hf",
+        merged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> bool: ...
+
+    def stream_weights(
+        self,
+        to: Reader | None = None,
+        *,
+        names: str = "hf",
+        merged: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> Iterator[Bucket] | bool:
+        """Full tensors, in buckets of ``bucket_bytes``, without a second copy of the model.
+
+        The same call on every rank, between steps; rank 0 has the tensors, on the CPU, the others get empty buckets.
+        ``to``: a function of a bucket; or a directory, which gets a safetensors file for each bucket and last an
+        index. Only rank 0's counts. Left out: an iterator of buckets, for a loop that every rank runs.
+
+        ``names``: "hf" and "model", those of ``save_pretrained``; "all", the model's, a tied tensor under each of its
+        names. ``merged``: the base with the adapters of peft merged into it.
+
+        Returns whether the reader took all; if it fails, rank 0 warns once, and training can continue. Raises PlanError
+        on every rank for a directory that cannot be written.
+        """
+        stream = self._opened_stream(names, merged, bucket_bytes)
+        return self._iterated(stream) if to is None else self._streamed(to, stream)
+
+    @shared_call("stream")
+    def _opened_stream(self, names: str, merged: bool, bucket_bytes: int) -> Stream:
+        self._ready()
+        call = f"names={names}, merged={merged}, bucket_bytes={bucket_bytes}"
+        require_same("the call of stream_weights", call, self.groups)
+        return stream_of(self.plan, self.groups, self._kept, names, bucket_bytes, merged=merged)
+
+    def _iterated(self, stream: Stream) -> Iterator[Bucket]:
+        """Buckets until the loop ends; after an early end on this rank it still sends its shards."""
+        step, rest = self.step_index, list(stream.buckets)
+        try:
+            while rest:
+                yield self._next_bucket(stream, rest.pop(0), step)
+        finally:
+            while rest and not self.groups.faults.activity.is_failing:
+                self._next_bucket(stream, rest.pop(0), self.step_index)
+
+    @shared_call("stream")
+    def _next_bucket(self, stream: Stream, items: Sequence[Item], step: int) -> Bucket:
+        if step != self.step_index:
+            raise PlanError(
+                "a step has changed the weights in the middle of a stream",
+                where="stream_weights",
+                fix="end the loop over the buckets before the next step",
+            )
+        self._ready()
+        with self._own() as own:
+            return stream.bucket(items, own)
+
+    @shared_call("stream")
+    def _streamed(self, to: Reader, stream: Stream) -> bool:
+        reading, take, end = Reading(self.groups.rank == 0), None, None
+        with agreed(self.groups):
+            if self.groups.rank == 0:
+                take, end = reader_to(to, stream.texts, len(stream.buckets))
+        for items in stream.buckets:
+            reading.call(take, self._next_bucket(stream, items, self.step_index))
+        reading.call(end)
+        until_rank_0_is_done(self.groups)
+        with agreed(self.groups):
+            if reading.refused is not None:
+                raise reading.refused
+        return broadcast_json(self.groups, reading.is_on)
+
+
+class Reading:
+    """Whether the reader on rank 0 still takes buckets: after an error it is not called again. ``refused``: the error
+    of a directory that cannot be written, or of another bad target."""
+
+    def __init__(self, is_rank_0: bool) -> None:
+        self.is_on = is_rank_0
+        self.refused: PlanError | None = None
+
+    def call(self, step: Callable[..., object] | None, *bucket: Bucket) -> None:
+        if not self.is_on or step is None:
+            return
+        try:
+            step(*bucket)
+        except PlanError as error:
+            self.is_on, self.refused = False, error
+        except Exception as error:  # of the reader's own, of any kind
+            self.is_on = False
+            told = f"the reader of the weights is gone, training continues: {first_line(error)}"
+            warnings.warn(told, StreamWarning, stacklevel=2)

@@ -1,0 +1,120 @@
+"""The end of a step: the update, and its report. Values that ranks share travel in the reduction of the norm.
+
+norm | loss | rows of each expert | notes of each rank      one all-reduce over all ranks
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from passes.base import RankProgram
+from planner.decisions import Decisions
+from planner.frozen_plan import Plan
+from planner.spec.spec import Spec
+from runtime.distributed.groups import Groups
+from runtime.distributed.messages import Notes
+from runtime.distributed.stopping import asks
+from runtime.optimizer.scalars import LearningRate, LossScale
+from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.pipeline.p2p import Waits
+from runtime.report.step_report import StepClock, StepReport
+
+_STATUS = Path("/proc/self/status")
+
+
+class Update:
+    """Updates of one rank. Owns: the loss scale, and the notes of this rank for the others."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        decisions: Decisions,
+        spec: Spec,
+        groups: Groups,
+        program: RankProgram,
+        optimizer: DistributedOptimizer,
+        waits: Waits,
+    ) -> None:
+        self._waits = waits
+        self.rate, self._groups, self._optimizer = LearningRate(spec.optimizer), groups, optimizer
+        self._experts = plan.experts
+        self.turn_to(program, decisions)
+        self.loss_scale = LossScale(spec.precision, groups.device)
+        self._notes = Notes(plan.mesh, groups.rank, groups.device)
+
+    def turn_to(self, program: RankProgram, decisions: Decisions) -> None:
+        """The stages of the next step, which count rows of experts."""
+        self._load, self._limits, self._layers = program.load, decisions.noted_limits, decisions.experts.layers
+
+    def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
+        """The batch of the next update, which is to be the same on all ranks."""
+        self._notes.take(batch, is_local=is_local)
+
+    def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
+        """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
+        not waited for, reading the report raises it. Nothing is updated then."""
+        rate, scale = self.rate.at(step), self.loss_scale.tensor
+        is_on_cpu = self._groups.device.type == "cpu"
+        own = (self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
+        notes = self._notes.here(asks(), own)
+        kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
+        result = self._optimizer.step(
+            rate,
+            grad_scale=1.0 if scale is None else scale,
+            extra=[loss, *self._load_here(), *self._asked_here(), notes],
+            refused=self._notes.differ,
+            asked=self._asked,
+        )
+        check = partial(self._notes.check, step=step + 1)  # as the log counts
+        if is_on_cpu and self._groups.mesh.world_size > 1:
+            check(result.figures[-len(notes) :].tolist())
+        self.loss_scale.update(result.found_inf)
+        if clock is not None:
+            clock.stop()
+        layers = tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else ()
+        slots = [layer.limit for layer in self._layers if layer.capacity]
+        # Whether tokens may find no slot of an expert; None: some may, and it is not known how many.
+        drops = bool(slots) if all(slots) else None
+        dropping, notes_of = sum(limit > 0 for limit in self._limits), (len(notes), check)
+        figures = (result.figures, rate, num_tokens, clock)
+        places = (self._notes.places, self._notes.pipelines)
+        return StepReport(*figures, layers, dropping, drops, notes_of, places, kept_scale)
+
+    def _load_here(self) -> list[Tensor]:
+        """This rank's addend to the rows of each expert: all tp ranks route the same, one adds them."""
+        load = self._load
+        if load is None or load.figures is None or not load.sizes:
+            return []
+        return [load.figures if self._groups.tp_rank == 0 else torch.zeros_like(load.figures)]
+
+    def _asked_here(self) -> list[Tensor]:
+        """The counts of this rank's tokens for experts that may rest."""
+        load = self._load
+        if load is None or load.asked is None or not load.num_asked:
+            return []
+        return [load.asked]
+
+    def _asked(self, sums: Tensor) -> Tensor:
+        """Of the extra sums, loss first: the counts of all tokens for experts that may rest."""
+        start = 1 + sum(len(figures) for figures in self._load_here())
+        return sums[start : start + (self._load.num_asked if self._load is not None else 0)]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this rank has held since its process began: of its GPU by PyTorch's allocator, else resident. No
+    device is waited for."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) << 10
+    except (OSError, StopIteration, ValueError):  # another system; there a child may count its parent's memory too
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return found if sys.platform == "darwin" else found << 10

@@ -1,1 +1,0 @@
-"""Continues prompts with a trained model: the command `generate`."""

@@ -1,1 +1,0 @@
-"""Measured memory of a rank, compared with the plan."""

@@ -1,0 +1,290 @@
+"""The command `memory`: start the plan's ranks, run a step, and compare measured with planned memory.
+
+parameters, gradients, optimizer    the buffers that are held          within 1 %
+whole                               full weights and gradients at once, if
+                                    ranks keep shards of them          within 3 %
+activations                         with logits: tensors that autograd saves for all microbatches in flight,
+                                    at the planned peak                within 3 %
+at the peak                         with working memory and messages: all live memory at the step's peak; reported
+                                    without a bound: the backend decides when it frees a message
+
+Of a rank that only evaluates, compared with ``Plan.evaluation_memory``:
+
+parameters      all tensors that the engine holds between calls     within 1 %
+whole           full weights at once, if ranks keep shards          within 3 %
+activations     with messages: all live memory at the peak of the
+                forwards that evaluate and score a batch            within 3 %
+keys and values that ``generate`` keeps, if it can keep them        within 1 %
+
+Memory of a rank while it runs the actions of a step, as live tensors have it:
+
+    live    all memory that was made in a forward, a backward, or for a message, and that still lives
+    kept    the part that lives between two actions, except messages in flight: tensors saved by autograd, inputs of a
+            recomputation, received values before their backward, and tensors that a backward saves for its W
+
+Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
+are not counted. Workspaces inside kernels are not seen, nor what a compiled piece makes and does not save.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.errors import PlanError
+from planner.capture.model.reference import load_to_plan, pretrained_directory
+from planner.cost.memory import MemoryRow
+from planner.frozen_plan import Plan
+from planner.lower import kept_bytes
+from planner.pipeline.schedule import Action
+from planner.spec.spec import Spec
+from planner.trace.observe import Allocations
+from runtime.compiled.requirements import check_machine
+from runtime.distributed.launch import launch
+from runtime.engine.engine import Engine
+from runtime.pipeline.executor import Executor, Step
+from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport, predicted_by_action
+from runtime.shared_plan import Planned, planned, shared
+from runtime.verify.batches import random_batch
+
+TIMEOUT_SECONDS = 1800.0
+KEPT = "keys and values"
+ALLOWED = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "activations": 0.03, "whole": 0.03, KEPT: 0.01}
+SETTLING_SECONDS = (0.005, 0.02)
+
+
+class OfRank(NamedTuple):
+    """The memory of one rank: by category, and by action of its schedule."""
+
+    rows: list[Compared]
+    actions: list[ActionMemory]
+
+
+def compare_memory(
+    model_ref: str, spec_path: str, *, evaluates: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
+) -> MemoryReport:
+    """Start the plan's ranks here, each with its part of the model, and compare one step of each with the plan.
+
+    ``evaluates``: an evaluation instead, by engines that hold nothing for training.
+    Raises PlanError for bad input, RankError when a rank fails.
+    """
+    spec = Spec.load(spec_path)
+    check_machine(spec)
+    made = planned(load_to_plan(model_ref, spec.seed), spec)
+    rows = made.plan.evaluation_memory() if evaluates else made.plan.memory
+    peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in rows)
+    world_size, given = made.plan.mesh.world_size, (model_ref, spec_path, evaluates)
+    if world_size == 1:
+        found = [memory_of_rank(*given, made=made)]
+    else:
+        with shared(made.plan) as file:
+            del made  # with the model: each rank builds its own
+            found = launch(memory_of_rank, world_size, *given, file, timeout_seconds=timeout_seconds)
+    compared = tuple(row for rank in found for row in rank.rows)
+    return MemoryReport(compared, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
+
+
+def memory_of_rank(
+    model_ref: str, spec_path: str, evaluates: bool = False, file: str | None = None, made: Planned | None = None
+) -> OfRank:
+    """This rank's part, on the CPU or the device that the launcher gave it. ``file``: of the launcher's plan;
+    ``made``: the plan, if this process has it."""
+    spec = Spec.load(spec_path)
+    made = made or planned(load_to_plan(model_ref, spec.seed), spec, file)
+    made.model, decided, weights = None, made.plan, pretrained_directory(model_ref)
+    if evaluates:
+        return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0), weights), [])
+    return measured(decided, [random_batch(spec, decided, seed) for seed in range(2)], weights)
+
+
+def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path | None = None) -> OfRank:
+    """The memory of this rank in the second step; libraries allocate lasting state in the first.
+
+    ``weights``: a directory that the engine reads first.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    with Engine(decided) as engine:
+        if weights is not None:
+            engine.load_pretrained(weights)
+        engine.train_step(batches[0])
+        outside = held_tensors(engine)
+        watch = MemoryWatch(engine.executor, outside)
+        engine.executor.around = watch.around
+        engine.train_step(batches[1])
+        row = decided.memory[engine.mesh.pp_rank]
+        order = decided.schedule.orders[row.pp_rank]
+        moments = watch.moments[-len(order) :]  # an audit evaluates before the step: forwards that keep nothing
+        buffers = engine.optimizer.measured_bytes()
+        found = {
+            "parameters": buffers["parameters"] + registered_bytes(engine),
+            "gradients": buffers["gradients"],
+            "optimizer": buffers["optimizer"] + buffers["main_parameters"] + buffers["main_gradients"],
+        }
+        rows = [Compared(rank, name, getattr(row, name), size, ALLOWED[name]) for name, size in found.items()]
+        there = next(moment for moment in moments if moment.action == row.peak)
+        saved, live = row.activations + row.logits, max(moment.live for moment in moments)
+        rows.append(Compared(rank, "activations", saved, there.kept, ALLOWED["activations"]))
+        rows.append(Compared(rank, "at the peak", saved + row.working + row.communication, live))
+        held = engine.optimizer.buffers
+        rows += _whole(rank, row, held.weights.most_bytes + held.scattered.most_bytes)
+        kept = predicted_by_action(row.of_microbatch, order)
+        actions = [ActionMemory(rank, row.pp_rank, m.action, kept.get(m.action), m.kept, m.live) for m in moments]
+        return OfRank(rows, actions)
+
+
+def held_tensors(engine: Engine) -> list[Tensor]:
+    """The tensors that outlast a step: weights, gradient buffers, the model's own buffers and constants."""
+    modules = [stage.module for stage in engine.program.stages]
+    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    for buffer in engine.optimizer.buffers.buffers:
+        found += [*buffer.kept_parameters, *buffer.kept_gradients]
+        found += [tensor for bucket in buffer.buckets for tensor in (bucket.parameters, bucket.gradients)]
+    return found
+
+
+def registered_bytes(engine: Engine) -> int:
+    """Buffers, constants and the frozen parameters that no gradient buffer holds, each memory once in a stage."""
+    laid_out = _sizes(tensor for buffer in engine.optimizer.buffers.buffers for tensor in buffer.kept_parameters)
+    total = 0
+    for stage in engine.program.stages:
+        own = [*stage.module.buffers(), *(p for p in stage.module.parameters() if not p.requires_grad)]
+        total += sum(size for memory, size in _sizes(own).items() if memory not in laid_out)
+    return total
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each memory, by its address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def _whole(rank: int, row: MemoryRow, most: int) -> list[Compared]:
+    """Full weights and gradients, if ranks keep shards of them."""
+    return [Compared(rank, "whole", row.whole, most, ALLOWED["whole"])] if row.whole or most else []
+
+
+def measured_evaluation(decided: Plan, batch: dict[str, Tensor], weights: Path | None = None) -> list[Compared]:
+    """The rows of this rank, on the CPU or the device that the launcher gave it. ``weights``: a directory that the
+    engine reads first."""
+    rank = int(os.environ.get("RANK", "0"))
+    with Engine(decided, mode="evaluate") as engine:
+        if weights is not None:
+            engine.load_pretrained(weights)
+        engine.evaluate(batch)
+        row = decided.evaluation_memory()[engine.mesh.pp_rank]
+        most = _live(engine, engine.executor, batch)
+        with suppress(PlanError):  # of a loss that gives no label a probability
+            most = max(most, _live(engine, engine.scoring_executor(batch), batch, scores=True))
+        rows = [
+            Compared(rank, "parameters", row.parameters, held_bytes(engine), ALLOWED["parameters"]),
+            Compared(rank, "activations", row.activations + row.communication, most, ALLOWED["activations"]),
+            *_whole(rank, row, engine.optimizer.buffers.weights.most_bytes),
+        ]
+        with suppress(PlanError):  # no token can be generated, or nothing be kept: the same on every rank
+            kept = kept_bytes(decided)[engine.mesh.pp_rank]
+            rows.append(Compared(rank, KEPT, kept, engine.kept_bytes(), ALLOWED[KEPT]))
+        return rows
+
+
+def held_bytes(engine: Engine) -> int:
+    """Bytes of all tensors that an engine keeps between calls: weights, buffers, gradients, optimizer state."""
+    state = engine.optimizer.measured_bytes()
+    return sum(_sizes(held_to_evaluate(engine)).values()) + sum(state.values()) - state["parameters"]
+
+
+def held_to_evaluate(engine: Engine) -> list[Tensor]:
+    """The tensors that outlast a call; full weights of which ranks keep shards have no memory between calls."""
+    modules = [stage.module for stage in engine.program.stages]
+    gathered = {id(p) for b in engine.optimizer.buffers.buffers for s in b.slots.values() for p in s.parameters}
+    found = [t for m in modules for t in (*m.parameters(), *m.buffers()) if id(t) not in gathered]
+    return found + [t for buffer in engine.optimizer.buffers.buffers for t in buffer.kept_parameters]
+
+
+def _live(engine: Engine, executor: Executor, batch: dict[str, Tensor], *, scores: bool = False) -> int:
+    weights = [t for stage in executor.stages for t in (*stage.module.parameters(), *stage.module.buffers())]
+    for buffer in engine.optimizer.buffers.buffers:
+        weights += [bucket.parameters for bucket in buffer.buckets]
+    watch = MemoryWatch(executor, [*weights, *held_to_evaluate(engine)])
+    before, executor.around = executor.around, watch.around
+    if scores:
+        engine.score(batch)
+    else:
+        engine.evaluate(batch)
+    executor.around = before
+    return max(moment.live for moment in watch.moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes while an action ran: ``kept`` for all microbatches in flight, its own among them; ``live`` at its peak."""
+
+    action: str
+    kept: int
+    live: int
+
+
+class MemoryWatch:
+    """Owns the ``moments`` of a step, one for each action."""
+
+    def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
+        """``outside``: tensors that are not counted; microbatches are not either."""
+        self.executor = executor
+        self.moments: list[Moment] = []
+        self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
+        self._allocations = Allocations(self._outside.values(), settling=SETTLING_SECONDS[0])
+        self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
+        gc.collect()
+        gc.freeze()  # so that later collections are fast
+
+    @contextmanager
+    def around(self, action: Action, step: Step) -> Iterator[None]:
+        self._allocations.know(t for microbatch in step.microbatches for t in microbatch.values())
+        before = self._kept() if action.kind != "F" else 0
+        self._allocations.peak = 0
+        with self._allocations, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+        kept = before if action.kind != "F" else self._kept()
+        self.moments.append(Moment(str(action), kept, max(self._allocations.peak, self._allocations.live)))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._outside:
+            self._saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return tensor
+
+    def _kept(self) -> int:
+        """The smallest of a few readings: gloo's thread holds the tensor of a collective a moment longer than its work
+        is waited for."""
+        gc.collect()  # of Python's cycles nothing is kept
+        readings = [self._held_bytes()]
+        for seconds in SETTLING_SECONDS:
+            time.sleep(seconds)
+            readings.append(self._held_bytes())
+        return min(readings)
+
+    def _held_bytes(self) -> int:
+        """A message that is saved too, as a value that the next stage gets, is kept."""
+        known = self._allocations.known
+        saved = {m: size for m, (storage, size) in self._saved.items() if not storage.expired() and m not in known}
+        living = saved | self._allocations.living  # of compiled pieces only saved tensors are seen
+        saved = set(saved)
+        for of_microbatch in self.executor.in_flight:
+            saved |= {t.untyped_storage()._cdata for t in of_microbatch.received}
+        holders = Counter(t.untyped_storage()._cdata for t in self.executor.transport.buffers)
+        under_way = {memory for memory, count in holders.items() if not _is_held(memory, count)} - saved
+        return sum(size for memory, size in living.items() if memory not in under_way)
+
+
+def _is_held(memory: int, num_buffers: int) -> bool:
+    """Whether it has a reference besides the message buffers and Python's own object: an input of a recomputation."""
+    return torch._C._storage_Use_Count(memory) > num_buffers + 1

@@ -1,0 +1,44 @@
+"""Attention spelled out computes what the fused op does: seen where both drop nothing, in an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.base import RankProgram
+from passes.program.ops.aten import aten
+from planner import plan
+from tests.models.families import build
+from tests.tools.simulated_mesh import run_mesh, spec_of
+
+WAYS = ["causal", "booleans", "numbers", "groups", "time_first"]
+
+
+def evaluates(program: RankProgram) -> None:
+    program.random.training = False
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_without_dropout_it_is_the_fused_op(way: str):
+    name = f"dropping:{way}"
+    batch = build(name).batch(2, 0)
+    ran = run_mesh(lambda: build(name).model.train(), batch, {}, change=evaluates, dropout="layout_invariant")
+    model = build(name).model.eval()
+    loss = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-12, atol=0)
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(ran.gradients[parameter], value.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_attention_that_draws_is_left(way: str):
+    entry = build(f"dropping:{way}")
+    made = plan(entry.model.train(), spec_of(entry.batch(2, 0), {}, dropout="layout_invariant"))
+    assert made.decisions is not None
+    graph = made.decisions.program.graph.graph
+    assert not graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    drawing = graph.find_nodes(op="call_function", target=aten.dropout.default)
+    assert [node.meta["draw"].site for node in drawing] == list(range(len(drawing)))
