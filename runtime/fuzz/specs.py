@@ -245,8 +245,8 @@ def _fit_experts(found: Choices, facts: Facts) -> None:
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
     """The spec as a dict for ``Spec.load``. ``base``: the given keys, with ``inputs``; they take precedence."""
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
-    size = chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
-    values["batch.global"] = size if facts.global_size is None else facts.global_size
+    given = facts.global_size
+    values["batch.global"] = given or chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
     values["pipeline.split"] = split_of(chosen, facts)
     if values["precision.parameters"] == "bfloat16":
         values["precision.parameters"] = chosen[HALF]

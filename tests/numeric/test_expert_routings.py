@@ -215,7 +215,13 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
 
     mesh = FOLDINGS[folding]
     make, batch = maker(way, drawn(4), 2, freeze), batch_of(ids(2 * mesh.get("dp", 1), 4))
-    check(make, batch, mesh)
+    if (
+        way is loop and which == "some of them" and mesh.get("etp", 1) > 1
+    ):  # its ranks of ep share one list of collectives
+        with pytest.raises(PlanError, match="train all weights of every expert"):
+            check(make, batch, mesh)
+    else:
+        check(make, batch, mesh)
 
 
 @pytest.mark.covering(1, pairs=2)

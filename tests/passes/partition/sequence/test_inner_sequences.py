@@ -98,7 +98,7 @@ def test_a_few_rows_joined_to_a_sequence_are_whole_beside_a_part_of_it(name: str
 
 def test_in_bfloat16_it_rounds_no_more_than_one_process() -> None:
     batch = build("5 tokens and an image").batch(4, 5)
-    close_in_half(lambda: build("5 tokens and an image").model, batch, {"cp": 2}, torch.bfloat16, torch.float64)
+    close_in_half(lambda: build("5 tokens and an image").model, [batch], {"cp": 2}, torch.bfloat16, torch.float64)
 
 
 def test_text_that_is_more_than_half_of_the_patches_is_refused() -> None:

@@ -104,7 +104,7 @@ def test_the_recurrence_between_chunks_is_computed_in_full_as_the_plan_says_with
 @pytest.mark.parametrize("chunks", [4, 3])
 def test_in_bfloat16_a_scan_rounds_no_more_than_one_process(chunks):
     spelling = Spelling(mixing=f"scan of {chunks} chunks")
-    close_in_half(lambda: build(spelling), batch(), {"cp": 2}, torch.bfloat16, torch.float64)
+    close_in_half(lambda: build(spelling), [batch()], {"cp": 2}, torch.bfloat16, torch.float64)
 
 
 def test_products_of_a_sequence_that_became_too_long_to_divide_are_refused_with_their_line():
