@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from hypothesis import Phase, assume, given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planner import PlanError, plan
+from planner import PlanError
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
 from tests.tools.examples import examples
-from tests.tools.simulated_mesh import Batch, Ran, counted, run_mesh, spec_of
+from tests.tools.simulated_mesh import Batch, Ran, counted, run_mesh
 
 FOLDINGS: dict[str, dict[str, int]] = {
     "ep2·dp2": {"dp": 2, "ep": 2},
@@ -154,21 +154,11 @@ def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("top_k", [1, 2])
 @OVER
-def test_one_token_a_rank(folding: str, top_k: int) -> None:
+@WAYS
+def test_one_token_a_rank(way: Experts, folding: str, top_k: int) -> None:
     """Where it makes one row alone, some rank of tp has none to send."""
     mesh = FOLDINGS[folding]
-    check(maker(loop, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 1)), mesh)
-
-
-@pytest.mark.thorough
-@OVER
-def test_one_token_a_rank_with_stacks(folding: str) -> None:
-    """One row alone is refused: a dim of one says nothing about what it counts."""
-    mesh = FOLDINGS[folding]
-    one = batch_of(ids(mesh.get("dp", 1), 1))
-    check(maker(stacks, drawn(4), 2), one, mesh)
-    with pytest.raises(PlanError, match="cannot be distributed over ep"):
-        plan(maker(stacks, drawn(4), 1)(), spec_of(one, mesh))
+    check(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 1)), mesh)
 
 
 @pytest.mark.thorough
@@ -248,7 +238,6 @@ def test_any_routing(
     way: Experts, folding: str, sizes: tuple[int, int], rows: int, length: int, spread: float, seed: int
 ) -> None:
     num_experts, top_k = sizes
-    assume(way is loop or rows * length * top_k > 1)  # one row alone: above
     mesh = FOLDINGS[folding]
     make = maker(way, drawn(num_experts, spread, seed), top_k)
     check(make, batch_of(ids(rows * mesh.get("dp", 1), length)), mesh)
