@@ -1,6 +1,7 @@
 """One numbering of experts: the dims of the graph that count it, from the scores of its router on.
 
     chosen = topk(scores, k).indices        ids; so are their reshapes, sorted ones, concatenations
+    chosen = table[tokens]                  too, if they pick the weights: scores.gather(-1, chosen)
     one_hot(ids, E), histc(ids, E), scatter(…[.., E], dim, ids), W[ids], ids == arange(E)      a dim of experts
     grouped_mm(rows, W, ends) with ends [E] that are computed of ids                              too
 
@@ -74,7 +75,7 @@ class Space:
 def spaces(graph: fx.Graph) -> list[Space]:
     """One for each router; whether it has experts is decided later."""
     known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
-    for node, dim, chosen in _selections(graph):
+    for node, dim, chosen in (*_selections(graph), *_given(graph)):
         scores = node.all_input_nodes[0]
         size = shape_of(scores)[dim]
         root = _root(known, scores, dim, size)
@@ -150,6 +151,23 @@ def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]
         found = [node] if is_alone else [n for n in node.users if n.target is getitem and n.args[1] == 1]
         if found and shape and is_float(node.all_input_nodes[0]) and shape[int(given["dim"]) % len(shape)] > 1:
             yield node, int(given["dim"]) % len(shape), found
+
+
+def _given(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
+    """(call, dim, [numbers]) of calls that pick scores by numbers that no score decided, but integers of the batch:
+    those of a table of tokens, say."""
+    inputs = [n for n in graph.find_nodes(op="placeholder") if not is_parameter(n) and not n.meta.get("known")]
+    of_batch = set(walk(inputs, readers, into=_is_of_integers))
+    for node in graph.nodes:
+        if packet_of(node.target) is aten.gather:
+            scores, dim, numbers = node.args[:3]
+            shape = shape_of(scores)
+            if numbers in of_batch and is_float(scores) and scores.meta["grad"] and shape[dim % len(shape)] > 1:
+                yield node, dim % len(shape), [base(numbers)]
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    return node.op != "output" and not any(map(is_float, (node, *node.all_input_nodes)))
 
 
 def _spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:

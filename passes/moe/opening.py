@@ -60,7 +60,7 @@ class Opening:
         self.num_here, self.alone = layer.num_experts // ep, mesh is None
         self.program, self.graph, self.layer = program, program.graph.graph, layer
         self.apart = _apart_from(program, layer, layers)
-        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)
 
     def run(self) -> ExpertLayer:
         raise NotImplementedError

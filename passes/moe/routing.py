@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
+from passes.moe.ties import is_float
 from passes.program.known_values import is_made_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import BEST, FILLED, RESHAPES
-from passes.program.walks import in_order
+from passes.program.walks import in_order, operands, walk
 from passes.rules.flops import node_flops
 
 TRIALS = 3
@@ -27,11 +28,12 @@ FLOPS = 1 << 34  # of a trial for figures only
 
 
 class Routing:
-    """Choices ``chosen`` of ``size`` experts, each of all tokens. Owns: the random ones that were tried, and which of
-    the values that were asked for depend on the choices."""
+    """Choices ``chosen`` of ``size`` experts, each of all tokens; ``per_token``: of all of them together, 0 if experts
+    take tokens. Owns: the random ones that were tried, and which of the values that were asked for depend on the
+    choices."""
 
-    def __init__(self, size: int, chosen: list[fx.Node]) -> None:
-        self.size, self.chosen = size, chosen
+    def __init__(self, size: int, chosen: list[fx.Node], per_token: int) -> None:
+        self.size, self.chosen, self.per_token = size, chosen, per_token
         self._asked, self._dependent = set[fx.Node](), set(chosen)
         self.num_rows = sum(n.meta["val"].numel() for n in chosen)
 
@@ -104,7 +106,14 @@ class Routing:
     @cached_property
     def is_of_many(self) -> bool:
         """Whether the last dim of the choices counts them; max and argmax make one a token, with no dim for it."""
+        if not self.are_scored:
+            return self.per_token > 1
         return packet_of(self.choice.target) is aten.topk or bool(named(self.choice).get("keepdim"))
+
+    @cached_property
+    def are_scored(self) -> bool:
+        """Whether scores decide; other choices may be of one expert twice, as a table of tokens says."""
+        return any(map(is_float, walk(self.chosen, operands, stop=is_float)))
 
     @cached_property
     def are_distinct(self) -> bool:
@@ -158,7 +167,8 @@ class Routing:
 
     @cached_property
     def _trials(self) -> list[list[Tensor]]:
-        return _choices(self.size, tuple((shape_of(n), n.meta["val"].dtype) for n in self.chosen))
+        shapes = tuple((shape_of(n), n.meta["val"].dtype) for n in self.chosen)
+        return _choices(self.size, shapes, self.are_scored)
 
     @property
     def _skewed(self) -> list[list[Tensor]]:
@@ -176,10 +186,18 @@ class Routing:
 
 
 @lru_cache(maxsize=4)  # layers of one model are alike
-def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> list[list[Tensor]]:
-    """Choices in which a token has no expert twice; in the last trial, some experts have no token."""
+def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...], distinct: bool) -> list[list[Tensor]]:
+    """Choices in which a token has no expert twice, if they are ``distinct``; in the last trial, some experts have no
+    token."""
     generator = torch.Generator().manual_seed(0)
-    return [[_drawn(size, *kind, generator, trial == TRIALS - 1) for kind in chosen] for trial in range(TRIALS)]
+    drawn = _drawn if distinct else _drawn_apart
+    return [[drawn(size, *kind, generator, trial == TRIALS - 1) for kind in chosen] for trial in range(TRIALS)]
+
+
+def _drawn_apart(
+    size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, some: bool
+) -> Tensor:
+    return torch.randint(max(size // 2, 1) if some else size, shape, generator=generator, dtype=dtype)
 
 
 def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, some: bool) -> Tensor:

@@ -24,7 +24,7 @@ from torch import fx
 
 from passes.partition.batch.align_exports import TwoCaptures
 from passes.partition.batch.mixing import mixes
-from passes.partition.loss.counts import MOST_SUMS, input_only
+from passes.partition.loss.counts import MOST_SUMS, input_only, places_rows
 from passes.partition.loss.kinds import (
     LOOSE,
     MEAN,
@@ -110,6 +110,7 @@ class Typing(Joins):
             and 0 < val.numel() <= MOST_SUMS
             and bool(self._from_inputs.get(node.name))
             and node not in self._counted
+            and not places_rows(node)
         )
 
     def _settled(self, node: fx.Node, kind: Kind) -> Kind:

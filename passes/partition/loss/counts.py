@@ -28,11 +28,12 @@ from torch import fx
 from passes.canonical.products import NOTHING_IGNORED
 from passes.moe.domain import bare
 from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
-from passes.program.ops.aten import arguments, aten, named, packet_of
-from passes.program.ops.groups import MOVES, PLACING
+from passes.program.ops.aten import arguments, aten, named, packet_of, tensors_of
+from passes.program.ops.groups import LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data
 from passes.program.program import Program
 from passes.program.walks import ancestors, operands, walk
+from passes.program.weights import is_weight
 
 MOST_SUMS = 64  # elements of a count that is no scalar
 
@@ -138,6 +139,25 @@ def input_only(program: Program) -> dict[str, bool]:
         elif node.op == "call_function" and all(n.name in found for n in node.all_input_nodes):
             found[node.name] = any(found[n.name] for n in node.all_input_nodes)
     return found
+
+
+def places_rows(count: fx.Node) -> bool:
+    """Whether integers made of it say where rows of the microbatch stand, as the ends of each expert's rows: the counts
+    of the global batch do not."""
+
+    def is_read(node: fx.Node, value: fx.Node) -> bool:
+        if is_grouped(node.target):
+            return value in node.args[2:]
+        given, table = named(node) if node.target in LOOKUPS | PLACING else {}, node.all_input_nodes[0]
+        index = given.get("index", given.get("indices"))
+        is_of_rows = table.op == "call_function" and not is_weight(table)
+        return is_of_rows and value in (index if isinstance(index, list | tuple) else [index])
+
+    def is_integer(node: fx.Node) -> bool:
+        return node.op == "call_function" and not any(x.dtype.is_floating_point for x in tensors_of(node))
+
+    made = walk([count], lambda n: n.users, into=is_integer)
+    return any(user.op == "call_function" and is_read(user, n) for n in made for user in n.users)
 
 
 NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")

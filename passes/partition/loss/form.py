@@ -22,7 +22,7 @@ from passes.partition.batch.mixing import (
     may_run_along,
     mixes_along_a_dim,
 )
-from passes.partition.loss.counts import input_only
+from passes.partition.loss.counts import input_only, places_rows
 from passes.partition.loss.kinds import (
     ROWS,
     SHARE,
@@ -75,7 +75,7 @@ def kinds_by_form(
         if node.target in CROSS_ENTROPIES and not counts_inputs(node, from_inputs):
             kinds[node] = unknown
         is_scalar = isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].dim() == 0
-        if kinds[node].name == SHARE and from_inputs.get(node.name) and is_scalar:
+        if kinds[node].name == SHARE and from_inputs.get(node.name) and is_scalar and not places_rows(node):
             kinds[node] = whole
             counts.append(node)
     return kinds, counts

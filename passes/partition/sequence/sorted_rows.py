@@ -47,7 +47,7 @@ def sort_plainly(program: Program, experts: Experts) -> Sorted:
     """Rewrite ``program`` at each layer with rows that are sorted by expert."""
     found: dict[fx.Node, str] = {}
     for layer in experts.layers:
-        routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen])
+        routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)
         if layer.dispatch is Dispatch.OFFSETS and len(routing.chosen) == 1:
             _Layer(program, routing, program.node(layer.combined), found).rewrite()
     program.graph_changed()

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from passes.moe.find import find_experts
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.program.program import Program
-from tests.models import experts, hugging_face, routers, selected_rows
+from tests.models import experts, hashed_experts, hugging_face, routers, selected_rows, sorted_experts
 from tests.models.hugging_face import MOE
 from tests.tools.captured import capture
 from tests.tools.captures import program_again
@@ -323,6 +323,17 @@ def test_what_is_not_understood_is_told_with_its_line(layer: Callable[[], nn.Mod
 
 
 # ---- routers
+
+
+@pytest.mark.parametrize("numbers", hashed_experts.NUMBERS, ids=lambda n: n.__name__)
+def test_numbers_of_tokens_choose_experts_and_labels_none(numbers: hashed_experts.Numbers):
+    """Scores are picked for experts and for labels."""
+    found = find_experts(capture(hashed_experts.Hashing(numbers, sorted_experts.by_places), experts.batch()))
+    assert found.doubts == ()
+    (layer,) = found.layers
+    assert (layer.num_experts, layer.top_k) == (4, 1 if numbers is hashed_experts.of_one else 2)
+    assert layer.router == ("p_layer_gate_weight",)
+    assert layer.chosen == ("remainder" if numbers is hashed_experts.computed else "index",)
 
 
 @pytest.mark.sampled(3)
