@@ -1,9 +1,6 @@
 """A save as a Hugging Face directory, and back, without a launch.
 
-Out: one tensor in memory at a time, without the model. A run copies the files beside a model's weights (tokenizer,
-template, generation config, configs of processors) once, by content, to the folder ``files`` beside its saves, and from
-there into each directory that it exports. Of samples with labels, those in the token file come first: their template
-and end tokens are trained on.
+Out: one tensor in memory at a time, without the model.
 
 Back: weights alone, from which any layout and optimizer begins.
 
@@ -15,7 +12,6 @@ casts them as it reads them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +27,7 @@ from planner.capture.model.assembly import Assembly, sources
 from planner.capture.model.hub_format import HubFormat, hub_format
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.reference import load_model
-from planner.files.text import MIB, is_directory, is_file, parse_json, read_bytes, read_json, shorten, writing
+from planner.files.text import is_file, read_json, writing
 from planner.progress import shown_if_slow
 from planner.ranks import DEFAULT_ORDER
 from planner.sharding.boxes import Box
@@ -62,19 +58,14 @@ from runtime.checkpoint.manifest import (
     draft,
     write_manifest,
 )
+from runtime.checkpoint.model_files import FOLDER, keep_files, model_files
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece, completed, write_pieces
 from runtime.checkpoint.pretrained_load import Described, Found, check_equal, dtype_of, find_in, whole_of
 from runtime.checkpoint.pretrained_save import write_directory
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.checkpoint.saves import check_average, owned, saves_in, write_latest
 from runtime.checkpoint.weight_files import WeightFiles
-from runtime.data.token_file import files_in, is_token_file
 
-FOLDER = "files"
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_OF_WEIGHTS = (".index.json", "adapter_config.json", "config.json", "trainer_state.json")  # of what is trained
-_KEPT = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json")
-_MOST_BYTES = 256 * MIB
 BUCKET_BYTES = 512 << 20
 STEP = 0
 _TEXTS = ("config.json", "generation_config.json")
@@ -133,63 +124,6 @@ def _kind(tensor: TensorEntry) -> str:
     return "buffer" if "buffer" in tensor.values else "parameter"
 
 
-def model_files(reference: str, sources: Iterable[str]) -> dict[str, bytes]:
-    """Of the directory of ``hf:DIR``, and of the token files among ``sources``. Raises PlanError."""
-    directory = Path(reference.removeprefix("hf:"))
-    found = _in(directory) if reference.startswith("hf:") and is_directory(directory) else {}
-    for source in sources:
-        if is_token_file(Path(source)):
-            found |= {name: text for name, text in files_in(Path(source)).items() if name != "config.json"}
-    return {name: _plain(name, content) for name, content in found.items()}
-
-
-def files_of_run(save: Path) -> dict[str, bytes]:
-    """Those that the run of a save keeps."""
-    folder = save.parent / FOLDER
-    return _in(folder) if is_directory(folder) else {}
-
-
-def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    for name, content in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-def told_of(files: Mapping[str, bytes], directory: str) -> str:
-    """A line if an export has no tokenizer; empty otherwise."""
-    if any(name.startswith(("tokenizer", "vocab")) for name in files):
-        return ""
-    return f"{shorten(directory)} has no tokenizer: neither MODEL nor the data names a directory with one"
-
-
-def _in(directory: Path) -> dict[str, bytes]:
-    """Texts and data alone: no code, no pickles, no weights, and no link that leads out of the directory. A snapshot in
-    the Hub's cache links all of its files to ``blobs`` of the same repository.
-    """
-    root, found = directory.resolve(), {}
-    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
-        is_asked = path.suffix in _SUFFIXES and (path.name in _KEPT or not path.name.endswith(_OF_WEIGHTS))
-        if is_asked and path.is_file() and any(path.resolve().is_relative_to(each) for each in roots):
-            name = str(path.relative_to(directory))
-            found[name] = read_bytes(path, name, most_bytes=_MOST_BYTES)
-    return found
-
-
-def _plain(name: str, content: bytes) -> bytes:
-    """Without the names of code that is not copied."""
-    if not name.endswith(".json") or b'"auto_map"' not in content:
-        return content
-    try:
-        value = parse_json(content.decode())
-    except ValueError:
-        return content
-    if isinstance(value, dict):
-        value.pop("auto_map", None)
-    return json.dumps(value, indent=2, ensure_ascii=False).encode()
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A part of a tensor of the save: its kind, and the tensors of the files with its values."""
@@ -244,6 +178,7 @@ def import_weights(
                 loss_scale=None,
                 texts=texts,
                 stored_names=json_of_names(stored),
+                model_files=keep_files(model_files(f"hf:{directory}", ()), run / FOLDER),
                 extra={},
             )
             names = [(each.name, aliases.get(each.name, ())) for each in tensors]

@@ -31,9 +31,9 @@ from runtime.checkpoint.safetensors_files import read_small
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
 WITH_NAMES = 4
-_READ = (1, 2, 3, VERSION)  # 1: without lines; 2: without adapters; 3: without names of files
+_READ = (1, 2, 3, VERSION)  # 1: without lines; 2: without adapters; 3: without names and files of the Hub
 MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
-_LATER = {"meshwright", "line", "adapters", "stored_names"}  # fields that earlier versions lack
+_LATER = {"meshwright", "line", "adapters", "stored_names", "model_files"}  # fields that earlier versions lack
 _MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
@@ -61,6 +61,15 @@ class FileEntry(_Strict):
     """One file of a rank: its size and the checksum of all its bytes."""
 
     name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
+    bytes: Size
+    checksum: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class ModelFile(_Strict):
+    """A file beside the model's weights (runtime.checkpoint.model_files): a tokenizer, say. No path is made of its
+    name."""
+
+    name: Annotated[str, Field(max_length=600)]
     bytes: Size
     checksum: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -116,6 +125,7 @@ class Manifest(_Strict):
 
     ``meshwright``: the version that wrote it, "" before 0.2.0.
     ``stored_names``: how files of the Hub are made of these tensors, unless they are the same (hub_names).
+    ``model_files``: those that the run keeps beside its saves.
     ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
     """
 
@@ -136,6 +146,7 @@ class Manifest(_Strict):
     texts: dict[Literal["config.json", "generation_config.json"], JsonValue]
     adapters: AdaptersEntry | None = None
     stored_names: dict[str, JsonValue] = Field(default_factory=dict)
+    model_files: Annotated[tuple[ModelFile, ...], FailFast()] = ()
     extra: dict[str, JsonValue]
 
     @property

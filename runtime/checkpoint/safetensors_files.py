@@ -287,6 +287,7 @@ def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
     with opened(path) as file:
         while count := file.readinto(chunk):  # pyright: ignore[reportAttributeAccessIssue]
             digest.update(chunk[:count])
+            see_bytes(count)
     if digest.hexdigest() != checksum:
         raise PlanError(
             f"{path.name} is damaged or belongs to another save: its checksum does not match",

@@ -32,6 +32,7 @@ from runtime.checkpoint.manifest import (
     Axis,
     LossScaleEntry,
     Manifest,
+    ModelFile,
     OptimizerEntry,
     draft,
     json_of,
@@ -86,8 +87,9 @@ def content_of(
 
 
 class Saver:
-    """Owns: the line that saves continue, the group over which ranks agree about saves, the host memory of saves in the
-    background, and the thread of the one that is under way. Only the line of rank 0 counts.
+    """Owns: the line that saves continue, the files of the run that they list, the group over which ranks agree about
+    saves, the host memory of saves in the background, and the thread of the one that is under way. Only the line and
+    the files of rank 0 count.
 
     The group is one of its own, since the thread's exchanges must not mix with those of the steps; and patient, since
     one rank's disk may be slower than another's by more than the engine's timeout.
@@ -95,6 +97,7 @@ class Saver:
 
     def __init__(self, groups: Groups) -> None:
         self.line = Line.new()
+        self.model_files: tuple[ModelFile, ...] = ()
         self.staging = Staging.on(groups.device)
         self._engine_groups = groups
         self._groups: Groups | None = None
@@ -119,6 +122,7 @@ class Saver:
         # Without patience: nothing is written yet, and a rank that a callback holds is named in the usual time.
         with agreed(self._engine_groups), _told(directory):
             content = content_of(state, step, self.line, json_of(extra), None if wait else self.staging)
+            content = replace(content, manifest=content.manifest.model_copy(update={"model_files": self.model_files}))
         write = partial(self._write, self.groups, Path(directory).absolute(), content)
         if wait:
             write()

@@ -2,18 +2,19 @@
 
 FP8     w [.., r, c]             w_scale_inv [.., ⌈r / b0⌉, ⌈c / b1⌉]     a block has one, the last are shorter
                                  w_scale [r] or [r, 1], [1] or []         a row has one, or the tensor
+                                 w_scale [r, c / g]                       g values of a row have one
 FP4     w [.., r, c / 2]         scale [.., r, c / 32]                    two values a byte, the lower half is the first
 MXFP4   w_blocks [.., r, c / 32, 16]    w_scales [.., r, c / 32]          w is [.., c, r]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -184,15 +185,33 @@ def _quantised(values: StoredTensor, scale: StoredTensor, settings: Mapping[str,
         fits = fits and shape[-1] % _GROUP == 0
     elif fits:
         size = shape[-2] if prod(scale.shape) == 1 else 1
-        blocks = [(size, shape[-1]), settings.get("weight_block_size") or (0, 0)]
-    for rows, columns in blocks if fits else ():
-        found = Quantised(values, scale, tuple(shape), (rows, columns)) if rows and columns else None
-        whole = found is not None and columns == shape[-1] and scale.shape in ((), (1,), tuple(shape[:-1]))
-        if found is not None and (whole or scale.shape == found.grid):
+        blocks = [(size, shape[-1]), *_blocks(settings)]
+    for block in blocks if fits else ():
+        found = Quantised(values, scale, tuple(shape), block)
+        whole = block[1] == shape[-1] and scale.shape in ((), (1,), tuple(shape[:-1]))
+        if whole or scale.shape == found.grid:
             return found
     raise _refused(
         scale, f"has shape {list(scale.shape)}, which fits neither rows nor blocks {list(blocks[-1])} of {values.name}"
     )
+
+
+def _blocks(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Those that config.json names: of all weights, or of groups of modules, as compressed-tensors does."""
+    groups = settings.get("config_groups")
+    held = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is_dict(groups) else []
+    named = [settings.get("weight_block_size")]
+    for weights in filter(_is_dict, held):
+        named += [weights.get("block_structure"), [1, weights.get("group_size")]]
+    return [(block[0], block[1]) for block in named if _is_block(block)]
+
+
+def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_block(value: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
 
 
 def _float(scale: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli import write_text
+from planner.progress import say, shown_if_slow
 
 if TYPE_CHECKING:
     from runtime.checkpoint.manifest import Manifest
@@ -39,12 +40,16 @@ def export_command(
 
 def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> None:
     """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
-    from runtime.checkpoint.conversion import export, files_of_run, write_files
+    from runtime.checkpoint.conversion import export
+    from runtime.checkpoint.model_files import files_of_run, told_of_changes, write_files
     from runtime.checkpoint.saves import resolve, verify
 
     save = resolve(run)
-    manifest = verify(save)
+    with shown_if_slow(f"verifying {save.name}"):
+        manifest = verify(save)
     export(save, manifest, directory, averaged=ema, names=names)
+    for told in told_of_changes(save, manifest):
+        say(told)
     write_files(files_of_run(save), directory)
     write_text(f"{save} → {directory}{_told_of_adapters(manifest)}{_told_of_dtypes(manifest)}")
 

@@ -111,7 +111,7 @@ def _prompts(
 
 def _tokenizer_of_run(load: str | None) -> str | None:
     """The directory that the run of a save keeps its tokenizer in, if it has one. Raises PlanError for no save."""
-    from runtime.checkpoint.conversion import FOLDER
+    from runtime.checkpoint.model_files import FOLDER
     from runtime.checkpoint.saves import resolve
 
     directory = None if load is None else resolve(Path(load)).parent / FOLDER

@@ -22,7 +22,7 @@ from passes.partition.batch.id_ranges import IdRange
 from passes.partition.loss.scored import Scored
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
-from runtime.checkpoint.conversion import write_files
+from runtime.checkpoint.model_files import write_files
 from runtime.data.batches import BatchLayout
 from runtime.data.text.encoders import ByteEncoder, TokenizerFile
 from runtime.data.token_batches import OF_IDS, length_of, roles_of

@@ -20,7 +20,7 @@ from passes.errors import PlanError
 from planner.capture.model.reference import OPTION, adapter_directory, pretrained_directory
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
-from runtime.checkpoint.conversion import FOLDER, model_files, told_of, write_files
+from runtime.checkpoint.model_files import FOLDER, keep_files, model_files, told_of, write_files
 from runtime.data.stream import Stream
 from runtime.data.token_batches import Batches, OwnRows, Prefetched
 from runtime.distributed.agreement import broadcast_json, of_kind
@@ -172,7 +172,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
         made.forget_file()
         require_same("the data (by content)", str(data.identity["data"]), engine.groups)
         if leads and job.save is not None:
-            write_files(_files_of(job), Path(job.save, FOLDER))
+            engine.saver.model_files = keep_files(_files_of(job), Path(job.save, FOLDER))
         best = Best(engine, job, data.identity)
         _take_weights(engine, job, saves, best)
         # after the engine has taken its weights: the one process trains the model itself

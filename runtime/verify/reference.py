@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from passes.errors import PlanError
 from passes.program.matrices import Matrices
 from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import swap
+from planner.capture.model.hub_format import hub_format
 from planner.capture.model.reference import load_model
 from planner.capture.own_loss import apply_loss
 from planner.frozen_plan import Plan
@@ -33,6 +35,9 @@ from planner.spec.spec import Spec
 from planner.spec.update_rules import PREFIX, UPDATE_RULES, class_of, options_of
 from planner.updates import Settings, base_of, settings_of
 from runtime.audit.own_module import loss_of
+from runtime.checkpoint.conversion import described
+from runtime.checkpoint.pretrained_load import find_in, read_whole
+from runtime.checkpoint.weight_files import WeightFiles
 from runtime.optimizer.scalars import LearningRate
 from runtime.weights.initial_weights import fingerprint_of_model
 from runtime.weights.sources import weight_source
@@ -65,15 +70,34 @@ def with_values(model: nn.Module, reference: str, plan: Plan, spec: Spec) -> nn.
     """
     if not _is_on_meta(model):
         return model
-    found = load_model(reference, materialize=True, seed=spec.seed).train(model.training)
+    found = load_model(reference, materialize=True, seed=spec.seed, fill=fill_from_files).train(model.training)
     if _is_on_meta(found):
         source = weight_source(plan, spec)
-        for name, parameter in found.named_parameters():
-            value = source.parameter(name, tuple(parameter.shape), parameter.dtype).clone()
-            stand_in = nn.Parameter(value, parameter.requires_grad)
-            stand_in.__dict__.update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]
-            swap(parameter, stand_in)
+        _fill(found, lambda name, p: source.parameter(name, tuple(p.shape), p.dtype).clone())
     return found
+
+
+def fill_from_files(model: nn.Module, directory: Path) -> None:
+    """Give a model on the meta device the values of its directory."""
+
+    def read(name: str, parameter: nn.Parameter) -> Tensor:
+        value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        read_whole(files, found.parameters[name][0], value)
+        return value
+
+    with WeightFiles(directory) as files:
+        found = find_in(files, hub_format(model), described(model))
+        _fill(model, read)
+        for name, made in found.buffers.items():
+            read_whole(files, made, model.get_buffer(name))
+
+
+def _fill(model: nn.Module, value_of: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """In the objects themselves, so that what is tied stays tied."""
+    for name, parameter in model.named_parameters():
+        stand_in = nn.Parameter(value_of(name, parameter), parameter.requires_grad)
+        stand_in.__dict__.update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]
+        swap(parameter, stand_in)
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -164,7 +164,7 @@ def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -
 
     def make() -> Beside:
         untouched.check(model)
-        # if the engine read its slices of files, the one process reads all, by transformers
+        # if the engine read its slices of files, the one process reads all: by transformers, unless it is quantised
         alone.append(one_process(with_values(model, job.model, decided, spec), spec, decided.parameters))
         return Beside(alone[0], job.tolerance)
 

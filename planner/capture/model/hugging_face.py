@@ -27,8 +27,16 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 
 
-def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None] | None = None) -> nn.Module:
+Fill = Callable[[nn.Module, Path], object]
+
+
+def hugging_face_model(
+    path: Path, materialize: bool, seeded: Callable[[], None] | None = None, fill: Fill | None = None
+) -> nn.Module:
     """The model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
+
+    ``fill(model, path)`` gives a model on the meta device the values of quantised weights. Without it transformers
+    reads them: it needs a package for some formats, and reads no matrix that its blocks do not divide.
 
     With ``seeded``, which sets all generators to their current states, drawn values are recorded for later and take no
     memory (``recorded_values``), if the model's construction can be recorded.
@@ -45,6 +53,9 @@ def hugging_face_model(path: Path, materialize: bool, seeded: Callable[[], None]
     config = _read_config(path)
     if materialize and is_directory(path) and list(path.glob("*.safetensors")):
         if quantised := getattr(config, "quantization_config", None):
+            if fill is not None:
+                fill(model := hugging_face_model(path, False), path)
+                return model
             config.quantization_config = {**quantised, "dequantize": True, "run_compressed": False}
         build: Callable[[], nn.Module] = lambda: _model_class(transformers, config).from_pretrained(  # noqa: E731
             path, config=config, use_safetensors=True, **_LOCAL

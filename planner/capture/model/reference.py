@@ -34,7 +34,7 @@ from torch import nn
 
 from passes.errors import PlanError, Where, first_line, refusing
 from planner.capture.model.eager import uncompiled
-from planner.capture.model.hugging_face import hugging_face_model, import_class, offline
+from planner.capture.model.hugging_face import Fill, hugging_face_model, import_class, offline
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
 from planner.files.text import is_directory, read_json, shorten
@@ -46,14 +46,22 @@ OPTION = " --peft "
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def load_model(reference: str, *, materialize: bool = False, seed: int = 1234, values_later: bool = False) -> nn.Module:
-    """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed.
+def load_model(
+    reference: str,
+    *,
+    materialize: bool = False,
+    seed: int = 1234,
+    values_later: bool = False,
+    fill: Fill | None = None,
+) -> nn.Module:
+    """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed;
+    ``fill`` reads those that are quantised (planner.capture.model.hugging_face).
 
     With ``values_later`` drawn weights stay on the meta device: an Engine makes those of its rank when it needs them.
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     quiet_transformers()
-    return _built(reference, materialize, seed, values_later)
+    return _built(reference, materialize, seed, values_later, fill)
 
 
 def load_to_plan(reference: str, seed: int, *, has_values: bool = True) -> nn.Module:
@@ -75,11 +83,11 @@ def import_packages(reference: str) -> None:
             import_module("peft")
 
 
-def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> nn.Module:
+def _built(reference: str, materialize: bool, seed: int, values_later: bool, fill: Fill | None) -> nn.Module:
     base, option, adapters = reference.partition(OPTION)
     if option:
         return with_adapters(
-            lambda materialized: _built(base, materialized, seed, False),
+            lambda materialized: _built(base, materialized, seed, False, fill),
             base.removeprefix("hf:"),
             Path(adapters),
             materialize,
@@ -90,7 +98,7 @@ def _built(reference: str, materialize: bool, seed: int, values_later: bool) -> 
     if reference.startswith("hf:"):
         seed_generators(seed)
         path = Path(reference.removeprefix("hf:"))
-        return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None)
+        return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None, fill)
     named = NamedCode(reference, "MODEL", FORMS)
     name, attribute = named.parts
     seed_generators(seed)  # before the import: a file may build its model right there

@@ -113,14 +113,27 @@ def in_fp4(directory: Path) -> None:
     write(directory, tensors, FP8)
 
 
+def in_fp8(directory: Path) -> None:
+    """Products in blocks of [64, 32]: tp 2 cuts those of 64 rows."""
+    tensors = stored(directory)
+    for name in [name for name in tensors if ".w" in name or "_proj" in name]:
+        rows, columns = tensors[name].shape
+        tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 64), columns // 32) + 0.1
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    write(directory, tensors, {"quant_method": "fp8", "weight_block_size": [64, 32]})
+
+
+STORED = {"gpt_oss": in_mxfp4, "qwen3_moe": in_fp4, "mixtral": in_fp8}
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp 2", "ep 2", "ep 2, tp 2"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", STORED)
 def test_the_ranks_of_a_plan_read_their_parts(family, layout, tmp_path):
     saved(family, tmp_path)
-    {"gpt_oss": in_mxfp4, "qwen3_moe": in_fp4}[family](tmp_path)
+    STORED[family](tmp_path)
     decided = planned(tmp_path, layout)
-    kind = {"gpt_oss": "MXFP4", "qwen3_moe": "FP8"}[family]
+    kind = "MXFP4" if family == "gpt_oss" else "FP8"
     assert [row.what for row in decided.diagnostics if "stored" in row.what] == [
         f"the weights are stored in {kind}; they are trained and exported in float32"
     ]

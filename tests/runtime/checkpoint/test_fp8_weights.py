@@ -46,18 +46,83 @@ def write(directory: Path, tensors: dict[str, Tensor], settings: dict[str, Any] 
     return directory
 
 
+def assert_parts(directory: Path, wanted: Tensor) -> None:
+    with WeightFiles(directory) as files:
+        assert list(files.tensors) == ["up.weight"]
+        for dim, size in enumerate(wanted.shape):
+            for first, last in ((0, size), (0, size // 2), (size // 2, size), (100, 150)):
+                value = torch.empty_like(wanted.narrow(dim, first, last - first)).contiguous()
+                read_ranges(value, files.source("up.weight"), {dim: ((first, last),)}, files.read)
+                assert torch.equal(value, wanted.narrow(dim, first, last - first)), (dim, first)
+
+
 @pytest.mark.parametrize("kind", ["block", "row", "tensor"])
 @pytest.mark.parametrize("shape", [(576, 7168), (192, 256), (640, 200)], ids=str)
 def test_parts_of_a_weight_are_bitwise_those_of_the_format(shape, kind, tmp_path):
     held, scale, wanted = quantised(shape, kind)
     write(tmp_path, {"up.weight": held, "up.weight_scale_inv": scale, "up.input_scale": torch.ones(())})
-    with WeightFiles(tmp_path) as files:
-        assert list(files.tensors) == ["up.weight"]
-        for dim in (0, 1):
-            for first, last in ((0, shape[dim]), (0, shape[dim] // 2), (shape[dim] // 2, shape[dim]), (100, 150)):
-                value = torch.empty_like(wanted.narrow(dim, first, last - first)).contiguous()
-                read_ranges(value, files.source("up.weight"), {dim: ((first, last),)}, files.read)
-                assert torch.equal(value, wanted.narrow(dim, first, last - first)), (dim, first)
+    assert_parts(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("kind", ["floats", "e8m0", "bytes"])
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+def test_scales_have_several_names_and_may_be_exponents(name, kind, tmp_path):
+    held, exponents = torch.randn(192, 256).to(torch.float8_e4m3fn), torch.randint(120, 130, (2, 2), dtype=torch.uint8)
+    powers = torch.pow(2.0, exponents.float() - 127)
+    scale = {"floats": powers, "e8m0": exponents.view(torch.float8_e8m0fnu), "bytes": exponents}[kind]
+    write(tmp_path, {"up.weight": held, f"up.{name}": scale})
+    full = powers.repeat_interleave(BLOCK, 0)[:192].repeat_interleave(BLOCK, 1)
+    assert_parts(tmp_path, (held.float() * full).bfloat16())
+
+
+def settings_of(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, **weights}}
+    others = {"targets": ["re:.*router"], "weights": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"0": others, "1": group},
+    }
+
+
+COMPRESSED = {
+    "tensor": ({"strategy": "tensor"}, lambda rows, columns: [1]),
+    "channel": ({"strategy": "channel"}, lambda rows, columns: [rows, 1]),
+    "group": ({"strategy": "group", "group_size": 40}, lambda rows, columns: [rows, columns // 40]),
+    "block": (
+        {"strategy": "block", "block_structure": [96, 64]},
+        lambda rows, columns: [-(-rows // 96), -(-columns // 64)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_compressed_tensors_are_read_as_their_package_reads_them(kind, dtype, tmp_path):
+    """Block sizes stand with each group of modules."""
+    package = pytest.importorskip("compressed_tensors")
+    weights, sizes = COMPRESSED[kind]
+    settings, shape = settings_of(**weights), (640, 200)
+    scheme = package.quantization.QuantizationScheme(**settings["config_groups"]["1"])
+    compressor = package.BaseCompressor.get_value_from_registry("float-quantized")
+    scale = (torch.rand(sizes(*shape)) * 0.01 + 0.01).to(dtype)
+    held = compressor.compress({"weight": torch.randn(shape).to(dtype), "weight_scale": scale}, scheme)
+    assert held["weight"].dtype == torch.float8_e4m3fn
+    write(tmp_path, {f"up.{name}": tensor.contiguous() for name, tensor in held.items()}, settings)
+    wanted = compressor.decompress(held, scheme)["weight"]
+    assert wanted.dtype == dtype
+    assert_parts(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_compressed_tensors_without_their_package(kind, tmp_path):
+    weights, sizes = COMPRESSED[kind]
+    shape = rows, columns = 640, 200
+    held, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(sizes(*shape)) + 0.1
+    high, wide = weights.get("block_structure") or (rows if kind == "tensor" else 1, weights.get("group_size", columns))
+    full = scale.view(-(-rows // high), -1)[torch.arange(rows)[:, None] // high, torch.arange(columns) // wide]
+    write(tmp_path, {"up.weight": held, "up.weight_scale": scale}, settings_of(**weights))
+    assert_parts(tmp_path, (held.float() * full).bfloat16())
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
@@ -130,6 +195,11 @@ BAD: dict[str, tuple[dict[str, Tensor], Any, str]] = {
         {"up.weight": PACKED, "up.weight_scale": torch.ones(8, 1)},
         INT8,
         "by 'compressed-tensors int-quantized'",
+    ),
+    "blocks that are none": (
+        {"up.weight": WEIGHT, "up.weight_scale_inv": torch.ones(2, 2)},
+        {**FP8, "weight_block_size": ["2", 0], "config_groups": {"0": {"weights": {"group_size": -1}}, "1": 3}},
+        "fits neither rows nor blocks",
     ),
     "gptq": ({"up.weight": torch.ones(4, 4)}, {"quant_method": "gptq"}, "quantised by 'gptq', which is not read"),
 }

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-from runtime.checkpoint.conversion import FOLDER, files_of_run, model_files, told_of, write_files
+from runtime.checkpoint.conversion import import_weights
+from runtime.checkpoint.manifest import checksum, read_manifest
+from runtime.checkpoint.model_files import FOLDER, files_of_run, model_files, told_of, write_files
+from runtime.commands.export import export_save
 from runtime.data.instruction.options import Instruction
 from runtime.data.instruction.prepare import prepare_samples
 from runtime.engine.prompts import tokenizer_in
 from tests.tools.chat_tokenizers import chat_directory, talk
+from tests.tools.checkpoints import own_checkpoint, write
 
 
 def test_files_of_the_directory_and_of_the_samples_are_copied_by_content(tmp_path: Path) -> None:
@@ -47,3 +52,28 @@ def test_files_of_a_snapshot_in_the_cache_of_the_hub_are_links_to_its_blobs(tmp_
         place.write_text("{}")
         (snapshot / name).symlink_to(place)
     assert model_files(f"hf:{snapshot}", []).keys() == {"tokenizer.json"}
+
+
+def test_a_save_lists_the_files_and_an_export_tells_those_that_changed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    weights = write(tmp_path / "in", own_checkpoint())
+    names = ("tokenizer.json", "vocab.txt", "merges.txt")
+    for name in names:
+        (weights / name).write_text(name)
+    (tmp_path / "own.py").write_text("from tests.tools.checkpoints import Own\n")
+    save, _ = import_weights(weights, tmp_path / "run", f"{tmp_path / 'own.py'}:Own")
+    listed = {file.name: (file.bytes, file.checksum) for file in read_manifest(save)[0].model_files}
+    assert listed == {
+        name: (len(name), checksum(name.encode())) for name in ("tokenizer.json", "vocab.txt", "merges.txt")
+    }
+    export_save(tmp_path / "run", tmp_path / "out", ema=False)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert "saved" not in capsys.readouterr().err
+    (tmp_path / "run" / FOLDER / "tokenizer.json").write_text("other")
+    (tmp_path / "run" / FOLDER / "vocab.txt").unlink()
+    export_save(tmp_path / "run", tmp_path / "again", ema=False)
+    told = capsys.readouterr().err
+    assert f"files/tokenizer.json was changed after {save.name} was saved" in told
+    assert f"files/vocab.txt is absent, but was there when {save.name} was saved" in told
+    assert "merges" not in told
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "other"
