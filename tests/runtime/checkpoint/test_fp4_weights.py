@@ -116,7 +116,7 @@ def in_fp4(directory: Path) -> None:
 def in_fp8(directory: Path) -> None:
     """Products in blocks of [64, 32]: tp 2 cuts those of 64 rows."""
     tensors = stored(directory)
-    for name in [name for name in tensors if ".w" in name or "_proj" in name]:
+    for name in [name for name in tensors if ".experts." in name or "_proj." in name]:
         rows, columns = tensors[name].shape
         tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 64), columns // 32) + 0.1
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
