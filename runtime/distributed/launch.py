@@ -153,7 +153,7 @@ class LocalRanks:
         self._board = Board(self._store, signer=Signer(self._secret))
         self._alive_here, self._alive_there = self._context.Pipe(duplex=False)
         self._outboxes = [Outbox() for _ in range(num_ranks)]
-        self._pages = [Page.make() for _ in range(num_ranks)]
+        self._pages = [Page() for _ in range(num_ranks)]
         self._processes: list[Any] = []
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

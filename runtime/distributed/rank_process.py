@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 
 from passes.errors import PlanError, message_of
 from runtime.distributed.faults import watch
-from runtime.distributed.faults.activity import Page, unnamed_memory, use
+from runtime.distributed.faults.activity import Page, SharedFile, use
 from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
 from runtime.distributed.faults.watch import start_of, state_of
 
@@ -142,30 +141,18 @@ class Outcome:
         return self.failure is not None
 
 
-class Outbox:
-    """An anonymous file, shared by the launcher and one rank; it disappears after both close it."""
+class Outbox(SharedFile):
+    """The outcome of one rank, which its launcher reads."""
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = unnamed_memory("meshwright-outcome") if descriptor is None else descriptor
-
-    def __reduce__(self) -> tuple[Callable[..., Outbox], tuple[Any, ...]]:
-        """Passes the outbox to another process at its start."""
-        return _received, (reduction.DupFd(self._descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
+    LABEL = "meshwright-outcome"
 
     def write(self, content: bytes) -> None:
-        with open(self._descriptor, "wb", closefd=False) as file:
+        with open(self.descriptor, "wb", closefd=False) as file:
             file.write(content)
 
     def read(self) -> Outcome | None:
         """The rank's outcome, once it has ended; None if it wrote nothing, or not all."""
-        with open(self._descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
+        with open(self.descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
             file.seek(0)
             return pickle.load(file)
         return None
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def _received(duplicate: Any) -> Outbox:
-    return Outbox(duplicate.detach())

@@ -151,7 +151,7 @@ def own_page() -> Page | None:
     global _own
     if _own is None:
         with suppress(OSError):
-            _own = Page.make()
+            _own = Page()
     return _own
 
 
@@ -161,34 +161,45 @@ def use(page: Page) -> None:
     _own = page
 
 
-class Page:
+class SharedFile:
+    """A file without a name, of this process and of those that get it at their start; gone once all have closed it."""
+
+    LABEL = "meshwright"
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = unnamed_memory(self.LABEL) if descriptor is None else descriptor
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Passes it to another process at its start."""
+        return _received, (type(self), reduction.DupFd(self.descriptor))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def _received(kind: type[SharedFile], duplicate: Any) -> SharedFile:
+    return kind(duplicate.detach())
+
+
+class Page(SharedFile):
     """Two slots of text, and which of them is complete."""
 
-    def __init__(self, memory: mmap.mmap, descriptor: int = -1) -> None:
-        self._memory, self.descriptor = memory, descriptor
+    LABEL = "meshwright-place"
 
-    @classmethod
-    def make(cls) -> Page:
-        descriptor = unnamed_memory("meshwright-place")
-        os.ftruncate(descriptor, _SIZE)
-        return cls(mmap.mmap(descriptor, _SIZE), descriptor)
-
-    def __reduce__(self) -> tuple[Callable[..., Page], tuple[Any, ...]]:
-        """Passes the page to another process at its start."""
-        return _received, (reduction.DupFd(self.descriptor),)  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, descriptor: int | None = None, memory: mmap.mmap | None = None) -> None:
+        super().__init__(descriptor)
+        if descriptor is None:
+            os.ftruncate(self.descriptor, _SIZE)
+        self._memory = mmap.mmap(self.descriptor, _SIZE) if memory is None else memory
 
     @classmethod
     def of(cls, pid: int, descriptor: int) -> Page | None:
-        """That of another process of this host; None if it is gone, or not ours to read."""
+        """That of another process of this host, to read; None if it is gone, or not ours to read."""
         if descriptor < 0:
             return None
         with suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-            return cls(mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ))
+            return cls(-1, mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ))
         return None
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
 
     def write(self, text: str) -> None:
         slot = 1 - self._memory[2 * _SLOT]
@@ -199,11 +210,6 @@ class Page:
     def read(self) -> str:
         slot = self._memory[2 * _SLOT] * _SLOT
         return self._memory[slot : slot + _SLOT].partition(b"\0")[0].decode(errors="replace")
-
-
-def _received(duplicate: Any) -> Page:
-    descriptor = duplicate.detach()
-    return Page(mmap.mmap(descriptor, _SIZE), descriptor)
 
 
 def unnamed_memory(label: str) -> int:

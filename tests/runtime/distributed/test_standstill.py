@@ -68,7 +68,7 @@ def test_without_memfd_results_and_places_go_over_files_without_a_name(monkeypat
     read: Any = outbox.read()
     assert read.result == 5
     outbox.close()
-    page = Page.make()
+    page = Page()
     page.write("step 3")
     seen = Page.of(os.getpid(), page.descriptor)
     assert seen is not None
