@@ -17,7 +17,7 @@ import atexit
 import ctypes
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -129,6 +129,10 @@ class Groups:
         """Set the timeout of the groups made here, for calls from now on."""
         for group in [*self.made, *([self.world] if self.owns_default else [])]:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def in_users_code(self) -> AbstractContextManager[None]:
+        """Around a function of the user's that runs between steps: after the timeout, it fails at its line."""
+        return self.faults.activity.in_users_code(self.timeout)
 
     def barrier(self) -> None:
         """A barrier of the hosts: does not wait for devices."""

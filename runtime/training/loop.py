@@ -131,7 +131,7 @@ class _Run:
             self.is_stopped |= self.stopping.agreed(report)
             if report.has_orders:  # first: what the callback asks for at this step is for the next one
                 self._obey()
-            self.showing.step(report, seen)
+            self.showing.step(report, seen, self.engine.groups)
             if self.showing.failure is not None:
                 self.stopping.request()
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)

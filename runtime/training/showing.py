@@ -24,6 +24,7 @@ from passes.errors import PlanError, first_line
 from planner.frozen_plan import Plan
 from planner.named_code import NamedCode, line_of
 from planner.spec.spec import Spec
+from runtime.distributed.groups import Groups
 from runtime.distributed.stopping import announce_orders
 from runtime.engine.engine import Engine
 from runtime.engine.prompts import codec_of, fitted, tokens_of
@@ -103,7 +104,7 @@ class Showing:
             draw_curve(rows, self.job.plot)
             print(f"loss curve: {self.job.plot}", file=sys.stderr, flush=True)
 
-    def step(self, report: StepReport, seen: Seen) -> None:
+    def step(self, report: StepReport, seen: Seen, groups: Groups) -> None:
         if not self.leads:
             return
         self._warn_of_imbalance(report, seen.step)
@@ -121,7 +122,8 @@ class Showing:
         if self.failure is None:
             try:
                 if self._callback is not None:
-                    self._callback(row, self.run)
+                    with groups.in_users_code():
+                        self._callback(row, self.run)
                 self._progress.show(row, own | self.run.figures())
             except PlanError as error:
                 self.failure = error

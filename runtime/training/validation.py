@@ -173,7 +173,7 @@ class Metric:
         for batch in batches:
             scores = engine.score(batch, local=is_local)
             try:
-                with engine.groups.faults.activity.at_most(engine.groups.timeout):
+                with engine.groups.in_users_code():
                     of_batches.append(_sums(self._function, scores.log_probabilities, batch[scores.key], batch))
             except PlanError as refused:
                 error = error or refused

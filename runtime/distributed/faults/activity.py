@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from math import inf
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Activity:
         self.page: Page | None = None
         self.listener: Callable[[Now], None] | None = None
         self.now = Now(START, 0, time.monotonic())
-        self.must_end: float | None = None  # by the monotonic clock: a call of the user's own code
+        self._must_end = inf  # by the monotonic clock: a call of the user's own code
         self._ahead = 0  # from the index of a step to its number in the log
         self._thread = threading.get_ident()
 
@@ -91,13 +92,19 @@ class Activity:
         self._set(Now(phase, self.now.step, time.monotonic()))
 
     @contextmanager
-    def at_most(self, limit: timedelta) -> Iterator[None]:
-        """Around a call of the user's code that all ranks make: if it hangs on each, no rank waits for another."""
-        self.must_end = time.monotonic() + limit.total_seconds()
+    def in_users_code(self, limit: timedelta) -> Iterator[None]:
+        """Around a call of a function of the user's. One that hangs on all ranks is found by this alone: none waits for
+        another, until its time is up."""
+        self._must_end = time.monotonic() + limit.total_seconds()
         try:
             yield
         finally:
-            self.must_end = None
+            self._must_end = inf
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a function of the user's takes longer than it may."""
+        return time.monotonic() > self._must_end
 
     def _set(self, now: Now) -> None:
         self.now = now

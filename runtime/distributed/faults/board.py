@@ -58,6 +58,11 @@ class Pulse:
     has_left: bool = False
     page: int = -1
 
+    @property
+    def stuck(self) -> Failure:
+        """Of a rank that stays at ``line``."""
+        return Failure(self.rank, self.at, f"stuck for {self.seconds:.0f} s at {self.line}")
+
 
 class Board:
     """The part of a store that one attempt's ranks share.

@@ -143,7 +143,7 @@ class Faults:
             while (first := self.board.first()) is None and time.monotonic() < deadline:
                 time.sleep(HURRY_SECONDS)
             if first is None and (stuck := _stuck(self.watch.pulses())) is not None:
-                self.board.publish(stuck)
+                self.board.publish(stuck.stuck)
                 first = self.board.first()
         except RuntimeError as error:
             return Failure(self.activity.rank, str(self.activity), f"the store has ended too: {first_line(str(error))}")
@@ -163,13 +163,10 @@ def withdraw() -> None:
             board.withdraw(name)
 
 
-def _stuck(pulses: dict[int, Pulse]) -> Failure | None:
-    """The rank that is longest at a line without waiting for another rank."""
+def _stuck(pulses: dict[int, Pulse]) -> Pulse | None:
+    """Of the rank that is longest at a line without waiting for another rank."""
     found = [p for p in pulses.values() if p.line and not p.waits and not p.has_left]
-    if not found:
-        return None
-    worst = max(found, key=lambda pulse: pulse.seconds)
-    return Failure(worst.rank, worst.at, f"stuck for {worst.seconds:.0f} s at {worst.line}")
+    return max(found, key=lambda pulse: pulse.seconds, default=None)
 
 
 def shared_call(phase: str) -> Callable[[Method], Method]:

@@ -213,16 +213,12 @@ class Watch(threading.Thread):
                 return
             self._tell()
         self._hear(self.board.first())
-        if self.first is None and (end := self.activity.must_end) is not None and time.monotonic() > end:
-            stuck = f"stuck for {self.activity.seconds:.0f} s at {self.activity.line()[0]}"
-            self.board.publish(Failure(self.activity.rank, str(self.activity), stuck))
-            self._hear(self.board.first())
+        if self.activity.is_late and (own := self.pulse()).line:
+            self._report(own.stuck)
         for rank, reason in self._dead().items():
-            if self.first is None:
-                page = self._pages.get(rank)  # of its last action; without one, its activity at its last heartbeat
-                at = (page.read() if page is not None else "") or self._last[rank].at
-                self.board.publish(Failure(rank, at, reason))
-                self._hear(self.board.first())
+            page = self._pages.get(rank)  # of its last action; without one, its activity at its last heartbeat
+            at = (page.read() if page is not None else "") or self._last[rank].at
+            self._report(Failure(rank, at, reason))
         self._end_if_nobody_else_does()
 
     def pulse(self, *, has_left: bool = False) -> Pulse:
@@ -266,6 +262,12 @@ class Watch(threading.Thread):
                 first.setdefault(host, rank)
         here = [rank for rank, host in self._hosts.items() if host == self.host or (own and rank == 0)]
         return [rank for rank in (*here, *(first.values() if own == 0 else ())) if rank != own]
+
+    def _report(self, failure: Failure) -> None:
+        """For all ranks, unless one has failed before."""
+        if self.first is None:
+            self.board.publish(failure)
+            self._hear(self.board.first())
 
     def _hear(self, failure: Failure | None) -> None:
         if failure != self.first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 
 from passes.errors import PlanError
 from runtime.checkpoint.saves import saves_in
+from runtime.distributed.launch import RankError
 from runtime.training.data import named_files
 from runtime.training.job import Job, Trained
 from runtime.training.run import train
 from runtime.training.validation import _added
 from tests.runtime.training.test_best import MODEL, SPEC
+from tests.runtime.training.test_callback import SHORT_SECONDS
+from tests.tools.limits import HANG_SECONDS
 
 METRICS = """
+import time
+
 def figures(log_probs, labels, batch):
     assert log_probs.shape == labels.shape == batch["input_ids"].shape
     return {"vowels": (log_probs[(labels == 97) | (labels == 101)].sum(), ((labels == 97) | (labels == 101)).sum()),
@@ -41,6 +47,9 @@ def lengths(prompts, texts, rows):
     assert prompts == [row["prompt"] for row in rows]
     return {"letters": (sum(map(len, texts)), len(texts)), "answers": (sum(row["answer"] for row in rows), 2)}
 
+def hangs(log_probs, labels, batch):
+    time.sleep(%d)
+
 def fails_of_texts(prompts, texts, rows):
     raise KeyError("no answer")
 """
@@ -48,7 +57,7 @@ def fails_of_texts(prompts, texts, rows):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    for name, text in (("tokens.py", MODEL), ("metrics.py", METRICS)):
+    for name, text in (("tokens.py", MODEL), ("metrics.py", METRICS % HANG_SECONDS)):
         (tmp_path / name).write_text(text)
     for name, words in (
         ("text.txt", "all that is said here. "),
@@ -105,6 +114,15 @@ def test_a_metric_that_fails_ends_the_run_with_a_save(files: Path, function: str
         run(files, function=function, save=str(files / "run"))
     assert words in caught.value.what
     assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_metric_that_hangs_on_every_rank_is_named_at_its_line_within_the_timeout(files: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankError, match=r"rank \d .*: stuck for \d+ s at metrics.py:\d+ in hangs"):
+        run(files, 2, "hangs", timeout=SHORT_SECONDS)
+    assert time.monotonic() - begun < HANG_SECONDS
 
 
 @pytest.mark.parametrize("given", [["a.txt"], ["=a.txt"], ["a="], ["a=1.txt", "a=2.txt"]])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from runtime.distributed.faults.activity import Activity
+from runtime.distributed.faults.activity import Activity, Now
 from runtime.distributed.faults.board import Board
 from runtime.distributed.faults.watch import Watch
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+
+LATE_SECONDS = 60.0  # since the activity began
 
 PROGRAM = """
 import sys
@@ -45,6 +51,22 @@ def _watches(*hosts: str) -> list[Watch]:
         watch.host = host
         watch.board.join(watch.pulse())
     return watches
+
+
+def test_a_function_of_the_users_that_is_late_is_published_at_its_line() -> None:
+    (watch,) = _watches("a")
+    watch.activity.now = Now("between steps", 3, time.monotonic() - LATE_SECONDS)
+    told = []
+    for limit in (timedelta(hours=1), timedelta(0)):
+        with watch.activity.in_users_code(limit):
+            looking = threading.Thread(target=watch.look)  # the watched line is that of this thread
+            looking.start()
+            looking.join(HANG_SECONDS)
+        told.append(str(watch.first))
+    assert told[0] == "None"
+    assert re.fullmatch(
+        rf"rank 0, step 3, between steps: stuck for {LATE_SECONDS:.0f} s at threading.py:\d+ in \w+", told[1]
+    )
 
 
 def test_rank_0_reads_one_rank_of_each_other_host_and_every_rank_its_own_host() -> None:
