@@ -109,7 +109,7 @@ def measure(directory: str, rounds: int) -> Figures:
 def write_plainly(engine: Engine, directory: Path) -> None:
     """The tensors that this rank would write, by the library alone; on the disk when it returns, as ours are."""
     directory.mkdir(exist_ok=True)
-    pieces = engine._training_state().written()
+    pieces = engine.saves.training_state().written()
     tensors = {str(number): piece.values.contiguous() for number, piece in enumerate(pieces)}
     path = directory / f"{engine.groups.rank}.safetensors"
     save_file(tensors, path)

@@ -43,6 +43,15 @@ class Box:
     def num_elements(self) -> int:
         return prod(self.shape)
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """In the full tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
     def intersection(self, other: Box) -> Box | None:
         """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.base import StageModule
 from passes.errors import PlanError
 from planner.capture.model.assembly import Source
 from planner.capture.model.hub_format import Adapted, HubFormat
@@ -38,8 +37,7 @@ from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import read_all
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.distributed.agreement import agreed, broadcast_json, halfway
-from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept, whole
+from runtime.weights.shards import RankWeights, whole
 
 DEFAULT = "default"
 _FILE = re.compile(r"adapter_model.*|adapter_config\.json")
@@ -67,32 +65,29 @@ def directory_of(directory: str | PathLike[str], adapter: str) -> Path:
     return Path(directory) if adapter == DEFAULT else Path(directory) / adapter
 
 
-def save_adapters(
-    plan: Plan, own: Mapping[str, Tensor], groups: Groups, kept: Kept, directory: str | PathLike[str]
-) -> None:
+def save_adapters(weights: RankWeights, own: Mapping[str, Tensor], directory: str | PathLike[str]) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    adapted = adapted_in(plan.hub)
+    adapted = adapted_in(weights.plan.hub)
     needed = [name for adapter in adapted.adapters for name in adapted.needed_by(adapter)]
-    values = gathered(plan, own, groups, kept, needed)
-    with agreed(groups, rank_0_is_long=True):
-        if groups.rank == 0:
+    values = gathered(weights, own, needed)
+    with agreed(weights.groups, rank_0_is_long=True):
+        if weights.groups.rank == 0:
             for adapter in adapted.adapters:
                 _write(adapted, adapter, values, directory_of(directory, adapter))
 
 
-def gathered(
-    plan: Plan, own: Mapping[str, Tensor], groups: Groups, kept: Kept, names: Iterable[str]
-) -> dict[str, Tensor]:
+def gathered(weights: RankWeights, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """Full tensors by the model's names on the CPU of rank 0, ``{}`` elsewhere. The same names on every rank."""
+    groups, kept = weights.groups, weights.kept
     unused = broadcast_json(groups, [*kept.parameters])
-    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
+    rows = {name: row for row in weights.plan.parameters for name in (row.name, *row.aliases)}
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(names):
         row = rows.get(name)
         if row is not None and row.name not in unused:
             value = whole(row, own, getattr(torch, row.dtype), groups)
         else:
-            value = (kept.parameters | kept.buffers)[row.name if row else name] if groups.rank == 0 else None
+            value = kept.tensors[row.name if row else name] if groups.rank == 0 else None
         if value is not None:
             found[name] = value
     return found
@@ -118,30 +113,23 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
             sync(path)
 
 
-def load_adapters(
-    plan: Plan,
-    stages: Sequence[StageModule],
-    groups: Groups,
-    kept: Kept,
-    directory: str | PathLike[str],
-    bring: Callable[[str], None] = lambda name: None,
-) -> None:
+def load_adapters(weights: RankWeights, directory: str | PathLike[str], bring: Callable[[str], None]) -> None:
     """Fill this rank's parts of the adapters. The same call on every rank; all succeed or none has changed.
 
     ``bring(name)`` is called before the weights of a parameter are replaced. Raises PlanError on every rank, naming
     file and tensor.
     """
-    adapted = adapted_in(plan.hub)
+    adapted, groups = adapted_in(weights.plan.hub), weights.groups
     with ExitStack() as stack:
         with agreed(groups):
             places = {adapter: directory_of(directory, adapter) for adapter in adapted.adapters}
             opened = {
                 adapter: stack.enter_context(_opened(adapted, adapter, place)) for adapter, place in places.items()
             }
-            found = {adapter: find(files, plan, adapted, adapter) for adapter, files in opened.items()}
+            found = {adapter: find(files, weights.plan, adapted, adapter) for adapter, files in opened.items()}
         with halfway(groups, "the adapters are"):
             for adapter, files in opened.items():
-                read_all(files, found[adapter], stages, groups, kept, bring)
+                read_all(files, found[adapter], weights, bring)
 
 
 def check_adapters(plan: Plan, directory: str | PathLike[str]) -> None:

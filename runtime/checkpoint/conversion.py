@@ -45,7 +45,6 @@ from runtime.checkpoint.hub_tensors import (
     made_tensors,
     names_of_files,
     read_into,
-    whole_box,
 )
 from runtime.checkpoint.lines import Line
 from runtime.checkpoint.manifest import (
@@ -218,7 +217,7 @@ def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found
     for name, kind, tensor in made:
         is_quantised = any(source.name in files.quantised for source in sources(tensor))
         dtype = dtypes[name] if is_quantised else dtype_of(files, tensor)
-        found_in.append(Stored(name, kind, tensor, dtype, whole_box(tensor.shape)))
+        found_in.append(Stored(name, kind, tensor, dtype, Box.whole(tensor.shape)))
     return found_in
 
 

@@ -15,7 +15,7 @@ target = made[box]      Cat      each part that the box cuts, into its run of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -53,14 +53,10 @@ T = TypeVar("T")
 NAMES = ("hf", "model")
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
 def read_ranges(target: Tensor, made: Assembly, ranges: Ranges, read: Read) -> None:
     """The ``ranges`` of each dim, one after another; beyond the tensor is padding: its place in ``target`` stays."""
     for whole, local in pieces(ranges):
-        place, box = target, whole_box(made.shape)
+        place, box = target, Box.whole(made.shape)
         for dim, (start, stop) in whole.items():
             stop = min(stop, made.shape[dim])
             place = place.narrow(dim, local[dim][0], max(stop - start, 0))
@@ -85,7 +81,7 @@ def read_into(target: Tensor, made: Assembly, box: Box, read: Read) -> None:
     elif isinstance(made, View):
         _read_view(target, made, box, read)
     else:
-        target.copy_(_called(made, target, read)[box.slices_in(whole_box(made.shape))])
+        target.copy_(_called(made, target, read)[box.slices_in(Box.whole(made.shape))])
 
 
 def _with(box: Box, dim: int, start: int, stop: int) -> Box:
@@ -173,7 +169,7 @@ def _called(made: Call, target: Tensor, read: Read) -> Tensor:
         if not isinstance(given, Assembly):
             return given
         held = target.new_empty(given.shape)
-        read_into(held, given, whole_box(given.shape), read)
+        read_into(held, given, Box.whole(given.shape), read)
         return held
 
     result = allowed.op(made.op)(*map(value, made.args))
@@ -277,7 +273,7 @@ def hub_entries(entries: Iterable[Entry], names: Mapping[str, Assembly]) -> list
 def made_tensor(entry: Entry, read: Read, *, leads: bool = True) -> Tensor | None:
     """The tensor of one entry where ``leads``, None elsewhere; ``read`` is called alike on all ranks."""
     target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if leads else "meta")
-    read_into(target, entry.made or Source(entry.name, entry.shape), whole_box(entry.shape), read)
+    read_into(target, entry.made or Source(entry.name, entry.shape), Box.whole(entry.shape), read)
     return target if leads else None
 
 
@@ -291,7 +287,7 @@ def reading_whole(full: Callable[[str], Tensor | None]) -> Read:
             last[0] = name, full(name)
         value = last[0][1]
         if value is not None:
-            target.copy_(value[tuple(map(slice, box.start, box.stop))])
+            target.copy_(value[box.slices])
 
     return read
 

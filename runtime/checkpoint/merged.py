@@ -31,14 +31,12 @@ from passes.errors import PlanError, first_line
 from planner.capture.model.hub_format import Adapted, adapted, describe_adapters, held_by, in_its_dtype
 from planner.capture.model.reference import CONFIG, load_model
 from planner.capture.model.reference import named as wrapped
-from planner.frozen_plan import Plan
 from runtime.checkpoint.adapters import DEFAULT, adapted_in, gathered
 from runtime.checkpoint.hub_tensors import Entry, Read, files_of, made_tensors, reading_whole
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of, write_agreed
 from runtime.checkpoint.safetensors_files import listed
-from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept
+from runtime.weights.shards import RankWeights
 
 FIX = (
     "resume the run with --save-merged DIR or --save-adapters DIR; in Python: engine.load(DIR), then engine.save_merged"
@@ -68,29 +66,27 @@ class Outgoing:
     texts: dict[str, Any]
 
 
-def outgoing(plan: Plan, groups: Groups, kept: Kept, names: str, *, merged: bool) -> Outgoing:
+def outgoing(weights: RankWeights, names: str, *, merged: bool) -> Outgoing:
     """Of the model, or of the base with its adapters ``merged``. The same call on every rank."""
-    texts = texts_of(plan, kept)
+    plan, texts = weights.plan, texts_of(weights)
     if not merged:
-        entries = entries_of(plan, groups, kept)
-        return Outgoing(named(entries, names, plan, kept), lambda own: reader_of(entries, own, groups, kept), texts)
+        entries = entries_of(weights)
+        return Outgoing(named(entries, names, weights), lambda own: reader_of(entries, own, weights), texts)
     merge = Merge.of(adapted_in(plan.hub), plan.spec.get("precision", {}).get("parameters"))
 
     def reader(own: Mapping[str, Tensor]) -> Read:
         def full(name: str) -> Tensor | None:
-            values = gathered(plan, own, groups, kept, merge.needed(merge.mergings[name]))
-            return merge.merged(merge.mergings[name], values) if groups.rank == 0 else None
+            values = gathered(weights, own, merge.needed(merge.mergings[name]))
+            return merge.merged(merge.mergings[name], values) if weights.groups.rank == 0 else None
 
         return reading_whole(full)
 
-    return Outgoing(named(merge.entries, names, plan, kept), reader, merge.texts(texts))
+    return Outgoing(named(merge.entries, names, weights), reader, merge.texts(texts))
 
 
 def save_hub(
-    plan: Plan,
+    weights: RankWeights,
     own: Mapping[str, Tensor],
-    groups: Groups,
-    kept: Kept,
     directory: str | PathLike[str],
     *,
     max_shard_bytes: int,
@@ -98,16 +94,16 @@ def save_hub(
     merged: bool,
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    if plan.hub.adapted is not None and not merged:
+    if weights.plan.hub.adapted is not None and not merged:
         raise PlanError(
             "peft has wrapped the planned model, and transformers does not know its names",
             where="save_pretrained",
             fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
         )
-    out = outgoing(plan, groups, kept, names, merged=merged)
+    out = outgoing(weights, names, merged=merged)
     files = files_of(out.entries, max_shard_bytes)
-    tensors = made_tensors(files, out.reader(own), leads=groups.rank == 0)
-    write_agreed(groups, Path(directory), files, tensors, out.texts)
+    tensors = made_tensors(files, out.reader(own), leads=weights.groups.rank == 0)
+    write_agreed(weights.groups, Path(directory), files, tensors, out.texts)
 
 
 @dataclass(frozen=True, slots=True)

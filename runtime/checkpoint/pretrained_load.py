@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.base import StageModule
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
 from planner.capture.model.assembly import Assembly, Source, sources
@@ -26,14 +25,14 @@ from planner.capture.model.hub_format import HubFormat
 from planner.files.text import is_file, read_json, shorten
 from planner.frozen_plan import Plan
 from planner.progress import shown_if_slow
-from planner.sharding.boxes import part_of
+from planner.sharding.boxes import Box, part_of
 from planner.sharding.parameters import ParameterPlan
-from runtime.checkpoint.hub_tensors import names_of_files, read_into, read_ranges, whole_box
+from runtime.checkpoint.hub_tensors import names_of_files, read_into, read_ranges
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.distributed.agreement import agreed, halfway
 from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept
+from runtime.weights.shards import RankWeights
 
 FIX = "load a checkpoint of this model, or plan the model that the directory's config.json describes (MODEL hf:DIR)"
 _MOST_SAMPLES = 64  # names that vote for a prefix
@@ -71,13 +70,7 @@ Rest = Callable[[frozenset[str], Callable[[str], Tensor]], None]
 
 
 def load_pretrained(
-    plan: Plan,
-    stages: Sequence[StageModule],
-    groups: Groups,
-    kept: Kept,
-    directory: str | PathLike[str],
-    rest: Rest = lambda found, read: None,
-    opened: Callable[[str], None] = lambda name: None,
+    weights: RankWeights, directory: str | PathLike[str], rest: Rest, opened: Callable[[str], None]
 ) -> None:
     """Fill this rank's parameters and persistent buffers. The same call on every rank; all succeed or none has changed.
 
@@ -86,19 +79,20 @@ def load_pretrained(
     ``opened(name)`` is called before the weights of a parameter are replaced.
     Raises PlanError on every rank, naming file and tensor.
     """
+    plan, groups, kept = weights.plan, weights.groups, weights.kept
     with agreed(groups):
         files = WeightFiles(Path(directory))
     with files:
         with agreed(groups):
             found = find_in(files, plan.hub, plan.parameters)
-            _check_tied(files, found, stages, groups)
+            _check_tied(files, found, weights)
             config = files.directory / "config.json"
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
             files.tell_unread()
         with halfway(groups, "the weights are"):
             made = {**{name: copies[0] for name, copies in found.parameters.items()}, **found.buffers}
             with shown_if_slow(f"loading {shorten(files.directory)}"):
-                read_all(files, made, stages, groups, kept, opened)
+                read_all(files, made, weights, opened)
             rest(frozenset(made), partial(_full, files, found, plan.hub))
             kept.texts.update(texts)
             kept.names.clear()
@@ -205,13 +199,13 @@ def _raise_misfits(
 # ---- values
 
 
-def _check_tied(files: SafetensorsFiles, found: Found, stages: Sequence[StageModule], groups: Groups) -> None:
+def _check_tied(files: SafetensorsFiles, found: Found, weights: RankWeights) -> None:
     """Copies of a tied parameter that are stored under several names must be equal in the part that this rank reads."""
-    for stage in stages:
+    for stage in weights.program.stages:
         for parameter in stage.parameters:
             first, *others = found.parameters.get(parameter.fqn, (None,))
             for other in others:
-                check_equal(files, first, other, lambda made, p=parameter: _own_part(files, made, p, groups))
+                check_equal(files, first, other, lambda made, p=parameter: _own_part(files, made, p, weights.groups))
 
 
 def check_equal(files: SafetensorsFiles, one: Assembly | None, other: Assembly, read: Callable[[Any], Tensor]) -> None:
@@ -238,23 +232,18 @@ def dtype_of(files: SafetensorsFiles, made: Assembly) -> torch.dtype:
 
 @torch.no_grad()
 def read_all(
-    files: SafetensorsFiles,
-    made: Mapping[str, Assembly],
-    stages: Sequence[StageModule],
-    groups: Groups,
-    kept: Kept,
-    opened: Callable[[str], None],
+    files: SafetensorsFiles, made: Mapping[str, Assembly], weights: RankWeights, opened: Callable[[str], None]
 ) -> None:
     """This rank's parts of the parameters, and the buffers, that ``made`` has."""
-    for stage in stages:
+    for stage in weights.program.stages:
         for parameter in stage.parameters:
             if parameter.fqn in made:
                 opened(parameter.fqn)
-                read_part(files, made[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, groups)
+                read_part(files, made[parameter.fqn], stage.parameter(parameter.fqn).data, parameter, weights.groups)
         for fqn in stage.buffers:
             if fqn in made:
                 read_whole(files, made[fqn], stage.module.get_buffer(stage.attributes[fqn]))
-    for fqn, value in (kept.parameters | kept.buffers).items():
+    for fqn, value in weights.kept.tensors.items():
         if fqn in made:
             read_whole(files, made[fqn], value)
 
@@ -272,7 +261,7 @@ def _by_base_name(found: Found, hub: HubFormat) -> Iterator[tuple[str, tuple[Ass
 
 
 def read_whole(files: SafetensorsFiles, made: Assembly, target: Tensor) -> None:
-    read_into(target, made, whole_box(made.shape), files.read)
+    read_into(target, made, Box.whole(made.shape), files.read)
 
 
 def whole_of(files: SafetensorsFiles, made: Assembly) -> Tensor:

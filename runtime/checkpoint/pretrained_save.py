@@ -12,7 +12,7 @@ import json
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,14 @@ from passes.errors import PlanError
 from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import open_new, write_new
 from planner.files.text import shorten
-from planner.frozen_plan import Plan
 from planner.progress import see_bytes, shown_if_slow
 from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
-from runtime.checkpoint.hub_tensors import (
-    Entry,
-    check_names,
-    hub_entries,
-    stored_names,
-)
+from runtime.checkpoint.hub_tensors import Entry, Read, check_names, hub_entries, stored_names
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
 from runtime.distributed.agreement import agreed, broadcast_json
 from runtime.distributed.groups import Groups
-from runtime.weights.shards import Kept, fetch
+from runtime.weights.shards import RankWeights, fetch
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 README = "README.md"
@@ -75,37 +69,36 @@ def write_agreed(
             deque(tensors, maxlen=0)
 
 
-def entries_of(plan: Plan, groups: Groups, kept: Kept) -> list[Entry]:
+def entries_of(weights: RankWeights) -> list[Entry]:
     """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
+    groups, kept = weights.groups, weights.kept
     unused = broadcast_json(groups, [*kept.parameters])
     rows = [
         Entry(r.name, tuple(r.shape), getattr(torch, r.dtype), None if r.name in unused else r, aliases=r.aliases)
-        for r in plan.parameters
+        for r in weights.plan.parameters
     ]
     buffers = [(n, tuple(b.shape), str(b.dtype).removeprefix("torch.")) for n, b in kept.buffers.items()]
     return rows + [Entry(n, tuple(shape), getattr(torch, d)) for n, shape, d in broadcast_json(groups, buffers)]
 
 
-def reader_of(
-    entries: Iterable[Entry], own: Mapping[str, Tensor], groups: Groups, kept: Kept
-) -> Callable[[str, Box, Tensor], None]:
+def reader_of(entries: Iterable[Entry], own: Mapping[str, Tensor], weights: RankWeights) -> Read:
     """Copies parts of full tensors to rank 0. Every rank calls it for the same parts, in one order."""
     rows = {entry.name: entry.row for entry in entries}
 
     def read(name: str, box: Box, target: Tensor) -> None:
         row = rows[name]
         if row is not None:
-            fetch(row, own, box, target, groups)
-        elif groups.rank == 0:
-            target.copy_((kept.parameters | kept.buffers)[name][tuple(map(slice, box.start, box.stop))])
+            fetch(row, own, box, target, weights.groups)
+        elif weights.groups.rank == 0:
+            target.copy_(weights.kept.tensors[name][box.slices])
 
     return read
 
 
-def named(entries: list[Entry], names: str, plan: Plan, kept: Kept) -> list[Entry]:
+def named(entries: list[Entry], names: str, weights: RankWeights) -> list[Entry]:
     """``entries`` of the model, or of the tensors that files of the Hub have. Raises PlanError for other names."""
     check_names(names)
-    return entries if names == "model" else hub_entries(entries, stored_names(plan.hub, kept.names))
+    return entries if names == "model" else hub_entries(entries, stored_names(weights.plan.hub, weights.kept.names))
 
 
 # ---- writing, on rank 0
@@ -165,15 +158,14 @@ def index_of(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": places}
 
 
-def texts_of(plan: Plan, kept: Kept) -> dict[str, Any]:
+def texts_of(weights: RankWeights) -> dict[str, Any]:
     """config.json with the dtype that the weights now have, and generation_config.json: of the model, or as loaded."""
-    hub = plan.hub
-    texts = dict(kept.texts)
+    hub, texts = weights.plan.hub, dict(weights.kept.texts)
     if hub.config is not None:
         texts["config.json"] = hub.config
     if hub.generation_config is not None:
         texts["generation_config.json"] = hub.generation_config
-    dtypes = [row.dtype for row in plan.parameters if getattr(torch, row.dtype).is_floating_point]
+    dtypes = [row.dtype for row in weights.plan.parameters if getattr(torch, row.dtype).is_floating_point]
     if "config.json" in texts and dtypes:
         texts["config.json"] = {**texts["config.json"], "dtype": dtypes[0]}
     return texts

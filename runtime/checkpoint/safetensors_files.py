@@ -108,7 +108,7 @@ class SafetensorsFiles:
                 target.copy_(self._handles[stored.file].get_tensor(name))
             else:
                 values = self._handles[stored.file].get_slice(name)
-                target.copy_(values[tuple(map(slice, box.start, box.stop))])
+                target.copy_(values[box.slices])
         except (OSError, SafetensorError) as error:
             fix = "provide an undamaged copy of the file"
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error

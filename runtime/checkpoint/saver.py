@@ -78,7 +78,7 @@ def content_of(
         seed=int(plan.spec.get("seed", 0)),
         optimizer=OptimizerEntry(name=plan.optimizer.name, updates=updates, rested=rested),
         loss_scale=entry,  # a number is the spec's
-        texts=texts_of(plan, state.kept) if leads else {},
+        texts=texts_of(state.weights) if leads else {},
         stored_names=json_of_names(stored_names(plan.hub, state.kept.names)) if leads else {},
         adapters=None if adapters is None else AdaptersEntry(**adapters),
         extra=extra,

@@ -21,13 +21,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from passes.base import RankProgram
 from passes.errors import PlanError
-from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box, Piece, part_of, pieces_of_run
 from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
-from runtime.checkpoint.hub_tensors import whole_box
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece, check_files
 from runtime.checkpoint.safetensors_files import listed
@@ -38,7 +35,7 @@ from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.state import AVERAGE, OwnedRun, begin_at, frozen_runs, owned_runs, updates_of
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.weights.initial_weights import buffers_of
-from runtime.weights.shards import Kept
+from runtime.weights.shards import RankWeights
 
 Reads = Literal["all", "weights", "average"]
 _SPREAD_FROM = 1 << 16  # elements: of equal copies of fewer the first rank writes all
@@ -49,7 +46,7 @@ BEGIN_ANEW = (
 OTHER = "load a save of this model with this precision, or export it: meshwright checkpoint DIR --export HF_DIR"
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingState:
     """The tensors and counters that an engine saves and restores; nothing is copied here.
 
@@ -57,13 +54,13 @@ class TrainingState:
     weights.
     """
 
-    plan: Plan
-    program: RankProgram
+    weights: RankWeights
     optimizer: DistributedOptimizer
-    groups: Groups
-    kept: Kept
     loss_scale: LossScale
     reads: Reads = "all"
+
+    def __post_init__(self) -> None:
+        self.plan, self.groups, self.kept = self.weights.plan, self.weights.groups, self.weights.kept
 
     # ---- out
 
@@ -76,7 +73,7 @@ class TrainingState:
                         yield WrittenPiece(run.local.fqn, kind, piece.box, view_of(values, piece))
         for kind, tensors in (("parameter", self.kept.parameters), ("buffer", self.kept.buffers)):
             for name, tensor in tensors.items():
-                yield WrittenPiece(name, kind, whole_box(tensor.shape), tensor)
+                yield WrittenPiece(name, kind, Box.whole(tensor.shape), tensor)
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """All that is saved, in the model's order, with the other names of tied tensors. Buffers come last."""
@@ -164,11 +161,11 @@ class TrainingState:
                 for kind, values in run.values.items():
                     yield view_of(values, piece), run.local.fqn, kind, piece.box
         for name, tensor in self.kept.parameters.items():
-            yield tensor, name, "parameter", whole_box(tensor.shape)
+            yield tensor, name, "parameter", Box.whole(tensor.shape)
         for name in self.plan.hub.persistent_buffers:
             kept = [self.kept.buffers[name]] if name in self.kept.buffers else []
-            for tensor in (*kept, *buffers_of(self.plan, self.program, name)):
-                yield tensor, name, "buffer", whole_box(tensor.shape)
+            for tensor in (*kept, *buffers_of(self.plan, self.weights.program, name)):
+                yield tensor, name, "buffer", Box.whole(tensor.shape)
 
     # ---- the elements of each tensor that this rank owns
 
@@ -177,7 +174,7 @@ class TrainingState:
         yield from owned_runs(self.optimizer)
         yield from frozen_runs(self.optimizer)
         seen = {name for buffer in self.optimizer.buffers.buffers for name in buffer.planned.by_name}
-        for stage in self.program.stages:
+        for stage in self.weights.program.stages:
             for local in stage.parameters:
                 if local.fqn not in seen:
                     seen.add(local.fqn)

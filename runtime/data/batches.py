@@ -93,6 +93,10 @@ class BatchLayout:
             check_value(name, value, dict(self.forms).get(name, PLAIN))
         check_assumptions(batch, self.assumptions, self.micro)
 
+    def planned(self, batch: Any) -> Any:
+        """The tensors of a batch that the plan reads; of no batch itself, which its check reports."""
+        return {n: x for n, x in batch.items() if n in self.inputs} if isinstance(batch, Mapping) else batch
+
     def in_rows(self, batch: Any) -> Any:
         """A user's batch with one row of each input for a sequence."""
         return in_rows(self.forms, batch, {name: shape for name, (shape, _) in self.inputs.items()})

@@ -11,7 +11,8 @@ from itertools import count
 from typing import Literal, TypeVar, get_args
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 
 from passes.base import RankProgram
@@ -41,12 +42,13 @@ from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
 from runtime.engine.checks import check_attention, identity, require_same_code
 from runtime.optimizer.matrices import BucketExchange, Member
+from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
 from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
-from runtime.weights.shards import Kept, fill, fill_later, keep, without_gradients
+from runtime.weights.shards import Kept, RankWeights, fill, fill_later, keep, without_gradients
 from runtime.weights.sources import ModelWeights
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -74,7 +76,7 @@ def check_mode(mode: str) -> None:
         raise PlanError(f"an engine has no mode {mode!r}", where="Engine(mode=…)", fix=f"use {known}")
 
 
-def need_training(mode: Mode, name: str) -> None:
+def need_training(mode: str, name: str) -> None:
     """Raise PlanError if an engine in this mode has no gradients and no optimizer state for the call ``name``."""
     if mode != "train":
         raise PlanError(
@@ -97,13 +99,36 @@ class Built:
     mode: Mode = "train"
 
 
+class Running:
+    """One rank of a plan, as all parts of its engine share it. ``weights``: its own, and those that rank 0 keeps.
+
+    ``step_index``: steps that were made, those before a load included. ``gradients_ready``: of a ``forward_backward``
+    that no update has followed.
+    """
+
+    def __init__(self, plan: Plan, spec: Spec, groups: Groups, built: Built) -> None:
+        self.plan, self.spec, self.groups, self.mode = plan, spec, groups, built.mode
+        self.program, self.optimizer = built.program, built.optimizer
+        self.weights = RankWeights(plan, built.program, groups, built.kept)
+        self.loss_scale = LossScale(spec.precision, groups.device)
+        self.step_index = 0
+        self.gradients_ready = False
+        self.nothing = torch.zeros((), dtype=torch.float64, device=groups.device)
+
+    def addend_of(self, loss: Tensor | None) -> Tensor:
+        """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
+        return loss if loss is not None and self.groups.tp_rank == 0 else self.nothing
+
+    def over_world(self, addend: Tensor) -> float:
+        """The sum over all ranks."""
+        total = addend.clone()
+        if self.groups.world is not None:
+            dist.all_reduce(total, group=self.groups.world)
+        return total.item()
+
+
 def build(
-    plan: Plan,
-    spec: Spec,
-    groups: Groups,
-    weights: ModelWeights,
-    program: RankProgram | None,
-    mode: Mode = "train",
+    plan: Plan, spec: Spec, groups: Groups, weights: ModelWeights, program: RankProgram | None, mode: Mode
 ) -> Built:
     """Lower the plan for this rank (unless ``program`` is given), take the weights, release the model."""
     check_backend(spec.cuda_graphs.impl, groups.device)
@@ -146,16 +171,14 @@ def build(
 
 
 def executor_of(
+    kind: type[AnyExecutor],
     plan: Plan,
     built: Built,
     groups: Groups,
-    graphs: Graphs | None,
-    *,
     before_backward: Callable[[bool], None],
-    before_weights: Callable[[bool], None] | None = None,
-    kind: type[AnyExecutor] = Executor,
+    graphs: Graphs | None = None,
 ) -> AnyExecutor:
-    """The loop over this rank's actions."""
+    """The loop over this rank's actions. ``before_backward``: before each backward, and gradients of weights."""
     orders = plan.schedule.orders
     return kind(
         built.program.stages,
@@ -164,7 +187,7 @@ def executor_of(
         built.program.random,
         before_backward=before_backward,
         before_forward=None if graphs is None else graphs.before_forward,
-        before_weights=before_weights,
+        before_weights=before_backward,
         weights=built.program.weight_gradients,
         gradients=built.optimizer.buffers.scattered or None,
     )

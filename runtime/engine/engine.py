@@ -1,18 +1,19 @@
 """The Engine: a plan, running. It opens the groups, fills this rank's stage modules and steps them; it decides nothing.
 
 train_step = batch check -> loss denominators of the global batch -> actions of the schedule -> ZeRO-1 update
+
+Its parts make the calls that are no steps; they share ``running``: the plan on this rank, and how far it has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from types import TracebackType
-from typing import Self
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from passes.base import RankProgram
@@ -20,41 +21,69 @@ from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.saved_plan.model import errors_of_file
 from runtime.audit.audit import Audit, Sample
-from runtime.checkpoint.saver import Saver
 from runtime.compiled.functions import first_calls
 from runtime.data.batches import num_tokens, tell_failure
-from runtime.distributed.faults.activity import (
-    BATCH,
-    BETWEEN,
-    DENOMINATORS,
-    FORWARD,
-    GRADIENTS,
-    SEARCH,
-    UPDATE,
-    Activity,
-)
+from runtime.distributed.faults.activity import BATCH, BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, SEARCH, UPDATE
 from runtime.distributed.faults.faults import shared_call
 from runtime.distributed.groups import RankMesh
-from runtime.engine.build import Mode, build, check_mode, need_training, open_rank, spec_of
+from runtime.engine.build import Mode, Running, build, check_mode, need_training, open_rank, spec_of
 from runtime.engine.find_nonfinite import find_nonfinite
 from runtime.engine.generation import EngineGeneration
 from runtime.engine.length_variants import Variant, Variants
-from runtime.engine.log_probs import LossFunction, LossOutside
+from runtime.engine.log_probs import EngineOutsideLoss, LossFunction, LossOutside
+from runtime.engine.saves import EngineSaves
 from runtime.engine.stream import EngineStream
 from runtime.engine.update import Update
+from runtime.engine.weights import EngineWeights
 from runtime.pipeline.executor import Step
 from runtime.pipeline.nonfinite import NonFinite
 from runtime.report.step_report import StepClock, StepReport
 from runtime.weights.sources import weight_source
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-class Engine(EngineGeneration, EngineStream):
+
+class by(Generic[Arguments, Result]):
+    """A call of the engine that its ``part`` makes."""
+
+    def __init__(self, part: str, method: Callable[Concatenate[Any, Arguments], Result]) -> None:
+        self._part, self._method = part, method
+        update_wrapper(self, method)
+
+    def __get__(self, engine: Engine | None, owner: type[Engine]) -> Callable[Arguments, Result]:
+        return cast(Any, self if engine is None else partial(self, engine))
+
+    def __call__(self, engine: Engine, *args: Any, **options: Any) -> Result:
+        return self._method(getattr(engine, self._part), *args, **options)
+
+
+class Engine:
     """One rank of a running plan.
 
     Owns: the process groups that it made, the stage modules and their weights, the optimizer, and the count of steps.
     ``mesh`` has the sizes of the axes and this rank's coordinates: use ``mesh.dp_rank`` and ``mesh.dp_size`` for your
     own DistributedSampler.
     """
+
+    gather_parameters = by("weights", EngineWeights.gather_parameters)
+    gather_gradients = by("weights", EngineWeights.gather_gradients)
+    load_pretrained = by("weights", EngineWeights.load_pretrained)
+    load_adapters = by("weights", EngineWeights.load_adapters)
+    averaged_weights = by("weights", EngineWeights.averaged_weights)
+    save = by("saves", EngineSaves.save)
+    wait_saves = by("saves", EngineSaves.wait_saves)
+    load = by("saves", EngineSaves.load)
+    save_pretrained = by("saves", EngineSaves.save_pretrained)
+    save_merged = by("saves", EngineSaves.save_merged)
+    save_adapters = by("saves", EngineSaves.save_adapters)
+    stream_weights = by("stream", EngineStream.stream_weights)
+    evaluate = by("generation", EngineGeneration.evaluate)
+    score = by("generation", EngineGeneration.score)
+    scoring_executor = by("generation", EngineGeneration.scoring_executor)
+    log_probs = by("generation", EngineGeneration.log_probs)
+    generate = by("generation", EngineGeneration.generate)
+    kept_bytes = by("generation", EngineGeneration.kept_bytes)
 
     def __init__(
         self,
@@ -73,38 +102,42 @@ class Engine(EngineGeneration, EngineStream):
         """
         check_mode(mode)
         self.plan, self.mode = plan, mode
-        self._decisions, self._shards = plan.to_run()
-        self.step_index = 0
-        self._gradients_ready = self._is_averaged = self._is_exchange_due = False
         with errors_of_file(plan.model):
             self.spec = spec_of(plan)
-            self._weights = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
+            source = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
             self.groups, store = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             is_audited = self.spec.audit.every and mode == "train"
             self._audit = Audit(plan, self.spec, self.groups) if is_audited else None
             with errors_of_file(plan.model):
-                built = build(plan, self.spec, self.groups, self._weights, program, mode)
+                built = build(plan, self.spec, self.groups, source, program, mode)
         except BaseException as error:
             if store is not None:
                 tell_failure(store, self.mesh.world_size, self.groups.rank, error)
             told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
             raise told from told.__cause__
-        self.program, self.layout, self.optimizer = built.program, built.layout, built.optimizer
-        self._fresh, self._kept, self.compiled = built.fresh, built.kept, built.compiled
-        self._nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
-        announced = {"before_backward": self._before_backward, "before_weights": self._before_backward}
-        self._variants = Variants(plan, built, self.groups, store, announced)
+        self.running = running = Running(plan, self.spec, self.groups, built)
+        self.program, self.layout, self.compiled = built.program, built.layout, built.compiled
+        self.optimizer, self.loss_scale = built.optimizer, running.loss_scale
+        self._activity = self.groups.faults.activity
+        self._variants = Variants(plan, built, self.groups, store, self._before_backward)
         self._now = self._variants.longest
         self.executor, self.graphs = self._now.executor, self._now.graphs
-        self.saver = Saver(self.groups)
-        self.optimizer.before_overwriting = self.saver.staging.hold
-        waits = self.executor.transport.waits
-        self._updates = Update(plan, self._decisions, self.spec, self.groups, built.program, built.optimizer, waits)
-        self.loss_scale = self._updates.loss_scale
-        self.groups.faults.activity.begin(BETWEEN, 0)
+        self._updates = Update(running, self.executor.transport.waits)
+        self.weights = EngineWeights(running, source, built.fresh)
+        self.saves = EngineSaves(running, self.weights)
+        self.saver = self.saves.saver
+        self.stream = EngineStream(running, self.weights)
+        self.outside_loss = EngineOutsideLoss(running, self.layout)
+        self.generation = EngineGeneration(running, self.weights, self._variants, self._step)
+        self._activity.begin(BETWEEN, 0)
+
+    @property
+    def step_index(self) -> int:
+        """Updates that were made, those before a save that was loaded included."""
+        return self.running.step_index
 
     # ---- public: steps
 
@@ -119,16 +152,16 @@ class Engine(EngineGeneration, EngineStream):
         On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
         """
         need_training(self.mode, "train_step")
-        self._need_own_weights("train_step")
+        self.weights.need_own("train_step")
         batch = self.layout.in_rows(batch)
         if self._audit is not None and self._audit.is_due(self.step_index):
-            self._audit.judge(self.step_index, *self._audited(self._audit, self._planned(batch), local))
+            self._audit.judge(self.step_index, *self._audited(self._audit, self.layout.planned(batch), local))
         return self._train_step(batch, local, loss)
 
     @shared_call(BATCH)
     def _train_step(self, batch: Mapping[str, Tensor], local: bool, function: LossFunction | None) -> StepReport:
         clock = StepClock(self.groups.device)
-        batch, outside = self._outside(batch, function)
+        batch, outside = self.outside_loss.of(batch, function)
         loss = self._forward_backward(batch, local, outside)
         return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
 
@@ -144,14 +177,14 @@ class Engine(EngineGeneration, EngineStream):
         in which further tensors may be. It returns a scalar. The loss is the sum of these values over the global batch.
         """
         need_training(self.mode, "forward_backward")
-        self._need_own_weights("forward_backward")
+        self.weights.need_own("forward_backward")
         batch = self.layout.in_rows(batch)
-        batch, outside = self._outside(batch, loss)
+        batch, outside = self.outside_loss.of(batch, loss)
         self._loss = self._forward_backward(batch, local, outside)
         self._activity.off(GRADIENTS)
         self.optimizer.reduce_gradients()
-        self._gradients_ready = True
-        return self._over_world(self._loss)
+        self.running.gradients_ready = True
+        return self.running.over_world(self._loss)
 
     def set_learning_rate(self, lr: float | None) -> None:
         """From the next update on, ``lr`` in place of the schedule's rate; None: the schedule again. The same call on
@@ -164,8 +197,8 @@ class Engine(EngineGeneration, EngineStream):
     def optimizer_step(self) -> StepReport:
         """Clip and update with the gradients of ``forward_backward``. ``tokens_per_s`` is 0: it spans no batch."""
         need_training(self.mode, "optimizer_step")
-        self._need_own_weights("optimizer_step")
-        if not self._gradients_ready:
+        self.weights.need_own("optimizer_step")
+        if not self.running.gradients_ready:
             raise PlanError("there are no gradients for an update", fix="call forward_backward(batch) first")
         return self._update(self._loss)
 
@@ -181,12 +214,12 @@ class Engine(EngineGeneration, EngineStream):
         """
         need_training(self.mode, "find_nonfinite")
         index = max(0, self.step_index - 1) if step is None else step
-        self._ready()
-        self._gradients_ready = False
+        self.weights.ready()
+        self.running.gradients_ready = False
         batch = self.layout.in_rows(batch)
         variant = self._turn_to(batch, local)
         given = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
-        self._count_sums(variant, given)
+        variant.count_sums(given, training=True)
         before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
@@ -195,27 +228,6 @@ class Engine(EngineGeneration, EngineStream):
                 return find_nonfinite(variant.executor, given, self.groups, self.optimizer, before)
         finally:
             self._note_load(False)
-
-    @shared_call("evaluation")
-    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
-        """The loss of the global batch, without gradients and without dropout.
-
-        If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
-        in rounds of the planned number. Raises PlanError for another loss.
-        """
-        return self._evaluate(self.layout.in_rows(batch), local)
-
-    def _evaluate(self, batch: Mapping[str, Tensor], local: bool) -> float:
-        self._ready()
-        variant = self._variants.of(batch, local=local, any_number=True)
-        rounds = variant.rounds.of(batch, local=local)
-        if rounds[0] is not batch:
-            ones = [torch.ones_like(self._nothing) for _ in self._decisions.terms.denominators]
-            variant.rounds.require_silence(self._loss_of(variant, variant.rounds.nothing(batch), ones), batch)
-            return self._loss_of(variant, rounds, variant.rounds.totals(rounds))
-        step = self._step(variant, batch, local)
-        self._count_sums(variant, step, training=False)
-        return self._over_world(self._loss_here(variant.executor.evaluate(step)))
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
         """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
@@ -257,29 +269,26 @@ class Engine(EngineGeneration, EngineStream):
 
     # ---- pieces of a step
 
-    @property
-    def _activity(self) -> Activity:
-        return self.groups.faults.activity
-
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool, outside: LossOutside | None) -> Tensor:
         variant = self._turn_to(batch, local, outside=outside is not None)
         step = self._step(variant, batch, local)
-        self._begin_outside(outside, variant, batch, local=local)
-        self._gradients_ready = False
-        self._activity.off(FORWARD)
-        self._count_sums(variant, step)
-        self._capture_graphs(variant, step)
-        is_whole = variant.graphs is not None and variant.graphs.holds_reductions
-        gates = self.program.gate is not None and not is_whole  # one graph for all has none
-        self._initialise() if gates else self._ready()
-        self.program.weight_gradients.forget()  # of a step that failed
-        self.optimizer.begin_step()  # after a capture: its gradients are none of this step
-        self._note_load(True)
-        steps = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
-        with first_calls(variant.built.compiled, self.groups):
-            loss = self._loss_here(steps(step))
-        self._note_load(False)
-        self._end_outside(variant.executor)
+        with self.outside_loss.around(variant.executor, outside, batch, variant.layout, local=local):
+            self.running.gradients_ready = False
+            self._activity.off(FORWARD)
+            if variant.program.sums is not None:
+                self.weights.ready()
+                variant.count_sums(step, training=True)
+            self._capture_graphs(variant, step)
+            is_whole = variant.graphs is not None and variant.graphs.holds_reductions
+            gates = self.program.gate is not None and not is_whole  # one graph for all has none
+            self.weights.initialise() if gates else self.weights.ready()
+            self.program.weight_gradients.forget()  # of a step that failed
+            self.optimizer.begin_step()  # after a capture: its gradients are none of this step
+            self._note_load(True)
+            run = variant.executor.run if variant.graphs is None else partial(variant.graphs.run_step, variant.executor)
+            with first_calls(variant.built.compiled, self.groups):
+                loss = self.running.addend_of(run(step))
+            self._note_load(False)
         return loss
 
     @shared_call("audit")
@@ -288,46 +297,32 @@ class Engine(EngineGeneration, EngineStream):
         variant = self._variants.of(batch, local=local)
         variant.intake.check(batch, local=local)
         sample = audit.sample(batch, variant.layout, self.step_index, local=local)
-        loss = self._evaluate(sample.repeated, local=False)
+        loss = self.generation.loss_of(sample.repeated, local=False)
         audit.check_memory()
-        own, allowed = audit.compare(sample, variant.layout, loss, self.gather_parameters(), self._kept.buffers)
-        return sample, loss, own, allowed
-
-    def _count_sums(self, variant: Variant, step: Step, *, training: bool = True) -> None:
-        """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
-        if variant.program.sums is not None:
-            self._ready()
-            variant.program.sums.begin()
-            variant.executor.evaluate(step, training=training)
-            variant.program.sums.end()
+        buffers = self.running.weights.kept.buffers
+        return sample, loss, *audit.compare(sample, variant.layout, loss, self.gather_parameters(), buffers)
 
     def _note_load(self, begins: bool) -> None:
-        load = self._now.program.load
-        if load is not None:
+        if (load := self._now.program.load) is not None:
             load.begin(self.groups.device) if begins else load.end()
 
     def _capture_graphs(self, variant: Variant, step: Step) -> None:
         graphs = variant.graphs
         is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
         if graphs is not None and (is_due or graphs.is_wanted):
-            self._ready()
+            self.weights.ready()
             self._note_load(True)  # in the memory that the graphs are to note in
             graphs.capture(variant.executor, step)
-
-    def _loss_of(self, variant: Variant, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
-        """The loss of all rounds together, over ``counts``."""
-        steps = (self._step(variant, each, False, counts) for each in rounds)
-        return self._over_world(sum((self._loss_here(variant.executor.evaluate(s)) for s in steps), self._nothing))
 
     def _turn_to(self, batch: Mapping[str, Tensor], local: bool, *, outside: bool = False) -> Variant:
         """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
         variant = self._variants.of(batch, local=local)
         if outside and variant.outside is None:  # before the first step: whether each label is predicted once
-            self._ready()
+            self.weights.ready()
             variant.scoring.score(self._step(variant, batch, local))
         variant = self._variants.outside(variant) if outside else variant
         if variant is not self._now:
-            self._now, self._gradients_ready = variant, False
+            self._now, self.running.gradients_ready = variant, False
             self.optimizer.buffers.expect(variant.contributions)
             self._updates.turn_to(variant.program, variant.plan.to_run()[0])
         return variant
@@ -344,23 +339,12 @@ class Engine(EngineGeneration, EngineStream):
         graphs = self._now.graphs
         self.optimizer.buffers.last_microbatch = is_last and not (graphs and graphs.holds_reductions)
 
-    def _loss_here(self, loss: Tensor | None) -> Tensor:
-        """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
-        return loss if loss is not None and self.groups.tp_rank == 0 else self._nothing
-
-    def _over_world(self, addend: Tensor) -> float:
-        if self.groups.world is None:
-            return addend.item()
-        total = addend.clone()
-        dist.all_reduce(total, group=self.groups.world)
-        return total.item()
-
     def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
-        if not self._gradients_ready:
+        if not self.running.gradients_ready:
             self._activity.off(GRADIENTS)
             self.optimizer.reduce_gradients()
         self._activity.off(UPDATE)
         report = self._updates.run(self.step_index, loss, num_tokens, clock)
-        self.step_index += 1
-        self._gradients_ready = False
+        self.running.step_index += 1
+        self.running.gradients_ready = False
         return report

@@ -1,4 +1,4 @@
-"""The calls of an Engine that read probabilities: scores of labels, a loss outside the model, and text.
+"""The calls of an engine without gradients: losses, scores of labels, and text.
 
 Text on any layout comes one token after another, each by a forward of the plan's stages:
 
@@ -11,21 +11,18 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.decisions import Decisions
-from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.token_batches import roles_of
-from runtime.distributed.agreement import agree
 from runtime.distributed.faults.faults import shared_call
 from runtime.distributed.same_options import require_same
+from runtime.engine.build import Running
 from runtime.engine.length_variants import Variant, Variants
-from runtime.engine.log_probs import LossFunction, LossOutside, LossOutsideExecutor, Scores
+from runtime.engine.log_probs import Scores
 from runtime.engine.next_tokens import Choice, KeptPositions, NotKept
 from runtime.engine.prompts import Feed, Prompts, check_lengths, sequences_of
 from runtime.engine.weights import EngineWeights
@@ -68,14 +65,46 @@ class _Row:
 _Way = Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None]
 
 
-class EngineGeneration(EngineWeights):
-    """The calls of an Engine that read probabilities. The Engine owns all that is named here."""
+class EngineGeneration:
+    """``step(variant, batch, local)``: the checked step of a batch; with ``counts``, over other denominators."""
 
-    spec: Spec
-    layout: BatchLayout
-    _variants: Variants
-    _decisions: Decisions
-    _step: Any
+    def __init__(
+        self,
+        running: Running,
+        weights: EngineWeights,
+        variants: Variants,
+        step: Callable[..., Step],
+    ) -> None:
+        self.running, self._weights, self._variants, self._step = running, weights, variants, step
+        self._layout, self._decisions = variants.longest.layout, running.plan.to_run()[0]
+
+    @shared_call("evaluation")
+    def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
+        """The loss of the global batch, without gradients and without dropout.
+
+        If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
+        in rounds of the planned number. Raises PlanError for another loss.
+        """
+        return self.loss_of(self._layout.in_rows(batch), local=local)
+
+    def loss_of(self, batch: Mapping[str, Tensor], *, local: bool) -> float:
+        """The same, of a batch in rows."""
+        self._weights.ready()
+        variant = self._variants.of(batch, local=local, any_number=True)
+        rounds = variant.rounds.of(batch, local=local)
+        if rounds[0] is not batch:
+            ones = [torch.ones_like(self.running.nothing) for _ in self._decisions.terms.denominators]
+            variant.rounds.require_silence(self._loss_of(variant, variant.rounds.nothing(batch), ones), batch)
+            return self._loss_of(variant, rounds, variant.rounds.totals(rounds))
+        step = self._step(variant, batch, local)
+        variant.count_sums(step, training=False)
+        return self.running.over_world(self.running.addend_of(variant.executor.evaluate(step)))
+
+    def _loss_of(self, variant: Variant, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
+        """The loss of all rounds together, over ``counts``."""
+        steps = (self._step(variant, each, False, counts) for each in rounds)
+        addends = (self.running.addend_of(variant.executor.evaluate(step)) for step in steps)
+        return self.running.over_world(sum(addends, self.running.nothing))
 
     @shared_call("evaluation")
     def score(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Scores:
@@ -86,8 +115,8 @@ class EngineGeneration(EngineWeights):
         Logits are not gathered.
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
-        self._ready()
-        batch = self.layout.in_rows(batch)
+        self._weights.ready()
+        batch = self._layout.in_rows(batch)
         variant = self._variants.of(batch, local=local, any_number=True)
         rounds = variant.rounds.of(batch, local=local, scored=True)
         found = [variant.scoring.score(self._step(variant, each, local), local=local) for each in rounds]
@@ -95,7 +124,7 @@ class EngineGeneration(EngineWeights):
 
     def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
         """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
-        return self._variants.of(self.layout.in_rows(batch), local=False, any_number=True).scoring.executor
+        return self._variants.of(self._layout.in_rows(batch), local=False, any_number=True).scoring.executor
 
     def log_probs(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Tensor:
         """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
@@ -105,38 +134,7 @@ class EngineGeneration(EngineWeights):
         ``local``: as of ``score``. Tensors that the plan does not read may be in the batch: they are ignored. Raises
         PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
-        return self.score(self._planned(batch), local=local).log_probabilities
-
-    def _planned(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors of a batch that the plan reads."""
-        if not isinstance(batch, Mapping):
-            return batch  # its check reports it
-        return {name: value for name, value in batch.items() if name in self.layout.inputs}
-
-    def _outside(
-        self, batch: Mapping[str, Tensor], loss: LossFunction | None
-    ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
-        """The planned tensors and the loss outside; without one the whole batch."""
-        if loss is None:
-            return batch, None
-        given = batch if isinstance(batch, Mapping) else {}
-        return self._planned(batch), LossOutside.of(loss, given, self.layout.inputs)
-
-    def _begin_outside(
-        self, outside: LossOutside | None, variant: Variant, batch: Mapping[str, Tensor], *, local: bool
-    ) -> None:
-        if outside is not None and isinstance(variant.executor, LossOutsideExecutor):
-            variant.executor.begin(outside, batch, variant.layout, local=local)
-
-    def _end_outside(self, executor: Executor) -> None:
-        """Raises PlanError on every rank if the function failed on one. The step is whole: the next may follow."""
-        if not isinstance(executor, LossOutsideExecutor):
-            return
-        try:
-            agree(self.groups, executor.failure)
-        except PlanError:
-            self.optimizer.reduce_gradients()  # sums that have begun end
-            raise
+        return self.score(self._layout.planned(batch), local=local).log_probabilities
 
     @shared_call("generation")
     def generate(
@@ -169,8 +167,8 @@ class EngineGeneration(EngineWeights):
         stops = frozenset((stop,) if isinstance(stop, int) else stop)
         check_lengths(sequences, max_new_tokens, max(map(feed.length, self._variants.layouts)))
         call = repr((sequences, max_new_tokens, choice, sorted(stops), cache))
-        require_same("the call of generate (by hash)", hashlib.sha256(call.encode()).hexdigest(), self.groups)
-        self._ready()
+        require_same("the call of generate (by hash)", hashlib.sha256(call.encode()).hexdigest(), self.running.groups)
+        self._weights.ready()
         run = partial(self._all, feed, sequences, max_new_tokens, choice, stops)
         rows, because = self._continued(run, cache)
         return Generated(
@@ -187,7 +185,7 @@ class EngineGeneration(EngineWeights):
         length. The same call on every rank. Raises PlanError as ``generate`` with ``cache=True``.
         """
         feed, variant = self._feed(), self._variants.longest
-        self._ready()
+        self._weights.ready()
         kept, sequences = variant.kept(), [[0]] * variant.layout.global_size
         try:
             batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
@@ -321,7 +319,7 @@ class EngineGeneration(EngineWeights):
 
     def _fed(self, variant: Variant, batch: dict[str, Tensor]) -> Step:
         variant.intake.check(batch, local=False)
-        one = torch.ones((), dtype=torch.float64, device=self.groups.device)
+        one = torch.ones((), dtype=torch.float64, device=self.running.groups.device)
         counts = [one] * len(self._decisions.terms.denominators)  # the loss is not read
         return variant.intake.step(batch, 0, None, local=False, counts=counts)
 
@@ -329,5 +327,4 @@ class EngineGeneration(EngineWeights):
         return variant.next_rows.rows(self._fed(variant, batch), wanted)
 
     def _feed(self) -> Feed:
-        names = self._variants.longest.layout.inputs
-        return Feed(roles_of(names, self.spec.data.inputs), self._decisions.scored)
+        return Feed(roles_of(self._layout.inputs, self.running.spec.data.inputs), self._decisions.scored)

@@ -30,10 +30,8 @@ from runtime.engine.batch_prep import FirstBatch, Intake, Rounds, number_of
 from runtime.engine.build import Built, batch_layout, contributions_of, executor_of, graphs_of
 from runtime.engine.log_probs import Scoring, build_outside
 from runtime.engine.next_tokens import KeptPositions, NextRows, kept_positions
-from runtime.pipeline.executor import Executor
+from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import share
-
-Hooks = Mapping[str, Callable[[bool], None]]
 
 
 @dataclass
@@ -59,6 +57,13 @@ class Variant:
     @property
     def layout(self) -> BatchLayout:
         return self.built.layout
+
+    def count_sums(self, step: Step, *, training: bool) -> None:
+        """Run the forwards of a step for the sums over the global batch that its loss reads, if it reads any."""
+        if self.program.sums is not None:
+            self.program.sums.begin()
+            self.executor.evaluate(step, training=training)
+            self.program.sums.end()
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -86,8 +91,10 @@ class Variants:
     """Owns all that were made, by length and number of sequences. ``layouts``: the planned ones, from the shortest
     sequences to the longest."""
 
-    def __init__(self, plan: Plan, built: Built, groups: Groups, store: Store | None, hooks: Hooks) -> None:
-        self._groups, self._hooks, self._first = groups, hooks, FirstBatch(store)
+    def __init__(
+        self, plan: Plan, built: Built, groups: Groups, store: Store | None, before_backward: Callable[[bool], None]
+    ) -> None:
+        self._groups, self._before_backward, self._first = groups, before_backward, FirstBatch(store)
         self._plans, self._compares = plan.of_all_lengths, bool(plan.lengths)
         self.layouts = [batch_layout(each, groups) for each in self._plans]
         self.longest = self._made(plan, built, None)
@@ -116,7 +123,9 @@ class Variants:
             if variant.graphs is not None:
                 fix = "set cuda_graphs: {impl: none}"
                 raise PlanError("CUDA graphs hold the model's own loss, not a function", where="cuda_graphs", fix=fix)
-            built, executor = build_outside(variant.plan, variant.built, self._groups, variant.executor, self._hooks)
+            built, executor = build_outside(
+                variant.plan, variant.built, self._groups, variant.executor, self._before_backward
+            )
             _watch(executor, variant.executor)
             changes = {"built": built, "executor": executor, "contributions": contributions_of(built.program)}
             variant.outside = replace(variant, **changes)
@@ -193,7 +202,7 @@ class Variants:
         graphs = graphs_of(plan, built, groups)
         if graphs is not None:
             groups.before_end.append(graphs.release)
-        executor = executor_of(plan, built, groups, graphs, kind=Executor, **self._hooks)
+        executor = executor_of(Executor, plan, built, groups, self._before_backward, graphs)
         if first is not None:
             _watch(executor, first)
         intake = Intake(built.program, built.layout, groups, self._first)

@@ -15,7 +15,8 @@ all ranks raise its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -29,9 +30,10 @@ from passes.ops.loss_head import COUNT, IS_TOP, LOG_P, LOG_PROBABILITY, SCORES
 from planner.frozen_plan import Plan
 from planner.lower import lower_with_head
 from runtime.data.batches import BatchLayout
+from runtime.distributed.agreement import agree
 from runtime.distributed.faults.failure import first_line, is_of_a_peer, place_of
 from runtime.distributed.groups import Groups
-from runtime.engine.build import Built, executor_of
+from runtime.engine.build import Built, Running, executor_of
 from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import in_place_of
 
@@ -145,15 +147,53 @@ def _independent() -> PlanError:
 
 
 def build_outside(
-    plan: Plan, built: Built, groups: Groups, of_model: Executor, hooks: Mapping[str, Callable[[bool], None]]
+    plan: Plan, built: Built, groups: Groups, of_model: Executor, before_backward: Callable[[bool], None]
 ) -> tuple[Built, LossOutsideExecutor]:
     """The stages of a rank with that of the loss lowered to return log-probabilities, over the tensors of ``built``."""
     last = lower_with_head(plan, groups.rank, built.program, groups.device, want=LOG_P)
     stages = in_place_of(built.program.stages, last, groups.device)
     built = replace(built, program=replace(built.program, stages=stages))
-    executor = executor_of(plan, built, groups, None, kind=LossOutsideExecutor, **hooks)
+    executor = executor_of(LossOutsideExecutor, plan, built, groups, before_backward)
     executor.of_model = of_model
     return built, executor
+
+
+class EngineOutsideLoss:
+    """Steps of an engine with a function in place of the model's own loss."""
+
+    def __init__(self, running: Running, layout: BatchLayout) -> None:
+        self._groups, self._optimizer, self._layout = running.groups, running.optimizer, layout
+
+    def of(
+        self, batch: Mapping[str, Tensor], loss: LossFunction | None
+    ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
+        """The planned tensors and the loss outside; without one the whole batch."""
+        if loss is None:
+            return batch, None
+        given = batch if isinstance(batch, Mapping) else {}
+        return self._layout.planned(batch), LossOutside.of(loss, given, self._layout.inputs)
+
+    @contextmanager
+    def around(
+        self,
+        executor: Executor,
+        loss: LossOutside | None,
+        batch: Mapping[str, Tensor],
+        layout: BatchLayout,
+        local: bool,
+    ) -> Iterator[None]:
+        """Around the run of a step. Raises PlanError on every rank if the function failed on one: the step is whole,
+        and the next may follow."""
+        if loss is None or not isinstance(executor, LossOutsideExecutor):
+            yield
+            return
+        executor.begin(loss, batch, layout, local=local)
+        yield
+        try:
+            agree(self._groups, executor.failure)
+        except PlanError:
+            self._optimizer.reduce_gradients()  # sums that have begun end
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,17 @@ from passes.errors import PlanError, first_line
 from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import name_beside, write_whole
 from planner.files.text import writing
-from planner.frozen_plan import Plan
 from runtime.checkpoint.atomic_directory import FIX, sync
-from runtime.checkpoint.hub_tensors import Entry, Read, check_names, filled, made_tensor
-from runtime.checkpoint.merged import outgoing
+from runtime.checkpoint.hub_tensors import Entry, check_names, filled, made_tensor
+from runtime.checkpoint.merged import Outgoing, outgoing
 from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
 from runtime.checkpoint.safetensors_files import INDEX, SINGLE
 from runtime.distributed.agreement import agreed, broadcast_json, until_rank_0_is_done
 from runtime.distributed.faults.faults import shared_call
-from runtime.distributed.groups import Groups
 from runtime.distributed.same_options import require_same
+from runtime.engine.build import Running
 from runtime.engine.weights import EngineWeights
-from runtime.weights.shards import Kept
+from runtime.weights.shards import RankWeights
 
 Reader = Callable[[Any], object] | str | PathLike[str]
 
@@ -61,19 +60,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Stream:
-    """``reader``: of this rank's shards by name, copies parts of full tensors to rank 0, in calls of all ranks.
-    ``texts``: config files by name, on rank 0. ``leads``: whether this is rank 0.
-    """
+    """``leads``: whether this is rank 0."""
 
     buckets: tuple[tuple[Item, ...], ...]
-    reader: Callable[[Mapping[str, Tensor]], Read]
-    texts: dict[str, Any]
+    out: Outgoing
     leads: bool
 
     def bucket(self, items: Iterable[Item], own: Mapping[str, Tensor]) -> Bucket:
         """The tensors of ``items`` by name on rank 0; ``{}`` elsewhere."""
         found: Bucket = {}
-        read = self.reader(own)
+        read = self.out.reader(own)
         for item in items:
             tensor = made_tensor(item.entry, read, leads=self.leads)
             if tensor is not None:
@@ -81,21 +77,21 @@ class Stream:
         return found
 
 
-def stream_of(plan: Plan, groups: Groups, kept: Kept, names: str, bucket_bytes: int, *, merged: bool) -> Stream:
+def stream_of(weights: RankWeights, names: str, bucket_bytes: int, *, merged: bool) -> Stream:
     """The same call on every rank. Raises PlanError for names that this model does not have."""
     check_names(names, NAMES)
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
-    if names == "hf" and not merged and plan.hub.adapted is not None:
+    if names == "hf" and not merged and weights.plan.hub.adapted is not None:
         raise PlanError(
             "peft has wrapped the planned model, and a reader of its base does not know its names",
             where="stream_weights",
             fix="set merged=True for the base with the adapters merged, or names='all' for the model's own names",
         )
-    out = outgoing(plan, groups, kept, "hf" if names == "hf" else "model", merged=merged)
+    out = outgoing(weights, "hf" if names == "hf" else "model", merged=merged)
     items = [Item(entry, (entry.name, *(entry.aliases if names == "all" else ()))) for entry in out.entries]
     buckets = tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, bucket_bytes)))
-    return Stream(buckets, out.reader, in_its_dtype(out.texts) if groups.rank == 0 else {}, groups.rank == 0)
+    return Stream(buckets, out, weights.groups.rank == 0)
 
 
 def reader_to(
@@ -150,36 +146,24 @@ class Directory:
         return writing("the weights", str(self._directory), FIX)
 
 
-class EngineStream(EngineWeights):
-    """What an Engine does to hand its weights on while it trains. The Engine owns all that is named here."""
+class EngineStream:
+    """Hands the weights of an engine on while it trains."""
+
+    def __init__(self, running: Running, weights: EngineWeights) -> None:
+        self.running, self._weights, self._groups = running, weights, running.groups
 
     @overload
     def stream_weights(
-        self,
-        to: None = None,
-        *,
-        names: str = "hf",
-        merged: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, to: None = None, *, names: str = "hf", merged: bool = False, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[Bucket]: ...
 
     @overload
     def stream_weights(
-        self,
-        to: Reader,
-        *,
-        names: str = "hf",
-        merged: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, to: Reader, *, names: str = "hf", merged: bool = False, bucket_bytes: int = BUCKET_BYTES
     ) -> bool: ...
 
     def stream_weights(
-        self,
-        to: Reader | None = None,
-        *,
-        names: str = "hf",
-        merged: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, to: Reader | None = None, *, names: str = "hf", merged: bool = False, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[Bucket] | bool:
         """Full tensors, in buckets of ``bucket_bytes``, without a second copy of the model.
 
@@ -198,47 +182,47 @@ class EngineStream(EngineWeights):
 
     @shared_call("stream")
     def _opened_stream(self, names: str, merged: bool, bucket_bytes: int) -> Stream:
-        self._ready()
+        self._weights.ready()
         call = f"names={names}, merged={merged}, bucket_bytes={bucket_bytes}"
-        require_same("the call of stream_weights", call, self.groups)
-        return stream_of(self.plan, self.groups, self._kept, names, bucket_bytes, merged=merged)
+        require_same("the call of stream_weights", call, self._groups)
+        return stream_of(self.running.weights, names, bucket_bytes, merged=merged)
 
     def _iterated(self, stream: Stream) -> Iterator[Bucket]:
         """Buckets until the loop ends; after an early end on this rank it still sends its shards."""
-        step, rest = self.step_index, list(stream.buckets)
+        step, rest = self.running.step_index, list(stream.buckets)
         try:
             while rest:
                 yield self._next_bucket(stream, rest.pop(0), step)
         finally:
-            while rest and not self.groups.faults.activity.is_failing:
-                self._next_bucket(stream, rest.pop(0), self.step_index)
+            while rest and not self._groups.faults.activity.is_failing:
+                self._next_bucket(stream, rest.pop(0), self.running.step_index)
 
     @shared_call("stream")
     def _next_bucket(self, stream: Stream, items: Sequence[Item], step: int) -> Bucket:
-        if step != self.step_index:
+        if step != self.running.step_index:
             raise PlanError(
                 "a step has changed the weights in the middle of a stream",
                 where="stream_weights",
                 fix="end the loop over the buckets before the next step",
             )
-        self._ready()
-        with self._own() as own:
+        self._weights.ready()
+        with self._weights.own() as own:
             return stream.bucket(items, own)
 
     @shared_call("stream")
     def _streamed(self, to: Reader, stream: Stream) -> bool:
-        reading, take, end = Reading(self.groups.rank == 0), None, None
-        with agreed(self.groups):
-            if self.groups.rank == 0:
-                take, end = reader_to(to, stream.texts, len(stream.buckets))
+        reading, take, end = Reading(stream.leads), None, None
+        with agreed(self._groups):
+            if stream.leads:
+                take, end = reader_to(to, in_its_dtype(stream.out.texts), len(stream.buckets))
         for items in stream.buckets:
-            reading.call(take, self._next_bucket(stream, items, self.step_index))
+            reading.call(take, self._next_bucket(stream, items, self.running.step_index))
         reading.call(end)
-        until_rank_0_is_done(self.groups)
-        with agreed(self.groups):
+        until_rank_0_is_done(self._groups)
+        with agreed(self._groups):
             if reading.refused is not None:
                 raise reading.refused
-        return broadcast_json(self.groups, reading.is_on)
+        return broadcast_json(self._groups, reading.is_on)
 
 
 class Reading:

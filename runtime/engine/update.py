@@ -16,13 +16,10 @@ from torch import Tensor
 
 from passes.base import RankProgram
 from planner.decisions import Decisions
-from planner.frozen_plan import Plan
-from planner.spec.spec import Spec
-from runtime.distributed.groups import Groups
 from runtime.distributed.messages import Notes
 from runtime.distributed.stopping import asks
-from runtime.optimizer.scalars import LearningRate, LossScale
-from runtime.optimizer.zero1 import DistributedOptimizer
+from runtime.engine.build import Running
+from runtime.optimizer.scalars import LearningRate
 from runtime.pipeline.p2p import Waits
 from runtime.report.step_report import StepClock, StepReport
 
@@ -30,24 +27,14 @@ _STATUS = Path("/proc/self/status")
 
 
 class Update:
-    """Updates of one rank. Owns: the loss scale, and the notes of this rank for the others."""
+    """Updates of one rank. Owns: the learning rate, and the notes of this rank for the others."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        decisions: Decisions,
-        spec: Spec,
-        groups: Groups,
-        program: RankProgram,
-        optimizer: DistributedOptimizer,
-        waits: Waits,
-    ) -> None:
-        self._waits = waits
-        self.rate, self._groups, self._optimizer = LearningRate(spec.optimizer), groups, optimizer
-        self._experts = plan.experts
-        self.turn_to(program, decisions)
-        self.loss_scale = LossScale(spec.precision, groups.device)
-        self._notes = Notes(plan.mesh, groups.rank, groups.device)
+    def __init__(self, running: Running, waits: Waits) -> None:
+        self._waits, self._experts = waits, running.plan.experts
+        self.rate = LearningRate(running.spec.optimizer)
+        self._groups, self._optimizer, self._loss_scale = running.groups, running.optimizer, running.loss_scale
+        self.turn_to(running.program, running.plan.to_run()[0])
+        self._notes = Notes(running.plan.mesh, running.groups.rank, running.groups.device)
 
     def turn_to(self, program: RankProgram, decisions: Decisions) -> None:
         """The stages of the next step, which count rows of experts."""
@@ -60,11 +47,11 @@ class Update:
     def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
         """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
         not waited for, reading the report raises it. Nothing is updated then."""
-        rate, scale = self.rate.at(step), self.loss_scale.tensor
+        rate, scale = self.rate.at(step), self._loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
         own = (self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
         notes = self._notes.here(asks(), own)
-        kept_scale = scale.clone() if scale is not None and self.loss_scale.is_dynamic else scale
+        kept_scale = scale.clone() if scale is not None and self._loss_scale.is_dynamic else scale
         result = self._optimizer.step(
             rate,
             grad_scale=1.0 if scale is None else scale,
@@ -75,7 +62,7 @@ class Update:
         check = partial(self._notes.check, step=step + 1)  # as the log counts
         if is_on_cpu and self._groups.mesh.world_size > 1:
             check(result.figures[-len(notes) :].tolist())
-        self.loss_scale.update(result.found_inf)
+        self._loss_scale.update(result.found_inf)
         if clock is not None:
             clock.stop()
         layers = tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else ()

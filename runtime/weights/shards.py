@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from passes.base import StageModule
+from passes.base import RankProgram, StageModule
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
 from planner.capture.model.assembly import Assembly
@@ -168,6 +168,20 @@ class Kept:
     texts: dict[str, Any] = field(default_factory=dict)
     names: dict[str, Assembly] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.parameters | self.buffers
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights of a plan on one rank: those of its stages, and on rank 0 those that are ``kept`` beside them."""
+
+    plan: Plan
+    program: RankProgram
+    groups: Groups
+    kept: Kept
+
 
 def keep(plan: Plan, stages: Iterable[StageModule], source: ModelWeights, rank: int) -> Kept:
     """Copies for rank 0 on the CPU; nothing elsewhere."""
@@ -268,7 +282,7 @@ def collect(
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
     """The full tensor of one row on the CPU of rank 0, None elsewhere."""
     target = torch.empty(row.shape, dtype=dtype, device="cpu" if groups.rank == 0 else "meta")
-    fetch(row, own, Box((0,) * len(row.shape), tuple(row.shape)), target, groups)
+    fetch(row, own, Box.whole(row.shape), target, groups)
     return target if groups.rank == 0 else None
 
 

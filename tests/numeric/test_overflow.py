@@ -26,14 +26,14 @@ def with_an_overflow(
     rows = []
     with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         for step in range(NUM_STEPS):
-            engine._ready()
+            engine.weights.ready()
             before = {name: value.clone() for name, value in own_parameters(engine).items()}
             is_bad = step == BAD and dist.get_rank() == bad_rank
             largest = max((name for name in before if part in name), key=lambda name: before[name].numel())
             if is_bad:
                 own_parameters(engine)[largest].fill_(6e4)
             report = engine.train_step(batches[step % len(batches)])
-            engine._ready()
+            engine.weights.ready()
             if is_bad:
                 own_parameters(engine)[largest].copy_(before[largest])
             is_same = all(torch.equal(before[name], value) for name, value in own_parameters(engine).items())

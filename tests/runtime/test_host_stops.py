@@ -87,7 +87,7 @@ def test_a_save_waits_for_the_device_as_often_however_many_buckets_there_are() -
             engine.train_step(entry.batch(4, 0))
             with HostWatch(engine.program) as watch:
                 watch.has_begun = True
-                content_of(engine._training_state(), 1, engine.saver.line, {})
+                content_of(engine.saves.training_state(), 1, engine.saver.line, {})
             waits.append((len(engine.optimizer.shards), len([s for s in watch.sights if s.kind == "stop"])))
     (many, first), (few, second) = waits
     assert many > 5 * few

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from planner import PlanError
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
+from planner.sharding.boxes import Box
 from planner.spec.spec import Spec
-from runtime.checkpoint.hub_tensors import whole_box
 from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
@@ -134,5 +134,5 @@ def stored(directory: Path) -> dict[str, Tensor]:
     with SafetensorsFiles(directory) as files:
         values = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in files.tensors.items()}
         for name, value in values.items():
-            files.read(name, whole_box(value.shape), value)
+            files.read(name, Box.whole(value.shape), value)
     return values

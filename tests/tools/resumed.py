@@ -156,7 +156,7 @@ def files_that_each_rank_reads(plan: Any, batches: Batches, directory: Path) -> 
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.train_step(batches[0])
         engine.save(directory)
-        found = sorted(engine._training_state().needed(verify(resolve(directory))))
+        found = sorted(engine.saves.training_state().needed(verify(resolve(directory))))
         engine.load(directory)
     return found
 

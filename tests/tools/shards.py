@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from planner.sharding.boxes import Part
-from runtime.checkpoint.hub_tensors import whole_box
+from planner.sharding.boxes import Box, Part
 from runtime.weights.shards import runs_in
 
 
@@ -15,6 +14,6 @@ def assemble(parts: Sequence[Part], shards: Sequence[Tensor], shape: Sequence[in
     """The full tensor of all its parts, without padding."""
     full = shards[0].new_empty(tuple(shape))
     for part, held in zip(parts, shards, strict=True):
-        for local, place in runs_in(part, shape, whole_box(shape)):
+        for local, place in runs_in(part, shape, Box.whole(shape)):
             full[place].copy_(held[local])
     return full

@@ -170,7 +170,7 @@ def _stuck(pulses: dict[int, Pulse]) -> Pulse | None:
 
 
 def shared_call(phase: str) -> Callable[[Method], Method]:
-    """For methods of a class with ``groups.faults`` and ``step_index``.
+    """For methods of a class with ``running``, which has ``groups.faults`` and ``step_index``.
 
     ``phase``: its name in errors, until the method sets a finer one.
     """
@@ -178,7 +178,8 @@ def shared_call(phase: str) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
-            with self.groups.faults.during(phase, self.step_index):
+            running = self.running
+            with running.groups.faults.during(phase, running.step_index):
                 return method(self, *args, **options)
 
         return cast(Method, call)

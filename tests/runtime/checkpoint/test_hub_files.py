@@ -22,7 +22,7 @@ from planner.frozen_plan import Plan
 from planner.sharding.boxes import Box
 from planner.spec.spec import Spec
 from runtime.checkpoint.conversion import described, export, import_weights
-from runtime.checkpoint.hub_tensors import names_in, read_into, read_ranges, stored_names, whole_box
+from runtime.checkpoint.hub_tensors import names_in, read_into, read_ranges, stored_names
 from runtime.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from runtime.checkpoint.pieces import PieceReader
 from runtime.checkpoint.pretrained_load import find_in
@@ -174,7 +174,7 @@ def test_the_names_that_a_plan_keeps_are_those_that_transformers_saves(family, t
     files = stored(tmp_path)
     for name, assembly in hub.stored_names.items():
         value = torch.empty(assembly.shape)
-        whole = whole_box(assembly.shape)
+        whole = Box.whole(assembly.shape)
         read_into(value, assembly, whole, lambda name, box, target: target.copy_(held[name][slices(box)]))
         assert torch.equal(value, files[name]), name
     others = {name: tensor for name, tensor in files.items() if name not in hub.stored_names}
@@ -189,7 +189,7 @@ def test_an_import_makes_the_models_tensors(tmp_path):
     with PieceReader(save, manifest) as reader:
         for name, entry in manifest.tensors.items():
             value = torch.empty(entry.shape)
-            reader.read_into(value, name, "parameter", whole_box(entry.shape))
+            reader.read_into(value, name, "parameter", Box.whole(entry.shape))
             assert torch.equal(value, wanted[name]), name
 
 
