@@ -218,43 +218,62 @@ def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanE
     )
 
 
-def check_first_batch(
-    layout: BatchLayout,
-    batch: Mapping[str, Tensor],
-    store: Store,
-    world_size: int,
-    rank: int,
-    timeout: timedelta,
-    *,
-    local: bool,
-) -> None:
-    """``check`` on all ranks at once, for the first step: a rank with a bad batch must not leave the others waiting.
+class BatchChecks:
+    """Checks of the batches of one rank. The first one is checked on all ranks at once, over ``store`` and not by a
+    collective: a rank with a bad batch must not leave the others waiting. No store: for a rank alone."""
 
-    Over the store, not a collective: a rank that finds its own batch wrong says so and raises without any wait, and the
-    others raise its words. Global batches must hold the integers of rank 0 everywhere. Raises PlanError.
-    """
-    own, expected = "", NO_BATCH
-    try:
-        check_here(layout, batch, rank, world_size, local=local)
-        expected = _fingerprint(batch, local)
-        if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
-            own = "this batch differs from that of rank 0"
-    except PlanError as error:
-        own = error.what.removeprefix(f"rank {rank}: ")
-        raise
-    finally:
-        _tell(store, world_size, rank, own, expected)
-    store.wait(["batch/all_checked"], timeout)
-    if store.check(["failed"]):
-        raise PlanError(f"not every rank can start: {store.get('failed').decode()}", fix="see the output of that rank")
-    num_bad = store.add("batch/num_bad", 0)
-    if num_bad:
-        told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
-        raise PlanError(
-            "the first batch does not fit on every rank: " + "; ".join(told),
-            where="batch",
-            fix="give every rank the same global batch, or its own rows with train_step(batch, local=True)",
-        )
+    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+
+    def check(self, layout: BatchLayout, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        """Raises PlanError if the batch is not the plan's; the first time on every rank."""
+        store, self._store = self._store, None
+        if store is None:
+            check_here(layout, batch, self._rank, self._world_size, local=local)
+        else:
+            self._check_first(store, layout, batch, local=local)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """This rank has no engine, and the others must not wait for it."""
+        if self._store is not None:
+            self._store.set("failed", f"rank {self._rank}: {type(error).__name__}: {error}")
+            self._tell(self._store, "", NO_BATCH)
+
+    def _check_first(self, store: Store, layout: BatchLayout, batch: Mapping[str, Tensor], *, local: bool) -> None:
+        """A rank that finds its own batch wrong says so and raises without any wait, and the others raise its words.
+        Global batches must hold the integers of rank 0 everywhere."""
+        own, expected, rank = "", NO_BATCH, self._rank
+        try:
+            check_here(layout, batch, rank, self._world_size, local=local)
+            expected = _fingerprint(batch, local)
+            if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
+                own = "this batch differs from that of rank 0"
+        except PlanError as error:
+            own = error.what.removeprefix(f"rank {rank}: ")
+            raise
+        finally:
+            self._tell(store, own, expected)
+        store.wait(["batch/all_checked"], self._timeout)
+        if store.check(["failed"]):
+            told = store.get("failed").decode()
+            raise PlanError(f"not every rank can start: {told}", fix="see the output of that rank")
+        num_bad = store.add("batch/num_bad", 0)
+        if num_bad:
+            told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
+            raise PlanError(
+                "the first batch does not fit on every rank: " + "; ".join(told),
+                where="batch",
+                fix="give every rank the same global batch, or its own rows with train_step(batch, local=True)",
+            )
+
+    def _tell(self, store: Store, own: str, expected: str) -> None:
+        """Report that this rank has checked its batch; ``own``: the error found here."""
+        if self._rank == 0:
+            store.set("batch/expected", expected)
+        if own:
+            store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {self._rank}: {own}")
+        if store.add("batch/num_checked", 1) == self._world_size:
+            store.set("batch/all_checked", "1")
 
 
 def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, world_size: int, *, local: bool) -> None:
@@ -265,22 +284,6 @@ def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, worl
         if world_size == 1:
             raise
         raise PlanError(f"rank {rank}: {error.what}", where=error.where, fix=error.fix) from None
-
-
-def tell_failure(store: Store, world_size: int, rank: int, error: BaseException) -> None:
-    """Instead of ``check_first_batch``: this rank has no engine, and the others must not wait for it."""
-    store.set("failed", f"rank {rank}: {type(error).__name__}: {error}")
-    _tell(store, world_size, rank, "", NO_BATCH)
-
-
-def _tell(store: Store, world_size: int, rank: int, own: str, expected: str) -> None:
-    """Report that this rank has checked its batch; ``own``: the error found here."""
-    if rank == 0:
-        store.set("batch/expected", expected)
-    if own:
-        store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {rank}: {own}")
-    if store.add("batch/num_checked", 1) == world_size:
-        store.set("batch/all_checked", "1")
 
 
 def _fingerprint(batch: Mapping[str, Tensor], local: bool) -> str:

@@ -11,17 +11,15 @@ losses add up to the loss of all sequences in one process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from passes.base import RankProgram
 from passes.errors import PlanError
 from passes.partition.loss.counts import LossTerms
-from runtime.data.batches import BatchLayout, check_first_batch, check_here
+from runtime.data.batches import BatchChecks, BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.pipeline.executor import Step
 
@@ -30,28 +28,15 @@ MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
 UNCOUNTED = (-100, 0)  # of a label, and of a mask
 
 
-@dataclass
-class FirstBatch:
-    """``store``: over which all ranks check their first batch, until they have."""
-
-    store: Store | None
-
-
 class Intake:
-    """Of one length and number of sequences. ``first``: the same for all of an engine."""
+    """Of one length and number of sequences. ``checks``: the same for all of an engine."""
 
-    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, first: FirstBatch) -> None:
-        self._program, self._layout, self._groups, self._first = program, layout, groups, first
+    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, checks: BatchChecks) -> None:
+        self._program, self._layout, self._groups, self._checks = program, layout, groups, checks
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
         """Raises PlanError if the batch is not the plan's; the first time on every rank."""
-        store, self._first.store = self._first.store, None
-        groups = self._groups
-        if store is None:
-            check_here(self._layout, batch, groups.rank, groups.mesh.world_size, local=local)
-        else:
-            ranks = (groups.mesh.world_size, groups.rank, groups.timeout)
-            check_first_batch(self._layout, batch, store, *ranks, local=local)
+        self._checks.check(self._layout, batch, local=local)
 
     def step(
         self,

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 from passes.base import RankProgram
 from passes.errors import PlanError
@@ -37,7 +37,7 @@ from runtime.cuda_graphs.graphs import CudaGraphs, Graphs
 from runtime.cuda_graphs.recorded import Emulation
 from runtime.cuda_graphs.region_graphs import GraphsBySlot
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
-from runtime.data.batches import BatchLayout
+from runtime.data.batches import BatchChecks, BatchLayout
 from runtime.distributed.groups import Groups, default_store
 from runtime.distributed.opening import open_groups
 from runtime.engine.checks import check_attention, identity, require_same_code
@@ -56,9 +56,9 @@ _engine_numbers = count()
 Mode = Literal["train", "evaluate"]
 
 
-def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, Store | None]:
-    """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and a
-    store of this engine."""
+def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, BatchChecks]:
+    """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and the
+    checks of its batches, over a store of this engine."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
     combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
     combined += tuple(sorted({b.reduced_over + OF_WEIGHTS for b in plan.to_run()[1].buffers if b.gathers}))
@@ -66,7 +66,8 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
     groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
     store, number = default_store(), next(_engine_numbers)
-    return groups, PrefixStore(f"meshwright/engine/{number}", store) if store is not None else None
+    own = None if store is None else PrefixStore(f"meshwright/engine/{number}", store)
+    return groups, BatchChecks(own, groups.rank, groups.mesh.world_size, groups.timeout)
 
 
 def check_mode(mode: str) -> None:

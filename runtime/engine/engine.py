@@ -22,7 +22,7 @@ from planner.frozen_plan import Plan
 from planner.saved_plan.model import errors_of_file
 from runtime.audit.audit import Audit, Sample
 from runtime.compiled.functions import first_calls
-from runtime.data.batches import num_tokens, tell_failure
+from runtime.data.batches import num_tokens
 from runtime.distributed.faults.activity import BATCH, BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, SEARCH, UPDATE
 from runtime.distributed.faults.faults import shared_call
 from runtime.distributed.groups import RankMesh
@@ -105,7 +105,7 @@ class Engine:
         with errors_of_file(plan.model):
             self.spec = spec_of(plan)
             source = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-            self.groups, store = open_rank(plan, device, timeout_seconds)
+            self.groups, checks = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             is_audited = self.spec.audit.every and mode == "train"
@@ -113,8 +113,7 @@ class Engine:
             with errors_of_file(plan.model):
                 built = build(plan, self.spec, self.groups, source, program, mode)
         except BaseException as error:
-            if store is not None:
-                tell_failure(store, self.mesh.world_size, self.groups.rank, error)
+            checks.tell_failure(error)
             told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
             raise told from told.__cause__
@@ -122,7 +121,7 @@ class Engine:
         self.program, self.layout, self.compiled = built.program, built.layout, built.compiled
         self.optimizer, self.loss_scale = built.optimizer, running.loss_scale
         self._activity = self.groups.faults.activity
-        self._variants = Variants(plan, built, self.groups, store, self._before_backward)
+        self._variants = Variants(plan, built, self.groups, checks, self._before_backward)
         self._now = self._variants.longest
         self.executor, self.graphs = self._now.executor, self._now.graphs
         self._updates = Update(running, self.executor.transport.waits)

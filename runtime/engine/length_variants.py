@@ -14,7 +14,6 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from passes.base import RankProgram
 from passes.errors import PlanError
@@ -24,9 +23,9 @@ from planner.pipeline.schedule import KINDS, build_schedule
 from planner.pipeline.simulate import planned as planned_schedule
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.graphs import Graphs
-from runtime.data.batches import BatchLayout
+from runtime.data.batches import BatchChecks, BatchLayout
 from runtime.distributed.groups import Groups
-from runtime.engine.batch_prep import FirstBatch, Intake, Rounds, number_of
+from runtime.engine.batch_prep import Intake, Rounds, number_of
 from runtime.engine.build import Built, batch_layout, contributions_of, executor_of, graphs_of
 from runtime.engine.log_probs import Scoring, build_outside
 from runtime.engine.next_tokens import KeptPositions, NextRows, kept_positions
@@ -92,9 +91,9 @@ class Variants:
     sequences to the longest."""
 
     def __init__(
-        self, plan: Plan, built: Built, groups: Groups, store: Store | None, before_backward: Callable[[bool], None]
+        self, plan: Plan, built: Built, groups: Groups, checks: BatchChecks, before_backward: Callable[[bool], None]
     ) -> None:
-        self._groups, self._before_backward, self._first = groups, before_backward, FirstBatch(store)
+        self._groups, self._before_backward, self._checks = groups, before_backward, checks
         self._plans, self._compares = plan.of_all_lengths, bool(plan.lengths)
         self.layouts = [batch_layout(each, groups) for each in self._plans]
         self.longest = self._made(plan, built, None)
@@ -205,7 +204,7 @@ class Variants:
         executor = executor_of(Executor, plan, built, groups, self._before_backward, graphs)
         if first is not None:
             _watch(executor, first)
-        intake = Intake(built.program, built.layout, groups, self._first)
+        intake = Intake(built.program, built.layout, groups, self._checks)
         rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
         return Variant(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 import passes.dropout
 import passes.lower
 import runtime.engine.build
-import runtime.engine.update
 from passes.ops.dropout import stream_dropout
 from passes.peephole import place_devices
 from planner.mesh import Mesh
@@ -109,7 +108,7 @@ def _buffers_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def _scale_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The loss scale lies on the host: a tensor without dims, which torch lets stand among those of a device."""
-    patch.setattr(runtime.engine.update, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
+    patch.setattr(runtime.engine.build, "LossScale", lambda precision, _: LossScale(precision, torch.device("cpu")))
 
 
 def _number_up(patch: pytest.MonkeyPatch) -> None:

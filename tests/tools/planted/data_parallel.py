@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.engine.engine import Engine
+from runtime.engine.build import Running
 from runtime.optimizer import buffers, whole_weights, zero1
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.whole_weights import ScatteredGradients, WholeWeights
@@ -200,8 +200,8 @@ FAULTS = {
     "norm: sum over ranks doubled": Fault(DistributedOptimizer, "_sum_over_world", _norm_summed_twice, seed=0),
     "norm: sum over tp alone": Fault(DistributedOptimizer, "_sum_over_world", _norm_over("tp"), seed=63),
     "norm: every copy of a parameter counted": Fault(zero1, "merged_runs", _every_copy_counted, seed=25),
-    "loss: sum over ranks left out": Fault(Engine, "_over_world", _one_loss, seed=179),
+    "loss: sum over ranks left out": Fault(Running, "over_world", _one_loss, seed=179),
     "loss: every tp rank adds it": Fault(
-        Engine, "_loss_here", lambda whole: lambda self, loss: self._nothing if loss is None else loss, seed=25
+        Running, "addend_of", lambda whole: lambda self, loss: self.nothing if loss is None else loss, seed=25
     ),
 }
