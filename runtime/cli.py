@@ -108,11 +108,8 @@ def _check_options(format: PlanFormat, passes: bool, rank: int | None, output: A
     if format is PlanFormat.pt and (output is None or output.suffix != ".pt"):
         raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
     if rank is not None and not passes:
-        raise PlanError(
-            "--rank selects a rank for --passes, which is not given",
-            where="--rank",
-            fix="add --passes, or remove --rank",
-        )
+        what = "--rank selects a rank for --passes, which is not given"
+        raise PlanError(what, where="--rank", fix="add --passes, or remove --rank")
     if why is not None and (passes or format is not PlanFormat.table):
         fix = "leave out --passes and --format, or --why"
         raise PlanError("--why prints tables of one parameter, and nothing else", where="--why", fix=fix)

@@ -194,11 +194,9 @@ def refuse_draws(decisions: Decisions) -> None:
     """Raise PlanError at the line of a draw that cannot be turned off as dropout can."""
     for node in decisions.program.graph.graph.nodes:
         if node.op == "call_function" and is_random(node) and packet_of(node.target) not in _DROPOUTS:
-            raise PlanError(
-                f"audit: the forward draws random numbers ({node.target}), which would differ in eager mode",
-                where=where_of(node),
-                fix="remove audit, or draw the numbers outside the forward and pass them as an input",
-            )
+            what = f"audit: the forward draws random numbers ({node.target}), which would differ in eager mode"
+            fix = "remove audit, or draw the numbers outside the forward and pass them as an input"
+            raise PlanError(what, where=where_of(node), fix=fix)
 
 
 def available_bytes() -> int | None:

@@ -89,11 +89,9 @@ class OwnModule:
         except PlanError:
             raise
         except Exception as error:
-            raise PlanError(
-                f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}",
-                where="audit",
-                fix="make the model work on the CPU with one microbatch, or remove audit",
-            ) from error
+            what = f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}"
+            fix = "make the model work on the CPU with one microbatch, or remove audit"
+            raise PlanError(what, where="audit", fix=fix) from error
 
     @contextmanager
     def _in_its_modes(self) -> Iterator[None]:
@@ -182,11 +180,8 @@ def loss_of(output: Any, wanted: str) -> Tensor:
         return scalars["loss"]
     if wanted == "auto" and len(scalars) == 1:
         return next(iter(scalars.values()))
-    raise PlanError(
-        f"no output of the model is the loss {wanted!r} (scalars with a gradient: {', '.join(scalars) or 'none'})",
-        where="loss",
-        fix="set loss: {output: NAME}",
-    )
+    what = f"no output of the model is the loss {wanted!r} (scalars with a gradient: {', '.join(scalars) or 'none'})"
+    raise PlanError(what, where="loss", fix="set loss: {output: NAME}")
 
 
 # ---- dropout as the identity, in a module that stays in training mode

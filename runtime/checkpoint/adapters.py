@@ -53,11 +53,9 @@ def adapted_in(hub: HubFormat) -> Adapted:
     """Raises PlanError for a model without adapters."""
     found = hub.adapted
     if found is None:
-        raise PlanError(
-            "the planned model has no adapters of peft, or the plan was loaded from a file",
-            where="MODEL",
-            fix="plan the model that peft.get_peft_model returns, or add --peft adapter_config.json",
-        )
+        what = "the planned model has no adapters of peft, or the plan was loaded from a file"
+        fix = "plan the model that peft.get_peft_model returns, or add --peft adapter_config.json"
+        raise PlanError(what, where="MODEL", fix=fix)
     return found
 
 
@@ -154,18 +152,12 @@ def check_config(adapted: Adapted, adapter: str, directory: Path) -> None:
     planned = adapted.config_of(adapter)
     bases = [str(config.get("base_model_name_or_path") or "").rstrip("/") for config in (given, planned)]
     if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
-        raise PlanError(
-            f"the adapter was trained on the base {bases[0]}, the planned model is {bases[1]}",
-            where=str(file),
-            fix=_FIX,
-        )
+        what = f"the adapter was trained on the base {bases[0]}, the planned model is {bases[1]}"
+        raise PlanError(what, where=str(file), fix=_FIX)
     for key, value in planned.items():
         if key not in _OF_ORIGIN and key in given and _plain(given[key]) != _plain(value):
-            raise PlanError(
-                f"the adapter has {key}: {_plain(given[key])}, the planned one {_plain(value)}",
-                where=str(file),
-                fix=_FIX,
-            )
+            what = f"the adapter has {key}: {_plain(given[key])}, the planned one {_plain(value)}"
+            raise PlanError(what, where=str(file), fix=_FIX)
 
 
 def _plain(value: Any) -> Any:
@@ -179,11 +171,8 @@ def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) ->
     """Name in the model → the file's tensor. Raises one PlanError that lists all that does not fit."""
     names = adapted.files_of(adapter)
     if computed := [stored for stored, name in names.items() if name is None]:
-        raise PlanError(
-            f"peft saves only the result of the module that makes {listed(computed)}, not its weights",
-            where=str(files.directory),
-            fix="resume from a training state (engine.load, --resume)",
-        )
+        what = f"peft saves only the result of the module that makes {listed(computed)}, not its weights"
+        raise PlanError(what, where=str(files.directory), fix="resume from a training state (engine.load, --resume)")
     shapes = {name: list(value.shape) for name, value in adapted.module.state_dict(keep_vars=True).items()}
     problems = [
         f"{stored} has shape {list(files.tensors[stored].shape)}, the model has {shapes[name]}"

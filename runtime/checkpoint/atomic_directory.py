@@ -110,11 +110,8 @@ def _locked(directory: Path) -> int | None:
 
 
 def _is_busy(target: Path) -> PlanError:
-    return PlanError(
-        "another process is writing to this directory",
-        where=str(target),
-        fix="wait for its end, or use another directory",
-    )
+    what = "another process is writing to this directory"
+    return PlanError(what, where=str(target), fix="wait for its end, or use another directory")
 
 
 def _must_stay(target: Path) -> bool:

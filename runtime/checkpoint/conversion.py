@@ -199,11 +199,8 @@ def described(model: nn.Module) -> list[Described]:
 
 def _model_of(directory: Path, model: str | None) -> nn.Module:
     if model is None and not is_file(directory / "config.json"):
-        raise PlanError(
-            "the directory has no config.json, which names its model",
-            where=str(directory),
-            fix="add --model MODEL, the model that has these weights",
-        )
+        what = "the directory has no config.json, which names its model"
+        raise PlanError(what, where=str(directory), fix="add --model MODEL, the model that has these weights")
     with meta_parameters():
         return load_model(model or f"hf:{directory}")
 

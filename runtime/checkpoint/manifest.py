@@ -198,11 +198,8 @@ def write_manifest(path: Path, manifest: Manifest) -> str:
     told = checksum(inner)
     text = _HEAD + told.encode() + _MIDDLE + inner + _TAIL
     if len(text) > MAX_BYTES:
-        raise PlanError(
-            f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}",
-            where=str(path),
-            fix="store less in extra",
-        )
+        what = f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}"
+        raise PlanError(what, where=str(path), fix="store less in extra")
     _checked(inner, path)
     write_new(path, text)
     return told

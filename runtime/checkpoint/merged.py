@@ -95,11 +95,9 @@ def save_hub(
 ) -> None:
     """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
     if weights.plan.hub.adapted is not None and not merged:
-        raise PlanError(
-            "peft has wrapped the planned model, and transformers does not know its names",
-            where="save_pretrained",
-            fix="call save_adapters for the adapters alone, or save_merged for a model that transformers loads",
-        )
+        what = "peft has wrapped the planned model, and transformers does not know its names"
+        fix = "call save_adapters for the adapters alone, or save_merged for a model that transformers loads"
+        raise PlanError(what, where="save_pretrained", fix=fix)
     out = outgoing(weights, names, merged=merged)
     files = files_of(out.entries, max_shard_bytes)
     tensors = made_tensors(files, out.reader(own), leads=weights.groups.rank == 0)

@@ -212,11 +212,9 @@ def check_equal(files: SafetensorsFiles, one: Assembly | None, other: Assembly, 
     """Raise PlanError unless ``read`` gives the same values of both."""
     if not torch.equal(read(one), read(other)):
         names = [next(iter(sources(made))).name for made in (one, other)]
-        raise PlanError(
-            f"{names[0]} and {names[1]} differ in the checkpoint, but are one tied parameter in the model",
-            where=str(files.tensors[names[1]].file),
-            fix="plan the model untied (tie_word_embeddings: false in its config)",
-        )
+        what = f"{names[0]} and {names[1]} differ in the checkpoint, but are one tied parameter in the model"
+        fix = "plan the model untied (tie_word_embeddings: false in its config)"
+        raise PlanError(what, where=str(files.tensors[names[1]].file), fix=fix)
 
 
 def _own_part(files: SafetensorsFiles, made: Assembly, parameter: LocalParameter, groups: Groups) -> Tensor:

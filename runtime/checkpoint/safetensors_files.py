@@ -138,11 +138,8 @@ class SafetensorsFiles:
         for file, names in sorted(by_file.items()):
             path = self.directory / file
             if not os.path.lexists(path):
-                raise PlanError(
-                    f"the index names {shorten(file)} for {listed(names)}, but there is no such file",
-                    where=str(index),
-                    fix="complete the download, or save the model again",
-                )
+                what = f"the index names {shorten(file)} for {listed(names)}, but there is no such file"
+                raise PlanError(what, where=str(index), fix="complete the download, or save the model again")
             self._open(path)
             held = {name for name, stored in self.tensors.items() if stored.file == path}
             if absent := [name for name in names if name not in held]:
@@ -154,11 +151,8 @@ class SafetensorsFiles:
                 )
         if unlisted := [name for name in self.tensors if name not in places]:
             file = self.tensors[unlisted[0]].file.name
-            raise PlanError(
-                f"{file} holds {listed(unlisted)}, which the index does not list",
-                where=str(index),
-                fix="take the index and the files of one save",
-            )
+            what = f"{file} holds {listed(unlisted)}, which the index does not list"
+            raise PlanError(what, where=str(index), fix="take the index and the files of one save")
 
     def _open(self, path: Path) -> None:
         _check_header(path)
@@ -167,11 +161,8 @@ class SafetensorsFiles:
             self._handles[path] = handle
             for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
                 if name in self.tensors:
-                    raise PlanError(
-                        f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}",
-                        where=str(self.directory),
-                        fix="take the index and the files of one save",
-                    )
+                    what = f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}"
+                    raise PlanError(what, where=str(self.directory), fix="take the index and the files of one save")
                 values = handle.get_slice(name)
                 dtype = DTYPES.get(code := str(values.get_dtype()))
                 if dtype is None:
@@ -179,11 +170,8 @@ class SafetensorsFiles:
                     raise PlanError(what, where=str(path), fix="load the directory of the model that was quantised")
                 self.tensors[name] = StoredTensor(name, path, tuple(values.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
-            raise PlanError(
-                f"{path.name} is truncated or not a safetensors file: {error}",
-                where=str(path),
-                fix="complete the download, or save the model again",
-            ) from error
+            what = f"{path.name} is truncated or not a safetensors file: {error}"
+            raise PlanError(what, where=str(path), fix="complete the download, or save the model again") from error
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
@@ -225,23 +213,15 @@ def _check_header(path: Path) -> None:
 
 def _no_weights(directory: Path, others: list[str]) -> PlanError:
     if others:
-        return PlanError(
-            f"several safetensors files ({listed(others)}) without {INDEX}",
-            where=str(directory),
-            fix="add the index that was saved with them",
-        )
+        what = f"several safetensors files ({listed(others)}) without {INDEX}"
+        return PlanError(what, where=str(directory), fix="add the index that was saved with them")
     pickled = next((path.name for kind in _PICKLED for path in sorted(directory.glob(kind))), None)
     if pickled:
-        return PlanError(
-            f"the weights are pickled ({pickled}), not safetensors: slices of them cannot be read",
-            where=str(directory),
-            fix="convert them with transformers: from_pretrained(DIR), then save_pretrained(DIR)",
-        )
-    return PlanError(
-        f"not a model directory: neither {SINGLE} nor {INDEX}",
-        where=str(directory),
-        fix="give a directory with config.json and safetensors",
-    )
+        what = f"the weights are pickled ({pickled}), not safetensors: slices of them cannot be read"
+        fix = "convert them with transformers: from_pretrained(DIR), then save_pretrained(DIR)"
+        return PlanError(what, where=str(directory), fix=fix)
+    what = f"not a model directory: neither {SINGLE} nor {INDEX}"
+    return PlanError(what, where=str(directory), fix="give a directory with config.json and safetensors")
 
 
 @contextmanager
@@ -289,11 +269,8 @@ def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
             digest.update(chunk[:count])
             see_bytes(count)
     if digest.hexdigest() != checksum:
-        raise PlanError(
-            f"{path.name} is damaged or belongs to another save: its checksum does not match",
-            where=str(path),
-            fix="load another save",
-        )
+        what = f"{path.name} is damaged or belongs to another save: its checksum does not match"
+        raise PlanError(what, where=str(path), fix="load another save")
 
 
 def cannot_read(path: Path, error: OSError | ValueError) -> PlanError:

@@ -201,8 +201,5 @@ def _told(directory: str | PathLike[str]) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise PlanError(
-            f"cannot write the checkpoint: {reason}",
-            where=str(directory),
-            fix="free space there or save elsewhere; earlier saves are intact, and training can continue",
-        ) from error
+        fix = "free space there or save elsewhere; earlier saves are intact, and training can continue"
+        raise PlanError(f"cannot write the checkpoint: {reason}", where=str(directory), fix=fix) from error

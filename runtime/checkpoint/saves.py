@@ -102,11 +102,8 @@ def resolve(directory: str | PathLike[str]) -> Path:
     found = latest_in(directory) if directory.is_dir() else None
     if found is None:
         is_there = "the directory has no saves" if directory.is_dir() else "directory not found"
-        raise PlanError(
-            f"nothing to load: {is_there}",
-            where=str(directory),
-            fix="name the directory that `train --save` or engine.save has written",
-        )
+        fix = "name the directory that `train --save` or engine.save has written"
+        raise PlanError(f"nothing to load: {is_there}", where=str(directory), fix=fix)
     return found
 
 
@@ -129,11 +126,8 @@ def look(save: Path) -> Manifest:
 def check_average(save: Path, manifest: Manifest) -> None:
     """Raises PlanError if the save has no running mean of the weights."""
     if not manifest.has_average:
-        raise PlanError(
-            "the save has no running mean of the weights",
-            where=str(save),
-            fix="remove --ema; runs with optimizer: {ema: 0.999} in their spec save the mean",
-        )
+        fix = "remove --ema; runs with optimizer: {ema: 0.999} in their spec save the mean"
+        raise PlanError("the save has no running mean of the weights", where=str(save), fix=fix)
 
 
 def read_step(save: Path) -> tuple[Manifest, str]:
@@ -141,11 +135,8 @@ def read_step(save: Path) -> tuple[Manifest, str]:
     manifest, told = read_manifest(save)
     match = _STEP.fullmatch(save.name)
     if match and int(match[1]) != manifest.step:
-        raise PlanError(
-            f"{MANIFEST} is of step {manifest.step}: the directory belongs to another save",
-            where=str(save / MANIFEST),
-            fix="load another save, or restore the name of the directory",
-        )
+        what = f"{MANIFEST} is of step {manifest.step}: the directory belongs to another save"
+        raise PlanError(what, where=str(save / MANIFEST), fix="load another save, or restore the name of the directory")
     return manifest, told
 
 
@@ -267,11 +258,8 @@ def owned(directory: str | PathLike[str]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PlanError(
-                f"another run is writing here: {file.read(200).strip() or 'its name is not known yet'}",
-                where=str(directory),
-                fix="wait for it, stop it, or save elsewhere",
-            ) from None
+            what = f"another run is writing here: {file.read(200).strip() or 'its name is not known yet'}"
+            raise PlanError(what, where=str(directory), fix="wait for it, stop it, or save elsewhere") from None
         except OSError as error:
             warnings.warn(
                 f"{directory}: locking failed, a second run is not prevented ({error.strerror})", stacklevel=3

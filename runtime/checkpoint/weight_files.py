@@ -230,11 +230,8 @@ def _settings(directory: Path) -> Mapping[str, Any]:
     if method == "compressed-tensors" and found.get("format", _FORMATS[0]) not in _FORMATS:
         method = f"{method} {found['format']}"
     if method not in _METHODS:
-        raise PlanError(
-            f"the weights are quantised by {str(method)[:60]!r}, which is not read",
-            where=str(config),
-            fix="load the directory of the model that was quantised",
-        )
+        what = f"the weights are quantised by {str(method)[:60]!r}, which is not read"
+        raise PlanError(what, where=str(config), fix="load the directory of the model that was quantised")
     return found
 
 

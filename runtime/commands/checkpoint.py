@@ -43,22 +43,16 @@ def checkpoint_command(
     from runtime.checkpoint.saves import LATEST, latest_in, saves_in
 
     if ema and export is None:
-        raise PlanError(
-            "--ema selects the weights for --export, which is not given",
-            where="--ema",
-            fix="add --export HF_DIR, or remove --ema",
-        )
+        what = "--ema selects the weights for --export, which is not given"
+        raise PlanError(what, where="--ema", fix="add --export HF_DIR, or remove --ema")
     if export is not None:
         export_save(directory, export, ema=ema, names=names)
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
     if not saves:
-        raise PlanError(
-            "this directory has no saves",
-            where=str(directory),
-            fix="name the directory that `train --save` or engine.save has written",
-        )
+        fix = "name the directory that `train --save` or engine.save has written"
+        raise PlanError("this directory has no saves", where=str(directory), fix=fix)
     problem = ""
     try:
         last = None if is_one else latest_in(directory)

@@ -43,11 +43,8 @@ def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]
     kinds = [is_saved_plan(path) for path in (first, second)]
     if kinds[0] != kinds[1]:
         plan, spec = (first, second) if kinds[0] else (second, first)
-        raise PlanError(
-            f"{shorten(plan)} is a saved plan, but {shorten(spec)} is not",
-            where=shorten(spec),
-            fix="give two saved plans, as `meshwright plan MODEL SPEC --format json -o FILE` writes them; or two specs",
-        )
+        fix = "give two saved plans, as `meshwright plan MODEL SPEC --format json -o FILE` writes them; or two specs"
+        raise PlanError(f"{shorten(plan)} is a saved plan, but {shorten(spec)} is not", where=shorten(spec), fix=fix)
     return _loaded(first, second, model) if kinds[0] else _planned(first, second, model)
 
 
@@ -55,11 +52,8 @@ def _loaded(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
     from planner.frozen_plan import Plan
 
     if model is not None:
-        raise PlanError(
-            "--model is only for specs: these are two saved plans",
-            where="--model",
-            fix="remove --model, or give two specs",
-        )
+        what = "--model is only for specs: these are two saved plans"
+        raise PlanError(what, where="--model", fix="remove --model, or give two specs")
     return Plan.load(first), Plan.load(second)
 
 

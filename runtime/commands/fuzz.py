@@ -104,11 +104,8 @@ def check_ranks_and_folder(nproc: int, folder: Path) -> None:
 
 def _check_alone(model: str | None) -> None:
     if model is not None:
-        raise PlanError(
-            "--case cannot be combined with MODEL: the file of a case contains its model",
-            where="--case",
-            fix="remove MODEL and SPEC",
-        )
+        what = "--case cannot be combined with MODEL: the file of a case contains its model"
+        raise PlanError(what, where="--case", fix="remove MODEL and SPEC")
 
 
 def _needed(model: str | None, spec: Path | None) -> tuple[str, Path]:

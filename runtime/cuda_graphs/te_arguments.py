@@ -131,8 +131,5 @@ def check_microbatches(order: Order) -> None:
 
 def check_autocast() -> None:
     if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
-        raise PlanError(
-            "Transformer Engine captures no graphs under autocast with a cache",
-            where=WHERE,
-            fix="run the engine outside autocast: the spec sets its precision",
-        )
+        what = "Transformer Engine captures no graphs under autocast with a cache"
+        raise PlanError(what, where=WHERE, fix="run the engine outside autocast: the spec sets its precision")

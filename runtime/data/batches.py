@@ -84,11 +84,8 @@ class BatchLayout:
             if tuple(value.shape) != (size, *shape):
                 raise self._unlike(name, value, size, shape, local)
             if value.dtype != dtype:
-                raise PlanError(
-                    f"batch[{name!r}] is {value.dtype}, the plan expects {dtype}",
-                    where="batch",
-                    fix=f"convert it to {dtype}",
-                )
+                what = f"batch[{name!r}] is {value.dtype}, the plan expects {dtype}"
+                raise PlanError(what, where="batch", fix=f"convert it to {dtype}")
             check_ids(name, value, self.ids.get(name, ()))
             check_value(name, value, dict(self.forms).get(name, PLAIN))
         check_assumptions(batch, self.assumptions, self.micro)
@@ -260,11 +257,8 @@ class BatchChecks:
         num_bad = store.add("batch/num_bad", 0)
         if num_bad:
             told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
-            raise PlanError(
-                "the first batch does not fit on every rank: " + "; ".join(told),
-                where="batch",
-                fix="give every rank the same global batch, or its own rows with train_step(batch, local=True)",
-            )
+            fix = "give every rank the same global batch, or its own rows with train_step(batch, local=True)"
+            raise PlanError("the first batch does not fit on every rank: " + "; ".join(told), where="batch", fix=fix)
 
     def _tell(self, store: Store, own: str, expected: str) -> None:
         """Report that this rank has checked its batch; ``own``: the error found here."""

@@ -94,11 +94,8 @@ def _check(tokens: Tokens, high: int, what: str, where: str) -> None:
         found = f"{tokens.source} has the id {int(tokens.ids[place])} at position {place}"
     if how.name == "bytes":
         found += "; text as bytes has tokens up to 255"
-    raise PlanError(
-        f"{found}, but {what}",
-        where=where,
-        fix=f"use a model with a vocabulary of at least {how.vocabulary_size} (and its high), or another tokenizer",
-    )
+    fix = f"use a model with a vocabulary of at least {how.vocabulary_size} (and its high), or another tokenizer"
+    raise PlanError(f"{found}, but {what}", where=where, fix=fix)
 
 
 def _first_from(ids: np.ndarray, high: int) -> int | None:

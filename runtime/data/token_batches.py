@@ -143,11 +143,9 @@ def stacked(
     """Each input as [samples, *shape]. Raises PlanError for an input that samples have nothing for."""
     for name, role in roles.items():
         if role not in samples[0]:
-            raise PlanError(
-                f"the input {name!r} is fed by {role}, which this objective does not provide",
-                where=f"inputs.{name}",
-                fix=f"remove the input, or choose another data.objective; this one provides {', '.join(samples[0])}",
-            )
+            what = f"the input {name!r} is fed by {role}, which this objective does not provide"
+            fix = f"remove the input, or choose another data.objective; this one provides {', '.join(samples[0])}"
+            raise PlanError(what, where=f"inputs.{name}", fix=fix)
     return {
         name: torch.from_numpy(np.stack([sample[role] for sample in samples])).to(getattr(torch, inputs[name].dtype))
         for name, role in roles.items()
@@ -288,9 +286,6 @@ def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str], *, is_p
             lengths[name] = spec.sizes[-1]
     if len(set(lengths.values())) != 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
-        raise PlanError(
-            f"sequences of a text have one length, but the inputs differ: {told}" if lengths else told,
-            where="inputs",
-            fix="give all of them the same length",
-        )
+        what = f"sequences of a text have one length, but the inputs differ: {told}" if lengths else told
+        raise PlanError(what, where="inputs", fix="give all of them the same length")
     return next(iter(lengths.values()))

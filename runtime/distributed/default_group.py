@@ -122,11 +122,8 @@ def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bo
 
 
 def _refused(what: str) -> PlanError:
-    return PlanError(
-        f"the default process group {what}",
-        where="torch.distributed.init_process_group",
-        fix='let Engine create it, or initialize it with "gloo", "nccl" or "cpu:gloo,cuda:nccl"',
-    )
+    fix = 'let Engine create it, or initialize it with "gloo", "nccl" or "cpu:gloo,cuda:nccl"'
+    return PlanError(f"the default process group {what}", where="torch.distributed.init_process_group", fix=fix)
 
 
 def _make(backend: str, timeout: timedelta, made: list[ProcessGroup]) -> ProcessGroup:
@@ -155,11 +152,9 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
         store, _, _ = within(timeout.total_seconds() + 1.0, partial(next, found))
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = ":".join(os.environ[name] for name in _ADDRESS)
-        raise PlanError(
-            f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s",
-            where="MASTER_ADDR",
-            fix=f"check that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})",
-        ) from error
+        what = f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s"
+        fix = f"check that rank 0 runs there and that every rank was started ({str(error).splitlines()[0]})"
+        raise PlanError(what, where="MASTER_ADDR", fix=fix) from error
     return store
 
 

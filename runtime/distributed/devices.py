@@ -108,11 +108,9 @@ def _own_index(place: Launched, num_gpus: int) -> int:
     if place.local_rank is None:
         if place.world_size == 1:
             return 0
-        raise PlanError(
-            f"it is not known which of the {num_gpus} GPUs belongs to this rank: LOCAL_RANK is not set",
-            where="LOCAL_RANK",
-            fix=f"start the ranks with torchrun, set LOCAL_RANK, show each rank only one GPU, or {OWN_DEVICE}",
-        )
+        what = f"it is not known which of the {num_gpus} GPUs belongs to this rank: LOCAL_RANK is not set"
+        fix = f"start the ranks with torchrun, set LOCAL_RANK, show each rank only one GPU, or {OWN_DEVICE}"
+        raise PlanError(what, where="LOCAL_RANK", fix=fix)
     if max(place.local_rank + 1, place.local_world_size or 0) > num_gpus:
         ranks = f"{place.local_world_size} ranks" if place.local_world_size else f"a local rank {place.local_rank}"
         raise PlanError(

@@ -242,11 +242,8 @@ def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: i
             f'purpose, name it on every rank: Engine(plan, device="{seats[first[0]].device}"); or {ON_THE_CPU}',
         )
     if pp > 1:
-        raise PlanError(
-            f"{what} and communicate over gloo, which cannot send activations between pipeline stages from a GPU",
-            where="mesh",
-            fix="use pp 1, or one GPU per rank",
-        )
+        what = f"{what} and communicate over gloo, which cannot send activations between pipeline stages from a GPU"
+        raise PlanError(what, where="mesh", fix="use pp 1, or one GPU per rank")
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:

@@ -134,8 +134,5 @@ class Notes:
 
 
 def _differ(step: int, how: str) -> PlanError:
-    return PlanError(
-        f"the batch of step {step} is not the same on all ranks: {how}",
-        where="batch",
-        fix="give every rank the same global batch, or each dp rank its own rows with train_step(batch, local=True)",
-    )
+    fix = "give every rank the same global batch, or each dp rank its own rows with train_step(batch, local=True)"
+    return PlanError(f"the batch of step {step} is not the same on all ranks: {how}", where="batch", fix=fix)

@@ -156,11 +156,9 @@ def check_world(mesh: Mesh, world_size: int) -> None:
         return
     sizes = " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) > 1)
     started = f"{world_size} were launched" if world_size > 1 else "only this one is running"
-    raise PlanError(
-        f"the plan is for {mesh.world_size} ranks ({sizes or 'one alone'}), but {started}",
-        where="mesh",
-        fix=f"launch {mesh.world_size} ranks (torchrun --nproc-per-node, or train --nproc), or change the mesh",
-    )
+    what = f"the plan is for {mesh.world_size} ranks ({sizes or 'one alone'}), but {started}"
+    fix = f"launch {mesh.world_size} ranks (torchrun --nproc-per-node, or train --nproc), or change the mesh"
+    raise PlanError(what, where="mesh", fix=fix)
 
 
 def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:

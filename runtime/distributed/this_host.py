@@ -89,11 +89,9 @@ def check_loopback() -> None:
         with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname(), _SECONDS):
             pass
     except OSError as error:
-        raise PlanError(
-            f"ranks of one host reach each other over {HOST}, to which nothing can connect: {reason(error)}",
-            where="the loopback interface of this host",
-            fix="bring it up: `ip link set lo up`, `ip addr add 127.0.0.1/8 dev lo`",
-        ) from error
+        what = f"ranks of one host reach each other over {HOST}, to which nothing can connect: {reason(error)}"
+        fix = "bring it up: `ip link set lo up`, `ip addr add 127.0.0.1/8 dev lo`"
+        raise PlanError(what, where="the loopback interface of this host", fix=fix) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -80,11 +80,8 @@ def check_mode(mode: str) -> None:
 def need_training(mode: str, name: str) -> None:
     """Raise PlanError if an engine in this mode has no gradients and no optimizer state for the call ``name``."""
     if mode != "train":
-        raise PlanError(
-            f"{name} needs gradients or optimizer state, and an engine with mode {mode!r} has none",
-            where=name,
-            fix='make the engine with Engine(plan), or Engine(plan, mode="train")',
-        )
+        what = f"{name} needs gradients or optimizer state, and an engine with mode {mode!r} has none"
+        raise PlanError(what, where=name, fix='make the engine with Engine(plan), or Engine(plan, mode="train")')
 
 
 @dataclass(frozen=True)

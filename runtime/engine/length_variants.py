@@ -167,11 +167,8 @@ class Variants:
         least = torch.tensor(own)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._groups.host)
         if least.tolist() != own:
-            raise PlanError(
-                "the batches of this step have other lengths, or other numbers of sequences, on other ranks",
-                where="batch",
-                fix="give every rank a batch of the same shape",
-            )
+            what = "the batches of this step have other lengths, or other numbers of sequences, on other ranks"
+            raise PlanError(what, where="batch", fix="give every rank a batch of the same shape")
 
     # ---- made when they are first needed
 

@@ -61,11 +61,8 @@ class LossOutside:
                 given = (
                     f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
                 )
-                raise PlanError(
-                    f"batch[{name!r}], which only the loss function reads, {given}",
-                    where="batch",
-                    fix="give a tensor with one row for each sequence, or keep it in the function",
-                )
+                fix = "give a tensor with one row for each sequence, or keep it in the function"
+                raise PlanError(f"batch[{name!r}], which only the loss function reads, {given}", where="batch", fix=fix)
         return LossOutside(cast(LossFunction, function), extras)
 
 
@@ -129,21 +126,15 @@ def _failed(error: Exception, where: str) -> PlanError:
 def _check_value(value: object) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         given = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise PlanError(
-            f"the loss function returns {given[:200]}",
-            where="loss",
-            fix="return one floating-point scalar, as a tensor",
-        )
+        what = f"the loss function returns {given[:200]}"
+        raise PlanError(what, where="loss", fix="return one floating-point scalar, as a tensor")
     if not value.requires_grad:
         raise _independent()
 
 
 def _independent() -> PlanError:
-    return PlanError(
-        "the value of the loss function does not depend on log_probs",
-        where="loss",
-        fix="compute it from log_probs without detach(); for rows without a loss add log_probs.sum() * 0",
-    )
+    fix = "compute it from log_probs without detach(); for rows without a loss add log_probs.sum() * 0"
+    return PlanError("the value of the loss function does not depend on log_probs", where="loss", fix=fix)
 
 
 def build_outside(
@@ -251,9 +242,6 @@ class Scoring:
     def _checked(self, total: Tensor) -> Scores:
         times = total[COUNT]
         if (times > 1).any():
-            raise PlanError(
-                f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times, which is ambiguous",
-                where="batch",
-                fix="score a model that predicts each label once",
-            )
+            what = f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times, which is ambiguous"
+            raise PlanError(what, where="batch", fix="score a model that predicts each label once")
         return Scores(self.key, total[LOG_PROBABILITY], total[IS_TOP] > 0, times > 0)

@@ -83,11 +83,9 @@ def stream_of(weights: RankWeights, names: str, bucket_bytes: int, *, merged: bo
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
     if names == "hf" and not merged and weights.plan.hub.adapted is not None:
-        raise PlanError(
-            "peft has wrapped the planned model, and a reader of its base does not know its names",
-            where="stream_weights",
-            fix="set merged=True for the base with the adapters merged, or names='all' for the model's own names",
-        )
+        what = "peft has wrapped the planned model, and a reader of its base does not know its names"
+        fix = "set merged=True for the base with the adapters merged, or names='all' for the model's own names"
+        raise PlanError(what, where="stream_weights", fix=fix)
     out = outgoing(weights, "hf" if names == "hf" else "model", merged=merged)
     items = [Item(entry, (entry.name, *(entry.aliases if names == "all" else ()))) for entry in out.entries]
     buckets = tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, bucket_bytes)))
@@ -104,11 +102,8 @@ def reader_to(
         return directory.take, directory.end
     if callable(to):
         return to, lambda: None
-    raise PlanError(
-        f"weights cannot be streamed to a {type(to).__name__}",
-        where="stream_weights",
-        fix="give a function of a bucket or a directory; or iterate over engine.stream_weights()",
-    )
+    fix = "give a function of a bucket or a directory; or iterate over engine.stream_weights()"
+    raise PlanError(f"weights cannot be streamed to a {type(to).__name__}", where="stream_weights", fix=fix)
 
 
 class Directory:
@@ -200,11 +195,8 @@ class EngineStream:
     @shared_call("stream")
     def _next_bucket(self, stream: Stream, items: Sequence[Item], step: int) -> Bucket:
         if step != self.running.step_index:
-            raise PlanError(
-                "a step has changed the weights in the middle of a stream",
-                where="stream_weights",
-                fix="end the loop over the buckets before the next step",
-            )
+            what = "a step has changed the weights in the middle of a stream"
+            raise PlanError(what, where="stream_weights", fix="end the loop over the buckets before the next step")
         self._weights.ready()
         with self._weights.own() as own:
             return stream.bucket(items, own)

@@ -124,11 +124,8 @@ class EngineWeights:
         """Raise PlanError, naming the call, inside ``averaged_weights``."""
         self._settle_exchange()
         if self._is_averaged:
-            raise PlanError(
-                f"{name} inside averaged_weights: the weights are replaced by their running mean",
-                where="averaged_weights",
-                fix=f"leave the `with` before you call {name}",
-            )
+            what = f"{name} inside averaged_weights: the weights are replaced by their running mean"
+            raise PlanError(what, where="averaged_weights", fix=f"leave the `with` before you call {name}")
 
     def ready(self) -> None:
         """Make the parameters ready to read: updated by all ranks, and initialised if nothing was loaded."""

@@ -45,11 +45,8 @@ def original_of(tokens: Tokens, given: int | None = None) -> tuple[int, str]:
         return given, "original tokens, from the option"
     words = int(tokens.words.sum())
     if not words:
-        raise PlanError(
-            f"{tokens.source} has no words to normalize by",
-            where="--data",
-            fix="give a text, or the number of its original tokens with --original-tokens",
-        )
+        fix = "give a text, or the number of its original tokens with --original-tokens"
+        raise PlanError(f"{tokens.source} has no words to normalize by", where="--data", fix=fix)
     return words, "labels" if tokens.is_supervised else "words of the text"
 
 
@@ -138,11 +135,8 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
         start = end
     if not rows:
         told = "; ".join(f"{number:,} documents: {reason}" for reason, number in left_out.items()) or "no document"
-        raise PlanError(
-            f"{tokens.source} has no passage with a last word to predict ({told})",
-            where="--data",
-            fix="make each passage a document: `meshwright prepare FILE -o PASSAGES --split-documents line`",
-        )
+        fix = "make each passage a document: `meshwright prepare FILE -o PASSAGES --split-documents line`"
+        raise PlanError(f"{tokens.source} has no passage with a last word to predict ({told})", where="--data", fix=fix)
     return Passages(rows, num_cut, left_out)
 
 

@@ -165,11 +165,8 @@ class RowBatches:
         is_scored = scores.is_scored[place, columns]
         skipped = torch.from_numpy(row.ids[row.first :])[~is_scored]
         if not set(skipped.tolist()) <= self.ignored:
-            raise PlanError(
-                f"the loss does not score every token of {self.key!r} that has one before it",
-                where=f"inputs.{self.key}",
-                fix="evaluate a model with a loss over every next token",
-            )
+            what = f"the loss does not score every token of {self.key!r} that has one before it"
+            raise PlanError(what, where=f"inputs.{self.key}", fix="evaluate a model with a loss over every next token")
         if row.is_label is not None:
             is_scored = is_scored & torch.from_numpy(row.is_label[row.first :])
         return scores.log_probabilities[place, columns][is_scored], scores.is_top[place, columns][is_scored]

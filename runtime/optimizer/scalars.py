@@ -78,11 +78,8 @@ def learning_rate(
     Raises PlanError for an unknown kind, or a decay without ``steps`` (of wsd: without ``decay``).
     """
     if kind not in SCHEDULES:
-        raise PlanError(
-            f"unknown learning-rate schedule {kind!r}",
-            where="optimizer.schedule.kind",
-            fix=f"choose one of {', '.join(SCHEDULES)}",
-        )
+        what = f"unknown learning-rate schedule {kind!r}"
+        raise PlanError(what, where="optimizer.schedule.kind", fix=f"choose one of {', '.join(SCHEDULES)}")
     if step < warmup:
         return lr * (step + 1) / warmup
     if kind == "constant":

@@ -68,11 +68,8 @@ class Window:
 
 
 def _error(what: str) -> PlanError:
-    return PlanError(
-        what,
-        where="--profile",
-        fix="write a number of steps, such as 3, or the first and the last, such as 10:13; or train longer",
-    )
+    fix = "write a number of steps, such as 3, or the first and the last, such as 10:13; or train longer"
+    return PlanError(what, where="--profile", fix=fix)
 
 
 class Profile:

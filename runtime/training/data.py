@@ -208,11 +208,8 @@ def _place_of(source: str, spec: Spec, path: str) -> str:
     if source == STDLIB or Path(source).exists():
         return source
     if not beside.exists():
-        raise PlanError(
-            f"data.mixture: no file or directory {source}",
-            where=spec.location("data.mixture"),
-            fix="name a token file, a text file or a directory, relative to the working directory or to the spec's",
-        )
+        fix = "name a token file, a text file or a directory, relative to the working directory or to the spec's"
+        raise PlanError(f"data.mixture: no file or directory {source}", where=spec.location("data.mixture"), fix=fix)
     return str(beside)
 
 

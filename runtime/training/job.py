@@ -94,11 +94,8 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
     check_writable(job.save)
     found = saves_in(job.save)
     if found and job.resume is None and not goes_on:
-        raise PlanError(
-            f"{job.save} has saves of an earlier run, the newest {found[-1].name}",
-            where="--save",
-            fix="add --resume auto to resume from it, or use another directory",
-        )
+        what = f"{job.save} has saves of an earlier run, the newest {found[-1].name}"
+        raise PlanError(what, where="--save", fix="add --resume auto to resume from it, or use another directory")
 
 
 def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], object] | None = None) -> Planned:
@@ -129,11 +126,8 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
     audit = "--audit" if job.audit is not None else "audit of the spec"
     for option, is_set in (("--compare", job.compare), (audit, spec.audit.every is not None)):
         if is_set:
-            raise PlanError(
-                f"{option} runs the model itself, and a saved plan does not hold its code",
-                where=OPTION,
-                fix=f"leave out {option} or {OPTION}",
-            )
+            what = f"{option} runs the model itself, and a saved plan does not hold its code"
+            raise PlanError(what, where=OPTION, fix=f"leave out {option} or {OPTION}")
     found = Plan.load(job.plan, own_functions=True)  # those of the spec, as is compared next
     if found.spec["optimizer"]["schedule"]["steps"] == "auto":
         what = "the plan has optimizer.schedule.steps: auto, which is replaced by the steps of a run when it plans"
@@ -141,11 +135,8 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
         raise PlanError(what, where=OPTION, fix=fix)
     lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
     for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
-        raise PlanError(
-            f"the plan was made with {key}: {had}, the spec has {asked}",
-            where=job.plan,
-            fix="save the plan again with this spec, or train with the spec of the plan",
-        )
+        fix = "save the plan again with this spec, or train with the spec of the plan"
+        raise PlanError(f"the plan was made with {key}: {had}, the spec has {asked}", where=job.plan, fix=fix)
     return found
 
 

@@ -172,11 +172,8 @@ def check_outputs(job: Job) -> None:
     if job.plot is not None:
         _check_package("matplotlib", "--plot", "plot")
         if Path(job.plot).suffix.lower() not in SUFFIXES:
-            raise PlanError(
-                f"{job.plot} is not a supported image format",
-                where="--plot",
-                fix=f"use a name that ends in {', '.join(SUFFIXES)}",
-            )
+            what = f"{job.plot} is not a supported image format"
+            raise PlanError(what, where="--plot", fix=f"use a name that ends in {', '.join(SUFFIXES)}")
         _check_replaceable(job.plot, "the picture")
     if job.tensorboard is not None:
         _check_package("tensorboard", "--tensorboard", "tensorboard")
@@ -211,8 +208,5 @@ def _check_replaceable(path: str, what: str) -> None:
 def _check_package(name: str, option: str, extra: str | None = None) -> None:
     if importlib.util.find_spec(name) is None:
         wanted = name if extra is None else f"'meshwright[{extra}]'"
-        raise PlanError(
-            f"{option} needs the package {name}, which is not installed",
-            where=option,
-            fix=f"pip install {wanted}, or remove {option}",
-        )
+        what = f"{option} needs the package {name}, which is not installed"
+        raise PlanError(what, where=option, fix=f"pip install {wanted}, or remove {option}")

@@ -153,11 +153,9 @@ def tokenizer_of(job: Job, option: str) -> str | None:
             return source
         name = open_token_file(Path(source), source).tokenization.name
         if name != BYTES.name:
-            raise PlanError(
-                f"{source} has the tokens of {name}, and a run on a token file has no tokenizer for prompts",
-                where=option,
-                fix="train on the text with --tokenizer FILE, or continue prompts with meshwright generate --load DIR",
-            )
+            what = f"{source} has the tokens of {name}, and a run on a token file has no tokenizer for prompts"
+            fix = "train on the text with --tokenizer FILE, or continue prompts with meshwright generate --load DIR"
+            raise PlanError(what, where=option, fix=fix)
     return job.tokenizer
 
 

@@ -44,11 +44,8 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         total += len(nodes)
         mine = program if plan.mesh.pp_rank_of(program.stages[0].index) == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
-        raise PlanError(
-            f"there is no collective {number} to remove",
-            where="remove_collective",
-            fix=f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp, cp or ep > 1",
-        )
+        fix = f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp, cp or ep > 1"
+        raise PlanError(f"there is no collective {number} to remove", where="remove_collective", fix=fix)
     assert mine is not None
     return mine
 

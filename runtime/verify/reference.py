@@ -57,11 +57,9 @@ class Untouched:
         now = fingerprint_of_model(model)
         names = [name for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
         if names:
-            raise PlanError(
-                f"the plan or its engine has changed the model: {names[0]}, {len(names)} tensors in all",
-                where=names[0].rpartition(".")[0],
-                fix="this is a bug in meshwright: please report it with the model",
-            )
+            what = f"the plan or its engine has changed the model: {names[0]}, {len(names)} tensors in all"
+            fix = "this is a bug in meshwright: please report it with the model"
+            raise PlanError(what, where=names[0].rpartition(".")[0], fix=fix)
 
 
 def with_values(model: nn.Module, reference: str, plan: Plan, spec: Spec) -> nn.Module:

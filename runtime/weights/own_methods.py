@@ -68,11 +68,9 @@ class OwnMethods:
         value = self._last[1].get(wanted)
         if value is None or value.isnan().any():
             words = "is not initialized by any method of the model" if value is None else "is not fully initialized"
-            raise PlanError(
-                f"parameter {fqn} on the meta device {words} (reset_parameters or _init_weights)",
-                where=Where(module=fqn.rpartition(".")[0] or type(self._model).__name__),
-                fix="give its module a reset_parameters() that initializes it, or set initialization.method: normal",
-            )
+            what = f"parameter {fqn} on the meta device {words} (reset_parameters or _init_weights)"
+            fix = "give its module a reset_parameters() that initializes it, or set initialization.method: normal"
+            raise PlanError(what, where=Where(module=fqn.rpartition(".")[0] or type(self._model).__name__), fix=fix)
         return value.to(dtype).view(shape)
 
     def _run(self, calls: list[_Call]) -> dict[int, Tensor]:
@@ -187,11 +185,9 @@ def _ran(call: _Call) -> None:
     try:
         call.run()
     except Exception as error:
-        raise PlanError(
-            f"{call.method} of the model failed on the meta device: {type(error).__name__}: {error}",
-            where=Where(module=call.module or "the model"),
-            fix="build the model with its values, or set initialization.method: normal",
-        ) from error
+        what = f"{call.method} of the model failed on the meta device: {type(error).__name__}: {error}"
+        fix = "build the model with its values, or set initialization.method: normal"
+        raise PlanError(what, where=Where(module=call.module or "the model"), fix=fix) from error
 
 
 @contextmanager

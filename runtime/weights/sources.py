@@ -115,11 +115,9 @@ class WeightsToLoad(ModelWeights):
     """No values: those of a plan that was loaded without its model, until an engine loads some."""
 
     def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        raise PlanError(
-            f"parameter {fqn} has no values: a loaded plan does not hold the code that draws those of your model",
-            where="initialization.method",
-            fix="set method: normal, load weights (MODEL hf:DIR, or load_pretrained), or resume a save",
-        )
+        what = f"parameter {fqn} has no values: a loaded plan does not hold the code that draws those of your model"
+        fix = "set method: normal, load weights (MODEL hf:DIR, or load_pretrained), or resume a save"
+        raise PlanError(what, where="initialization.method", fix=fix)
 
 
 class InitialWeights(ModelWeights):

@@ -50,11 +50,8 @@ PAIRED_ROLES = frozenset({"segments", "sentence_order"})
 def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles, within: Within = ALL) -> Objective:
     """Samples for a model that reads ``roles``: pairs if segments or sentence_order are among them."""
     if within != ALL:
-        raise PlanError(
-            "objective: masked makes sequences of one length",
-            where="data.objective",
-            fix="write one length under inputs, or call runtime.Engine with batches of your own",
-        )
+        fix = "write one length under inputs, or call runtime.Engine with batches of your own"
+        raise PlanError("objective: masked makes sequences of one length", where="data.objective", fix=fix)
     return MaskedWords(tokens, length, not PAIRED_ROLES.isdisjoint(roles), seed, data.mask.share, data.mask.ngram)
 
 
@@ -177,11 +174,8 @@ def _check(tokens: Tokens, length: int, capacity: int) -> None:
             fix="prepare the text with a tokenizer that has them, or as bytes; or set data.objective: next_token",
         )
     if len(set(special.values())) >= tokens.tokenization.vocabulary_size:
-        raise PlanError(
-            f"the tokenization {name} has only special tokens",
-            where=tokens.source,
-            fix="prepare the text with a tokenizer that has other tokens too",
-        )
+        fix = "prepare the text with a tokenizer that has other tokens too"
+        raise PlanError(f"the tokenization {name} has only special tokens", where=tokens.source, fix=fix)
     if capacity < 2:
         raise PlanError(
             f"a sequence of {length} tokens is too short for special tokens and words",

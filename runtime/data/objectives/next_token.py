@@ -59,11 +59,9 @@ def next_token(
         what = f"{tokens.source} has pairs of samples, one pair in a row of one length"
         raise PlanError(what, where="data.packing", fix="set packing: false, and one length under inputs")
     if data.packing is True and within != ALL:
-        raise PlanError(
-            "packing: true fills every sequence to the longest length: no batch would be of another",
-            where="data.packing",
-            fix="set packing: documents or false, or write one length under inputs",
-        )
+        what = "packing: true fills every sequence to the longest length: no batch would be of another"
+        fix = "set packing: documents or false, or write one length under inputs"
+        raise PlanError(what, where="data.packing", fix=fix)
     if data.packing is True and tokens.is_supervised:
         what = f"packing: true runs on over the ends of samples, and {tokens.source} has samples with labels"
         raise PlanError(what, where="data.packing", fix="set packing: documents or false")
@@ -83,11 +81,8 @@ def next_token(
         held, least = f"{len(tokens.ids)} {unit}", length + 1
         if data.packing is not True:
             held, least = f"{int(within.of(tokens)[1].max(initial=0))} {unit} in its longest document", 2
-        raise PlanError(
-            f"{tokens.source} holds {held}, a sequence takes {least}",
-            where="--data",
-            fix="give a longer text or a shorter inputs shape",
-        )
+        what = f"{tokens.source} holds {held}, a sequence takes {least}"
+        raise PlanError(what, where="--data", fix="give a longer text or a shorter inputs shape")
     return found
 
 

@@ -125,11 +125,8 @@ def _documents(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
         found.append(part)
         num_bytes += len(part.content)
         if num_bytes > MOST_BYTES:
-            raise PlanError(
-                f"a document of {shorten(part.file)} is longer than {MOST_BYTES // MIB} MiB",
-                where=found[0].where(0),
-                fix="split it with --split-documents line or blank-line",
-            )
+            what = f"a document of {shorten(part.file)} is longer than {MOST_BYTES // MIB} MiB"
+            raise PlanError(what, where=found[0].where(0), fix="split it with --split-documents line or blank-line")
         if part.closes:
             yield found
             found, num_bytes = [], 0
@@ -140,22 +137,17 @@ def _decoded(document: list[TextPart]) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise PlanError(
-            f"{shorten(document[0].file)} is not UTF-8: {error.reason}, 0x{content[error.start]:02x}",
-            where=document[0].where(error.start),
-            fix="save the text as UTF-8, or remove --tokenizer to use its bytes",
-        ) from None
+        what = f"{shorten(document[0].file)} is not UTF-8: {error.reason}, 0x{content[error.start]:02x}"
+        fix = "save the text as UTF-8, or remove --tokenizer to use its bytes"
+        raise PlanError(what, where=document[0].where(error.start), fix=fix) from None
 
 
 def _load(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise PlanError(
-            "the library `tokenizers` is not installed",
-            where="--tokenizer",
-            fix="pip install 'meshwright[text]', or remove --tokenizer to use bytes",
-        ) from None
+        fix = "pip install 'meshwright[text]', or remove --tokenizer to use bytes"
+        raise PlanError("the library `tokenizers` is not installed", where="--tokenizer", fix=fix) from None
     path = path / _FILE if path.is_dir() else path
     content = read_text(path, "tokenizer", most_bytes=256 * MIB, fix=_FIX)
     try:
@@ -234,11 +226,9 @@ def check_is_text(part: TextPart) -> None:
     found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
     if found.any():
         at = int(found.argmax())
-        raise PlanError(
-            f"{part.file} contains the byte {part.content[at]}, which cannot occur in text",
-            where=part.where(at),
-            fix="give a text file, or a token file written by `meshwright prepare`",
-        )
+        what = f"{part.file} contains the byte {part.content[at]}, which cannot occur in text"
+        fix = "give a text file, or a token file written by `meshwright prepare`"
+        raise PlanError(what, where=part.where(at), fix=fix)
 
 
 def _borders(is_space: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

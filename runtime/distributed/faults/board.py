@@ -180,11 +180,8 @@ class Signer:
     def __init__(self, secret: str = "") -> None:
         """Raises PlanError for a secret that can be guessed."""
         if 0 < len(secret) < LEAST_CHARACTERS:
-            raise PlanError(
-                f"the secret has {len(secret)} characters, fewer than {LEAST_CHARACTERS}",
-                where=SECRET,
-                fix=_MAKE_ONE,
-            )
+            what = f"the secret has {len(secret)} characters, fewer than {LEAST_CHARACTERS}"
+            raise PlanError(what, where=SECRET, fix=_MAKE_ONE)
         self._secret = secret.encode("utf-8", "surrogateescape")
 
     @classmethod
