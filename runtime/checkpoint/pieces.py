@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from passes.errors import PlanError
@@ -23,7 +22,7 @@ from planner.sharding.boxes import Box
 from runtime.checkpoint.hub_tensors import Entry
 from runtime.checkpoint.manifest import FileEntry, Manifest, OptimizerEntry, TensorEntry, key_of, now
 from runtime.checkpoint.pretrained_save import header_of
-from runtime.checkpoint.safetensors_files import DTYPES, check_whole, opened
+from runtime.checkpoint.safetensors_files import DTYPES, OpenFiles, check_whole, opened
 
 _CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Python's lock seldom
 
@@ -100,8 +99,8 @@ def completed(draft: Manifest, names: Iterable[tuple[str, tuple[str, ...]]], rec
     return draft.model_copy(update=changes | {"optimizer": optimizer})
 
 
-class PieceReader:
-    """Reads boxes of full tensors from a save's files; to be used in a ``with``.
+class PieceReader(OpenFiles):
+    """Reads boxes of full tensors from a save's files.
 
     ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file with a header that
     contradicts the manifest.
@@ -109,21 +108,9 @@ class PieceReader:
 
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
         self._directory, self._manifest = directory, manifest
-        self._stack, self._handles = ExitStack(), {}
         self._keys: dict[int, dict[str, str]] = {}  # of a file: by names as plans have them, as it has them
-        wanted = {file.name for file in manifest.files} if needed is None else set(needed)
-        try:
-            self._open(wanted)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handles = {}
-        self._stack.close()
+        self._wanted = {file.name for file in manifest.files} if needed is None else set(needed)
+        super().__init__()
 
     def read_into(self, target: Tensor, name: str, kind: str, box: Box) -> None:
         """Copy ``box`` of the full tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
@@ -142,15 +129,15 @@ class PieceReader:
                 found += common.num_elements
         assert found == box.num_elements, f"{name}: {found} of {box.num_elements} elements"
 
-    def _open(self, wanted: set[str]) -> None:
-        files = {index: entry for index, entry in enumerate(self._manifest.files) if entry.name in wanted}
+    def _open_all(self) -> None:
+        files = {index: entry for index, entry in enumerate(self._manifest.files) if entry.name in self._wanted}
         expected = _expected(self._manifest, files)
         for index, entry in files.items():
             path = self._directory / entry.name
             with opened(path):
                 pass  # that it is a regular file
             try:
-                handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+                handle = self._opened(path)
                 keys = {plain_name(key): key for key in handle.keys()}  # noqa: SIM118
                 found = {name: _described(handle.get_slice(key)) for name, key in keys.items()}
             except (OSError, SafetensorError) as error:

@@ -63,22 +63,13 @@ class StoredTensor:
     dtype: torch.dtype
 
 
-class SafetensorsFiles:
-    """Owns the open files of a directory; to be used in a ``with``.
+class OpenFiles:
+    """Owns open safetensors files; to be used in a ``with``. Those that are open are closed if another cannot be."""
 
-    ``tensors``: everything that they hold, by name; ``unread``: weight files that lie beside them. Raises PlanError,
-    naming file and tensor, for a directory without safetensors, files that are missing, cut short or no safetensors,
-    and an index that disagrees with its files.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.tensors: dict[str, StoredTensor] = {}
-        self._handles: dict[Path, Any] = {}
-        self._stack = ExitStack()
+    def __init__(self) -> None:
+        self._stack, self._handles = ExitStack(), dict[Any, Any]()
         try:
             self._open_all()
-            self.unread = [p.name for p in sorted(directory.glob("*.safetensors")) if p not in self._handles]
         except BaseException:
             self._stack.close()
             raise
@@ -89,6 +80,27 @@ class SafetensorsFiles:
     def __exit__(self, *exception: object) -> None:
         self._handles = {}
         self._stack.close()
+
+    def _open_all(self) -> None:
+        raise NotImplementedError
+
+    def _opened(self, path: Path) -> Any:
+        """Raises OSError and SafetensorError."""
+        return self._stack.enter_context(safe_open(str(path), framework="pt"))
+
+
+class SafetensorsFiles(OpenFiles):
+    """The open files of a directory.
+
+    ``tensors``: everything that they hold, by name; ``unread``: weight files that lie beside them. Raises PlanError,
+    naming file and tensor, for a directory without safetensors, files that are missing, cut short or no safetensors,
+    and an index that disagrees with its files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors: dict[str, StoredTensor] = {}
+        super().__init__()
 
     def source(self, name: str) -> Source:
         return Source(name, self.tensors[name].shape)
@@ -129,6 +141,7 @@ class SafetensorsFiles:
             if len(others) != 1:
                 raise _no_weights(self.directory, [path.name for path in others])
             self._open(others[0])
+        self.unread = [p.name for p in sorted(self.directory.glob("*.safetensors")) if p not in self._handles]
 
     def _open_index(self, index: Path) -> None:
         places = _weight_map(index)
@@ -157,8 +170,7 @@ class SafetensorsFiles:
     def _open(self, path: Path) -> None:
         _check_header(path)
         try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            self._handles[path] = handle
+            handle = self._handles[path] = self._opened(path)
             for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
                 if name in self.tensors:
                     what = f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}"

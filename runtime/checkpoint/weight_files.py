@@ -62,14 +62,10 @@ class WeightFiles(SafetensorsFiles):
     Raises PlanError, naming file and tensor, for other kinds of quantised weights, and scales that do not fit.
     """
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def _open_all(self) -> None:
+        super()._open_all()
         self.quantised: dict[str, Quantised] = {}
-        try:
-            self._pair(_settings(directory))
-        except BaseException:
-            self.__exit__()
-            raise
+        self._pair(_settings(self.directory))
 
     def tell_unread(self) -> None:
         """Of the first rank, a line with the files and tensors that are not read, if there are any."""

@@ -28,13 +28,13 @@ from passes.errors import PlanError
 from planner.spec.inputs import tokens_of
 from planner.spec.spec import Spec
 from runtime.data.objectives.samples import Within
-from runtime.data.token_batches import Permutation, TokenBatches, token_batches
+from runtime.data.token_batches import OfSamples, Permutation, TokenBatches, token_batches
 from runtime.data.tokens import Tokens
 
 BLOCK = 1 << 16
 
 
-class MixedBatches:
+class MixedBatches(OfSamples):
     """Owns the batches of each text, and the slots of each in a block. ``weights``: positive, of any sum."""
 
     def __init__(self, texts: Sequence[TokenBatches], weights: Sequence[float], seed: int) -> None:
@@ -50,15 +50,6 @@ class MixedBatches:
     @property
     def num_samples(self) -> int:
         return sum(text.num_samples for text in self.texts)
-
-    @property
-    def num_batches(self) -> int:
-        """Of an epoch; one at least."""
-        return max(1, self.num_samples // self.global_size)
-
-    def size_of(self, step: int) -> int:
-        """Sequences of a step."""
-        return self.global_size
 
     def places(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
         """(text, number of the sample in the order of that text) of each row of a step."""

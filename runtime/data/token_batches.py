@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -84,7 +85,26 @@ class OwnRows:
         return self.batches.batch(step, slice(self._rank * size, (self._rank + 1) * size))
 
 
-class TokenBatches:
+class OfSamples(ABC):
+    """Batches of one size, of samples that come in the order of an epoch."""
+
+    global_size: int
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int: ...
+
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch; one at least."""
+        return max(1, self.num_samples // self.global_size)
+
+    def size_of(self, step: int) -> int:
+        """Sequences of a step."""
+        return self.global_size
+
+
+class TokenBatches(OfSamples):
     """Batches of an objective's samples. ``roles``: input -> the role that feeds it."""
 
     def __init__(
@@ -97,15 +117,6 @@ class TokenBatches:
     @property
     def num_samples(self) -> int:
         return self.objective.num_samples
-
-    @property
-    def num_batches(self) -> int:
-        """Of an epoch; one at least."""
-        return max(1, self.num_samples // self.global_size)
-
-    def size_of(self, step: int) -> int:
-        """Sequences of a step."""
-        return self.global_size
 
     def indices(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
         """(epoch, index) of each row of the step's global batch, or of some of its rows."""
