@@ -184,9 +184,6 @@ def loss_of(output: Any, wanted: str) -> Tensor:
     raise PlanError(what, where="loss", fix="set loss: {output: NAME}")
 
 
-# ---- dropout as the identity, in a module that stays in training mode
-
-
 class NoDropout(TorchFunctionMode):
     """Inside, each dropout gives back its input, and attention drops nothing."""
 

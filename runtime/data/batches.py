@@ -145,9 +145,6 @@ def num_tokens(batch: Mapping[str, Tensor]) -> int:
     return integers[0].numel() if integers else len(next(iter(batch.values())))
 
 
-# ---- checks of values that the model's forward makes in Python, made on the host for each batch
-
-
 def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumption], micro: int) -> None:
     """Raise PlanError at the line of the first check that a microbatch fails. A batch on a device is not looked at."""
     for assumption in assumptions:
@@ -164,9 +161,6 @@ def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumpt
                     where=assumption.where,
                     fix="give a batch that the unmodified model accepts",
                 )
-
-
-# ---- check on the host that ids and labels of a batch are in the ranges of the model's lookups
 
 
 def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:

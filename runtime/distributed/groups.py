@@ -208,9 +208,6 @@ def default_store() -> Store | None:
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
-# ---- abort process groups after an error, because pending collectives may never finish
-
-
 # Called when the interpreter ends, with the uncaught error that ends it.
 _open: dict[int, Callable[[BaseException | None], None]] = {}
 

@@ -102,9 +102,6 @@ def _scored(
         progress(len(some))
 
 
-# ---- passages of a cloze test: in each document of a text, the model predicts the last word from the preceding words
-
-
 @dataclass(frozen=True, slots=True)
 class Passages:
     """``num_cut``: of how many the beginning does not fit into a window. ``left_out``: reason → number of documents."""

@@ -119,9 +119,6 @@ def processor_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-# ---- how far a campaign is, and how long it will still take
-
-
 @dataclass
 class Progress:
     """``num_cases``, ``seconds``: how many, how long; None if there is no such end. Owns: when it began."""
@@ -150,9 +147,6 @@ class Progress:
     def told(self, done: int) -> str:
         of = "" if self.num_cases is None else f" of {self.num_cases}"
         return f"{done}{of} done, about {self.seconds_left(done):.0f} s left"
-
-
-# ---- make a failing case as small as it stays failing: one field at a time becomes simpler, until none can
 
 
 MOST_RUNS = 80

@@ -181,9 +181,6 @@ def _is_key(where: str) -> bool:
     return where.partition(".")[0].partition(" ")[0] in Spec.model_fields
 
 
-# ---- the captures of one model: cases that differ in other keys of the spec share one
-
-
 class Captures:
     """Owns a built model and its capture for each combination so far of ``specs.OF_CAPTURES``."""
 

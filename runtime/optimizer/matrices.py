@@ -131,9 +131,6 @@ def _view(flat: Tensor, sent: Sent) -> Tensor:
     return flat[sent.start : sent.stop].view(sent.shape)[sent.inner]
 
 
-# ---- the orthogonal factor of a matrix, by Newton-Schulz iterations in bfloat16 (Jordan et al. 2024, Muon)
-
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
 

@@ -137,9 +137,6 @@ def write_trace(path: str, trace: dict[str, Any]) -> None:
         write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
 
 
-# ---- marks of a rank's activities during profiled steps. The device is read only after them
-
-
 class Recorder:
     """Listens to the activity of one rank. Owns its marks, and the waits of the runs that it has heard of."""
 

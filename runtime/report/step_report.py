@@ -236,9 +236,6 @@ def bubble_of(told: Told, pipelines: Sequence[int]) -> float | None:
     return 1.0 - sum(shares) / len(shares)
 
 
-# ---- values of a device tensor on the host, without a wait for work that was queued after them
-
-
 class HostCopy:
     """Owns: pinned memory with the values that ``tensor`` had when this was made; on a CPU the tensor itself."""
 

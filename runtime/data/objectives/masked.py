@@ -184,9 +184,6 @@ def _check(tokens: Tokens, length: int, capacity: int) -> None:
         )
 
 
-# ---- choose the masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019)
-
-
 MASKED, RANDOM = 0.8, 0.1  # the rest stays
 
 

@@ -53,9 +53,6 @@ def _legend(index: int, name: str) -> dict[str, Any]:
     return {"name": name, "colour": LINES[index % NUM_COLOURS], "dash": DASHES[index % len(DASHES)]}
 
 
-# ---- lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf
-
-
 class Axes(NamedTuple):
     """The part of steps and values that is shown, its place on the picture, and both scales' ticks with their texts."""
 

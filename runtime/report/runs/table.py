@@ -180,9 +180,6 @@ def _indented(value: Any, depth: int) -> str:
     return json.dumps(value, indent=2).replace("\n", "\n" + " " * depth)
 
 
-# ---- how long each stage's actions took in a trace, beside how long they were planned to take
-
-
 @dataclass(frozen=True, slots=True)
 class ActionTime:
     """Medians over all actions of one kind on one stage, in milliseconds. ``planned``: None without a plan."""
