@@ -89,7 +89,7 @@ def test_weights_in_half_precision_take_main_values_from_the_files(weights, tmp_
 
 
 def _runs(engine: Engine) -> Any:
-    from runtime.optimizer.state import owned_runs
+    from runtime.checkpoint.training_state import owned_runs
 
     return owned_runs(engine.optimizer)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.checkpoint import staging
-from runtime.checkpoint.staging import InOrder, Staging
+from runtime.checkpoint import saver
+from runtime.checkpoint.saver import InOrder, Staging
 from runtime.engine.engine import Engine
 from tests.runtime.checkpoint.test_saved_states import engine_of, ids
 from tests.tools.limits import HANG_SECONDS
@@ -119,7 +119,7 @@ def test_an_update_comes_behind_the_copies_of_a_save(tmp_path: Path, monkeypatch
 
 
 def test_tensors_keep_their_values_shapes_and_dtypes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(saver, "BLOCK_BYTES", 256)
     given = [torch.randn(7), torch.arange(6).view(2, 3), torch.tensor(True), torch.randn(50, dtype=torch.float64)]
     given += [torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.empty(0)]
     made = Staging(InOrder())
