@@ -39,7 +39,7 @@ from runtime.distributed.faults.activity import Page
 from runtime.distributed.faults.board import SECRET, Board, Signer
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.watch import STOPPED, STOPPED_SECONDS, start_of, state_of
-from runtime.distributed.rank_process import Launcher, Outbox, Outcome, run_rank
+from runtime.distributed.rank_process import Given, Launcher, Outbox, Outcome, run_rank
 from runtime.distributed.stopping import Forwarding
 from runtime.distributed.this_host import HOST, check_host, hosted_store, interface_names
 
@@ -159,9 +159,9 @@ class LocalRanks:
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Their time counts from here: what the fork server imports is none of it."""
         launcher = Launcher.this()
-        for rank, told in enumerate(zip(self._outboxes, self._pages, strict=True)):
-            job = (rank, self._environment(rank), self._alive_here, launcher, *told, function, args)
-            process = self._context.Process(target=run_rank, args=job, daemon=True)
+        for rank, (outbox, page) in enumerate(zip(self._outboxes, self._pages, strict=True)):
+            given = Given(rank, self._environment(rank), self._alive_here, launcher, outbox, page)
+            process = self._context.Process(target=run_rank, args=(given, function, args), daemon=True)
             process.start()
             self._processes.append(process)
         self._deadline = time.monotonic() + self._timeout_seconds

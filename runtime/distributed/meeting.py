@@ -61,37 +61,55 @@ class Verdict:
     tied: tuple[StageSet, ...] = ()
 
 
-def meet(
-    store: Store,
-    seat: Seat,
-    rank: int,
-    world_size: int,
-    pp: int,
-    timeout: timedelta,
-    signer: Signer | None = None,
-    board: Board | None = None,
-) -> Verdict:
-    """The same verdict, or the same PlanError, on every rank. ``signer``: of seats and the verdict. ``board``: on which
-    a rank that will not come has left its failure.
-    """
-    signer = signer or Signer()
-    if rank == 0:
-        told = _lead(store, seat, world_size, pp, timeout, signer, board)
-        store.set("verdict", signer.signed("verdict", json.dumps(told)))
-        if told["error"]:  # the store may end with this rank
-            came(store, [f"heard/{r}" for r in range(1, world_size) if store.check([_key(r)])], LATE)
-    else:
-        key = _key(rank)
-        store.set(key, signer.signed(key, json.dumps(asdict(seat))))
-        if not came(store, ["verdict"], timeout + LATE, board):
-            raise _absent([0], world_size, timeout)
-        verdict = store.get("verdict")
-        store.set(f"heard/{rank}", "")
-        told = json.loads(signer.checked("verdict", verdict, "the decision of rank 0"))
-    if told["error"]:
-        what, where, fix = told["error"]
-        raise PlanError(what, where=where, fix=fix)
-    return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """``store``: of ``world_size`` ranks. ``signer``: of seats and the verdict. ``board``: holds the failure of a rank
+    that will not come."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    signer: Signer = field(default_factory=Signer)
+    board: Board | None = None
+
+    def meet(self, seat: Seat, pp: int = 1) -> Verdict:
+        """The same verdict, or the same PlanError, on every rank."""
+        store, signer = self.store, self.signer
+        if self.rank == 0:
+            told = self._lead(seat, pp)
+            store.set("verdict", signer.signed("verdict", json.dumps(told)))
+            if told["error"]:  # the store may end with this rank
+                came(store, [f"heard/{r}" for r in range(1, self.world_size) if store.check([_key(r)])], LATE)
+        else:
+            key = _key(self.rank)
+            store.set(key, signer.signed(key, json.dumps(asdict(seat))))
+            if not came(store, ["verdict"], self.timeout + LATE, self.board):
+                raise self._absent([0])
+            verdict = store.get("verdict")
+            store.set(f"heard/{self.rank}", "")
+            told = json.loads(signer.checked("verdict", verdict, "the decision of rank 0"))
+        if told["error"]:
+            what, where, fix = told["error"]
+            raise PlanError(what, where=where, fix=fix)
+        return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
+
+    def _lead(self, seat: Seat, pp: int) -> dict[str, Any]:
+        keys = [_key(rank) for rank in range(1, self.world_size)]
+        try:
+            if not came(self.store, keys, self.timeout, self.board):
+                raise self._absent([rank for rank, key in enumerate(keys, 1) if not self.store.check([key])])
+            told = enumerate(zip(keys, self.store.multi_get(keys), strict=True), 1)
+            seats = [seat, *(_seat(self.signer.checked(*given, f"the seat of rank {rank}")) for rank, given in told)]
+            verdict = judge(seats, pp)
+            _warn_without_a_secret(seats, self.signer)
+        except PlanError as error:
+            return {"error": (error.what, str(error.where or ""), error.fix)}
+        return {"error": None, **asdict(verdict)}
+
+    def _absent(self, ranks: list[int]) -> PlanError:
+        what = f"{listed(ranks)} of {self.world_size} did not join within {self.timeout.total_seconds():g} s"
+        return PlanError(what, fix="see the output of those ranks: they have ended, or run another program")
 
 
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
@@ -111,22 +129,6 @@ def judge(seats: Sequence[Seat], pp: int) -> Verdict:
 
 
 # ---- in the store
-
-
-def _lead(
-    store: Store, seat: Seat, world_size: int, pp: int, timeout: timedelta, signer: Signer, board: Board | None
-) -> dict[str, Any]:
-    keys = [_key(rank) for rank in range(1, world_size)]
-    try:
-        if not came(store, keys, timeout, board):
-            raise _absent([rank for rank, key in enumerate(keys, 1) if not store.check([key])], world_size, timeout)
-        told = enumerate(zip(keys, store.multi_get(keys), strict=True), 1)
-        seats = [seat, *(_seat(signer.checked(*given, f"the seat of rank {rank}")) for rank, given in told)]
-        verdict = judge(seats, pp)
-        _warn_without_a_secret(seats, signer)
-    except PlanError as error:
-        return {"error": (error.what, str(error.where or ""), error.fix)}
-    return {"error": None, **asdict(verdict)}
 
 
 def _key(rank: int) -> str:
@@ -164,13 +166,6 @@ def came(store: Store, keys: list[str], timeout: timedelta, board: Board | None 
     except RuntimeError:  # of every kind of store, when time is up or its host is gone
         return False
     return True
-
-
-def _absent(ranks: list[int], world_size: int, timeout: timedelta) -> PlanError:
-    return PlanError(
-        f"{listed(ranks)} of {world_size} did not join within {timeout.total_seconds():g} s",
-        fix="see the output of those ranks: they have ended, or run another program",
-    )
 
 
 def _seat(content: str) -> Seat:

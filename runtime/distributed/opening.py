@@ -46,7 +46,7 @@ from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Signer
 from runtime.distributed.faults.faults import Faults
 from runtime.distributed.groups import Groups, dense_axes, expert_axes
-from runtime.distributed.meeting import Seat, meet
+from runtime.distributed.meeting import Rendezvous, Seat
 from runtime.distributed.this_host import stay_on_one_host
 
 LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
@@ -82,7 +82,8 @@ def open_groups(
     faults = Faults(activity, faults_board(), mesh.world_size)
     seat = _seat(place, device, {**identity, "the default process group": str(default_backends())}, tied)
     try:
-        verdict = meet(store, seat, rank, mesh.world_size, mesh.pp, timeout, Signer.of(os.environ), faults.board)
+        signer = Signer.of(os.environ)
+        verdict = Rendezvous(store, rank, mesh.world_size, timeout, signer, faults.board).meet(seat, mesh.pp)
         own = _begin_on(torch.device(seat.device))
         world = open_world(own.type, verdict.backend, store, rank, mesh.world_size, timeout)
     except BaseException as error:

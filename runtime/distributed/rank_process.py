@@ -30,23 +30,27 @@ from runtime.distributed.faults.failure import Failure, StepError, is_of_a_peer
 from runtime.distributed.faults.watch import start_of, state_of
 
 
-def run_rank(
-    rank: int,
-    environment: dict[str, str],
-    alive: Connection,
-    launcher: Launcher,
-    outbox: Outbox,
-    page: Page,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+@dataclass(frozen=True)
+class Given:
+    """What a rank gets from its launcher, which holds the other end of the pipe ``alive`` while it lives."""
+
+    rank: int
+    environment: dict[str, str]
+    alive: Connection
+    launcher: Launcher
+    outbox: Outbox
+    page: Page
+
+
+def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    rank, outbox = given.rank, given.outbox
     gc.freeze()  # a fork: garbage collection would touch, and so copy, every page of earlier imports
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
-    os.environ.update(environment)
-    use(page)
-    threading.Thread(target=_exit_with_parent, args=(alive, launcher), daemon=True).start()
+    os.environ.update(given.environment)
+    use(given.page)
+    threading.Thread(target=_exit_with_parent, args=(given.alive, given.launcher), daemon=True).start()
     watch.last_words = lambda failure: outbox.write(pickle.dumps(_heard(rank, failure)))
     torch.set_num_threads(1)
     try:

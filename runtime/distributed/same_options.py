@@ -25,7 +25,7 @@ from runtime.distributed.faults.board import Board, Signer
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.faults import is_published
 from runtime.distributed.groups import Groups
-from runtime.distributed.meeting import HEARD, LATE, Seat, meet, require_equal
+from runtime.distributed.meeting import HEARD, LATE, Rendezvous, Seat, require_equal
 from runtime.distributed.opening import check_world
 from runtime.distributed.this_host import stay_on_one_host
 
@@ -75,7 +75,7 @@ def require_same_options(
     stay_on_one_host()
     timeout = timedelta(seconds=timeout_seconds)
     store = next_store(rank, place.world_size, timeout)
-    meet(store, seat, rank, place.world_size, 1, timeout, Signer.of(os.environ))
+    Rendezvous(store, rank, place.world_size, timeout, Signer.of(os.environ)).meet(seat)
 
 
 @contextmanager

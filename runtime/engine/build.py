@@ -47,7 +47,7 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
-from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
+from runtime.weights.initial_weights import Fresh, differing, still_fresh, take_constants, take_weights
 from runtime.weights.shards import Kept, RankWeights, fill, fill_later, keep, without_gradients
 from runtime.weights.sources import ModelWeights
 
@@ -151,7 +151,7 @@ def build(
     optimizer = _optimizer(plan, spec, groups, program, buffers, mode)
     with optimizer.buffers.weights.one_by_one(plan.to_run()[1].bucket_of(groups.place), writes=True) as opened:
         fill_later(program.stages, weights, groups.mesh, groups.place, later, opened)
-        fresh = take_weights(plan, program, weights, groups, differ, fresh, opened)
+        take_weights(plan, program, weights, groups, differ, opened)
     optimizer.sync_main_from_parameters()
     kept = keep(plan, program.stages, weights, groups.rank)
     weights.release()
@@ -165,7 +165,7 @@ def build(
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces.of(plan, program) if is_compiled else None
-    return Built(program, batch_layout(plan, groups), optimizer, fresh, kept, compiled, mode)
+    return Built(program, batch_layout(plan, groups), optimizer, still_fresh(fresh, differ), kept, compiled, mode)
 
 
 def executor_of(

@@ -56,13 +56,23 @@ class _Row:
     is_stopped: bool = False
     is_done: bool = False
 
-    def add(self, token: int, count: int, stops: frozenset[int]) -> None:
+    def add(self, token: int, call: _Call) -> None:
         self.ids.append(token)
-        self.is_stopped = token in stops
-        self.is_done = self.is_stopped or len(self.ids) == self.first + count
+        self.is_stopped = token in call.stops
+        self.is_done = self.is_stopped or len(self.ids) == self.first + call.count
 
 
-_Way = Callable[[Feed, Sequence[_Row], int, Choice, frozenset[int]], None]
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``generate``: up to ``count`` new tokens of each prompt, or up to one of ``stops``."""
+
+    feed: Feed
+    choice: Choice
+    count: int
+    stops: frozenset[int]
+
+
+_Way = Callable[[_Call, Sequence[_Row]], None]
 
 
 class EngineGeneration:
@@ -169,7 +179,7 @@ class EngineGeneration:
         call = repr((sequences, max_new_tokens, choice, sorted(stops), cache))
         require_same("the call of generate (by hash)", hashlib.sha256(call.encode()).hexdigest(), self.running.groups)
         self._weights.ready()
-        run = partial(self._all, feed, sequences, max_new_tokens, choice, stops)
+        run = partial(self._all, _Call(feed, choice, max_new_tokens, stops), sequences)
         rows, because = self._continued(run, cache)
         return Generated(
             tuple(torch.tensor(row.ids[row.first :]) for row in rows),
@@ -208,63 +218,45 @@ class EngineGeneration:
                 return run(self._continue), because
         return run(self._continue), ""
 
-    def _all(
-        self,
-        feed: Feed,
-        sequences: Sequence[Sequence[int]],
-        count: int,
-        choice: Choice,
-        stops: frozenset[int],
-        way: _Way,
-    ) -> list[_Row]:
+    def _all(self, call: _Call, sequences: Sequence[Sequence[int]], way: _Way) -> list[_Row]:
         """In rounds of prompts of similar lengths, as many as a batch holds."""
         rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]
         by_length = sorted(rows, key=lambda row: row.first)
         size = self._variants.layouts[-1].global_size
         for first in range(0, len(rows), size):
-            way(feed, by_length[first : first + size], count, choice, stops)
+            way(call, by_length[first : first + size])
         return rows
 
-    def _continue_kept(
-        self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]
-    ) -> None:
+    def _continue_kept(self, call: _Call, rows: Sequence[_Row]) -> None:
         """As ``_continue``, of one position at a time behind the first token of each prompt."""
-        needed = max(row.first for row in rows) + count
-        layout = next(each for each in self._variants.layouts if feed.length(each) >= needed)
-        first = feed.batch(layout, [row.ids for row in self._filled(rows, layout)], feed.paddings()[0])
+        needed = max(row.first for row in rows) + call.count
+        layout = next(each for each in self._variants.layouts if call.feed.length(each) >= needed)
+        first = call.feed.batch(layout, [row.ids for row in self._filled(rows, layout)], call.feed.paddings()[0])
         variant = self._variants.of(first, local=False, any_number=True)
         try:
             kept = variant.kept()
         except PlanError as error:
             raise _CannotKeep(error.what, where=error.where, fix=error.fix) from error
         try:
-            for row, token in zip(rows, self._next_tokens(feed, rows, choice, variant, kept=kept), strict=True):
-                row.add(token, count, stops)
+            for row, token in zip(rows, self._next_tokens(call, rows, variant, kept=kept), strict=True):
+                row.add(token, call)
             is_first = True
             while under_way := [row for row in rows if not row.is_done]:
                 at = min(len(row.ids) for row in under_way) - 1
-                found = self._tokens_at(feed, rows, choice, variant, kept, at, is_first=is_first)
+                found = self._tokens_at(call, rows, variant, kept, at, is_first=is_first)
                 for row, token in zip(rows, found, strict=True):
                     if not row.is_done and len(row.ids) == at + 1:
-                        row.add(token, count, stops)
+                        row.add(token, call)
                 is_first = False
         finally:
             kept.free()
 
     def _tokens_at(
-        self,
-        feed: Feed,
-        rows: Sequence[_Row],
-        choice: Choice,
-        variant: Variant,
-        kept: KeptPositions,
-        at: int,
-        *,
-        is_first: bool,
+        self, call: _Call, rows: Sequence[_Row], variant: Variant, kept: KeptPositions, at: int, *, is_first: bool
     ) -> list[int]:
         """The tokens behind position ``at``; of use for the rows that end there. The first time the whole forward runs
         too, and must give the same logits."""
-        filled = self._filled(rows, variant.layout)
+        feed, filled = call.feed, self._filled(rows, variant.layout)
         sequences = [row.ids for row in filled]
         batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
         logits, counts = kept.at(at, self._fed(variant, batch))
@@ -275,15 +267,16 @@ class EngineGeneration:
             first = variant.layout.first_microbatch * variant.layout.micro
             faults = torch.maximum(faults, kept.apart(logits, whole, counts * ends_here[first : first + len(counts)]))
         given = [row.number for row in filled], [at + 1] * len(filled)
-        return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
+        return variant.next_rows.tokens(logits, counts, faults, call.choice, *given)[: len(rows)]
 
     def _filled(self, rows: Sequence[_Row], layout: BatchLayout) -> list[_Row]:
         """As many rows as a batch holds: the rest repeats the first of them."""
         return [*rows, *[rows[0]] * (layout.global_size - len(rows))]
 
-    def _continue(self, feed: Feed, rows: Sequence[_Row], count: int, choice: Choice, stops: frozenset[int]) -> None:
+    def _continue(self, call: _Call, rows: Sequence[_Row]) -> None:
         """New tokens for as many prompts as a batch holds."""
-        for step in range(count):
+        feed = call.feed
+        for step in range(call.count):
             under_way = [row for row in rows if not row.is_done]
             if not under_way:
                 return
@@ -291,21 +284,21 @@ class EngineGeneration:
             layout = next(each for each in self._variants.layouts if feed.length(each) > longest)
             first = feed.batch(layout, [row.ids for row in self._filled(under_way, layout)], feed.paddings()[0])
             variant = self._variants.of(first, local=False, any_number=True)
-            found = self._next_tokens(feed, under_way, choice, variant, is_first=not step)
+            found = self._next_tokens(call, under_way, variant, is_first=not step)
             for row, token in zip(under_way, found, strict=True):
-                row.add(token, count, stops)
+                row.add(token, call)
 
     def _next_tokens(
         self,
-        feed: Feed,
+        call: _Call,
         rows: Sequence[_Row],
-        choice: Choice,
         variant: Variant,
         *,
         is_first: bool = True,
         kept: KeptPositions | None = None,
     ) -> list[int]:
         """One token for each of ``rows``; the whole forward runs, and fills the buffers of ``kept``."""
+        feed = call.feed
         layout, filled = variant.layout, self._filled(rows, variant.layout)
         sequences, wanted = [row.ids for row in filled], feed.wanted(layout, [row.ids for row in filled])
         one, other = (feed.batch(layout, sequences, padding) for padding in feed.paddings())
@@ -315,7 +308,7 @@ class EngineGeneration:
         others = self._rows_of(variant, other, wanted)[0] if is_first else None
         faults = variant.next_rows.faults(logits, counts, others)
         given = [row.number for row in filled], [len(row.ids) for row in filled]
-        return variant.next_rows.tokens(logits, counts, faults, choice, *given)[: len(rows)]
+        return variant.next_rows.tokens(logits, counts, faults, call.choice, *given)[: len(rows)]
 
     def _fed(self, variant: Variant, batch: dict[str, Tensor]) -> Step:
         variant.intake.check(batch, local=False)

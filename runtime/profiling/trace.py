@@ -120,17 +120,18 @@ def _measured(rank: int, span: Span, origin: float) -> Event:
     if span.message is not None:
         args |= {"from_stage": span.message.sender, "microbatch": span.message.microbatch}
     category = _CATEGORIES[span.action.kind] if span.action is not None else span.kind
-    return _complete(span.name, category, rank, MEASURED, span.start - origin, span.end - origin, args)
+    return _complete(span.name, category, rank, MEASURED, (span.start - origin, span.end - origin), args)
 
 
 def _args(action: Action, stage: int | None) -> dict[str, Any]:
     return {"microbatch": action.microbatch, "chunk": action.chunk, "stage": stage}
 
 
-def _complete(name: str, category: str, rank: int, track: int, start: float, end: float, args: dict[str, Any]) -> Event:
-    begin = _nanoseconds(start)  # both ends are rounded, not the length: nested events stay nested
-    length = _nanoseconds(end) - begin
-    times = {"ts": begin / 1000, "dur": length / 1000}
+def _complete(
+    name: str, category: str, rank: int, track: int, ends: tuple[float, float], args: dict[str, Any]
+) -> Event:
+    begin, end = map(_nanoseconds, ends)  # both ends are rounded, not the length: nested events stay nested
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
     return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": track, **times, "args": args}
 
 
@@ -148,7 +149,7 @@ def _planned(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, o
             for action, start, end in run.actions[pp]:
                 args = {"step": step, **_args(action, mesh.stages_of(pp)[action.chunk])}
                 times = (begun + start - origin, begun + end - origin)
-                yield _complete(str(action), _CATEGORIES[action.kind], rank, PLANNED, *times, args)
+                yield _complete(str(action), _CATEGORIES[action.kind], rank, PLANNED, times, args)
 
 
 def _arrows(ranks: Sequence[Sequence[Span]], mesh: Mesh, origin: float) -> Iterator[Event]:

@@ -109,12 +109,10 @@ def take_weights(
     source: ModelWeights,
     groups: Groups,
     differ: list[InitialTensor],
-    fresh: Fresh,
     opened: Callable[[str], None],
-) -> Fresh:
-    """Rank 0's parameters and buffers into the filled stage modules, one at a time; returns the parameters that are
-    still fresh. ``opened(name)`` is called before the weights of a parameter are replaced.
-    """
+) -> None:
+    """Rank 0's parameters and buffers into the filled stage modules, one at a time. ``opened(name)`` is called before
+    the weights of a parameter are replaced."""
     for held in differ:
         if held.kind == "parameter":
             full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
@@ -127,6 +125,10 @@ def take_weights(
             full = _from_rank_0(held, source.buffer(held.name) if groups.rank == 0 else None, groups)
             for target in buffers_of(plan, program, held.name):
                 target.copy_(full)
+
+
+def still_fresh(fresh: Fresh, differ: list[InitialTensor]) -> Fresh:
+    """Without the parameters that have rank 0's values."""
     taken = {held.name for held in differ if held.kind == "parameter"}
     return [(stage, parameter) for stage, parameter in fresh if parameter.fqn not in taken]
 

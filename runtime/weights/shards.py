@@ -49,13 +49,12 @@ def fill(
     fresh = []
     for stage in stages:
         for parameter in stage.parameters:
+            if source.is_fresh(parameter.fqn):
+                fresh.append((stage, parameter))
             if parameter.fqn in later:
-                if source.is_fresh(parameter.fqn):
-                    fresh.append((stage, parameter))
                 continue
             if source.is_fresh(parameter.fqn):
                 local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-                fresh.append((stage, parameter))
             else:
                 local = _values(source, parameter, part_of(parameter, mesh, place), device)
             _assign(stage.module, stage.attributes[parameter.fqn], nn.Parameter(local, parameter.requires_grad))

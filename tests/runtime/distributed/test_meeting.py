@@ -18,7 +18,7 @@ from planner.mesh import Mesh
 from runtime.distributed import opening
 from runtime.distributed.default_group import _rendezvous
 from runtime.distributed.launch import launch
-from runtime.distributed.meeting import Seat, Verdict, judge, meet
+from runtime.distributed.meeting import Rendezvous, Seat, Verdict, judge
 from runtime.distributed.opening import open_groups
 from tests.tools.limits import HANG_SECONDS
 
@@ -117,7 +117,7 @@ def meet_all(seats: list[Seat], come: list[int], seconds: float) -> dict[int, Ve
 
     def one(rank: int) -> None:
         try:
-            heard[rank] = meet(store, seats[rank], rank, len(seats), 1, timedelta(seconds=seconds))
+            heard[rank] = Rendezvous(store, rank, len(seats), timedelta(seconds=seconds)).meet(seats[rank])
         except PlanError as error:
             heard[rank] = str(error)
 
@@ -149,7 +149,7 @@ def test_rank_0_which_may_host_the_store_ends_after_the_others_have_heard_an_err
 
     def one(rank: int) -> None:
         with pytest.raises(PlanError):
-            meet(store, seats[rank], rank, 2, 1, timedelta(seconds=HANG_SECONDS))
+            Rendezvous(store, rank, 2, timedelta(seconds=HANG_SECONDS)).meet(seats[rank])
         order.append((rank, store.check(["heard/1"])))
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]

@@ -19,6 +19,7 @@ from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.default_group import World
 from runtime.distributed.groups import Groups
+from runtime.distributed.meeting import Rendezvous
 from tests.tools.laboratory import Case, session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.order_recorder import Call, Record, Recorder, cycle, differences, elsewhere
@@ -27,14 +28,14 @@ from tests.tools.order_recorder import Call, Record, Recorder, cycle, difference
 @contextmanager
 def as_on_nccl() -> Iterator[None]:
     """The groups of a run on NCCL: one for host memory of its own, links, a first use of each; but gloo carries all."""
-    meet, open_world, new_group = opening.meet, opening.open_world, dist.new_group
+    meet, open_world, new_group = Rendezvous.meet, opening.open_world, dist.new_group
 
     def open_two(device_type: str, backend: str, *rest: Any) -> World:
         world, host = open_world(device_type, "gloo", *rest), new_group(backend="gloo")
         return dataclasses.replace(world, host=host, made=[*world.made, host])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
+        patch.setattr(Rendezvous, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
         patch.setattr(opening, "open_world", open_two)
         patch.setattr(opening, "link_options", lambda backend: None)
         patch.setattr(opening, "axis_options", lambda backend, axis: None)

@@ -21,7 +21,7 @@ from runtime.distributed.faults.board import SECRET, Board, Pulse, Signer, secre
 from runtime.distributed.faults.failure import Failure
 from runtime.distributed.faults.watch import Watch
 from runtime.distributed.launch import launch
-from runtime.distributed.meeting import Seat, Verdict, meet
+from runtime.distributed.meeting import Rendezvous, Seat, Verdict
 from runtime.distributed.opening import open_groups
 from tests.tools.limits import HANG_SECONDS
 
@@ -54,7 +54,8 @@ def meet_with(*signers: Signer, hosts: tuple[str, ...] = ("a", "a", "a")) -> dic
 
     def one(rank: int, signer: Signer) -> None:
         try:
-            heard[rank] = meet(store, Seat(hosts[rank]), rank, len(signers), 1, timedelta(seconds=HANG_SECONDS), signer)
+            timeout = timedelta(seconds=HANG_SECONDS)
+            heard[rank] = Rendezvous(store, rank, len(signers), timeout, signer).meet(Seat(hosts[rank]))
         except PlanError as error:
             heard[rank] = error.what
 
