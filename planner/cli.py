@@ -28,7 +28,8 @@ from passes.errors import PlanError
 from planner.command_group import App, Commands
 from planner.files.atomic import write_for_user
 from planner.files.text import reason, shorten
-from planner.pipeline.schedule import CUSTOM, KINDS
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import CUSTOM
 from planner.pipeline.simulate import format_schedule
 from planner.progress import shown_by
 

@@ -26,6 +26,7 @@ from planner.cost.seconds.phases import Pricing, Spent, UnitSeconds, WorkSeconds
 from planner.cost.seconds.step import EndOfStep, Exchanged, end_of_step, norm_seconds
 from planner.mesh import Mesh
 from planner.pipeline.clock import ClockRun, Delays, run_orders, run_table, run_waiting
+from planner.pipeline.kinds import Sizes
 from planner.pipeline.zero_bubble import StageCosts
 from planner.spec.spec import Spec
 
@@ -139,9 +140,10 @@ def run_of(
     mesh, count, kind = layout.mesh, layout.num_microbatches, layout.schedule
     if layout.by_hand:
         return run_orders(layout.by_hand, mesh.fold, count, costs, delays)
+    sizes = Sizes(mesh.pp, count, mesh.vpp, group_size or mesh.pp)
     if layout.waits:
-        return run_waiting(kind, mesh.pp, mesh.vpp, count, placed_by, costs, delays)
-    return run_table(kind, mesh.pp, mesh.vpp, count, costs, delays, group_size)
+        return run_waiting(kind, sizes, placed_by, costs, delays)
+    return run_table(kind, sizes, costs, delays)
 
 
 def _seconds_of(work: CutWork, layout: Layout, cluster: Cluster, slower: float = 1.0) -> WorkSeconds:

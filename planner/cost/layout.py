@@ -17,7 +17,7 @@ from passes.errors import require
 from planner.cluster.cluster import Uncertainty
 from planner.mesh import Mesh
 from planner.pipeline.actions import Order, without_weights
-from planner.pipeline.schedule import KINDS
+from planner.pipeline.kinds import KINDS
 
 
 @dataclass(frozen=True, slots=True)

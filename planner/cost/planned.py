@@ -25,7 +25,8 @@ from planner.cost.layout import CostPlan, Layout
 from planner.cost.memory import MemoryRow, memory_rows, on_device
 from planner.cost.seconds.phases import flops_of, flops_of_stages
 from planner.decisions import Decisions
-from planner.pipeline.schedule import KINDS, Schedule, SchedulePlan
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import Schedule, SchedulePlan
 from planner.pipeline.zero_bubble import StageCosts
 from planner.recompute.decide import decide_recompute
 from planner.regions.regions import decide_regions

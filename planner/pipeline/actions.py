@@ -10,6 +10,7 @@ Bubble Pipeline Parallelism", section 2.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -30,6 +31,11 @@ Order = tuple[Action, ...]
 def format_order(order: Order) -> str:
     """``F0.0 F1.0 B0.0 …``."""
     return " ".join(map(str, order))
+
+
+def has_weights(orders: Iterable[Order]) -> bool:
+    """Whether gradients of weights are actions of their own."""
+    return any(action.kind == "W" for order in orders for action in order)
 
 
 def without_weights(order: Order) -> Order:

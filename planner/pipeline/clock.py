@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from planner.fold import Fold, stage_of, stages_of
 from planner.pipeline.actions import Order, needs
-from planner.pipeline.schedule import KINDS, Schedule, build_schedule, num_warmup, schedule_table
+from planner.pipeline.kinds import KINDS, Sizes
+from planner.pipeline.schedule import Schedule, build_schedule, in_turn, num_warmup, schedule_table
 from planner.pipeline.zero_bubble import StageCosts
 
 PICO = 1e12
@@ -104,21 +105,13 @@ def _rows(costs: StageCosts, count: int, delays: Delays | None) -> Iterator[tupl
             yield ((KINDS_OF_ACTIONS.index(need) - own) * num_stages + at - stage) * count, message, time
 
 
-def run_table(
-    kind: str,
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    costs: StageCosts,
-    delays: Delays | None = None,
-    group_size: int | None = None,
-) -> ClockRun:
+def run_table(kind: str, sizes: Sizes, costs: StageCosts, delays: Delays | None = None) -> ClockRun:
     """A kind with an order that follows from the schedule table, by seconds."""
     forward, backward, _ = costs
+    pp, num_microbatches, vpp, group = sizes
     if pp == 1:
         total = num_microbatches * (sum(forward) + sum(backward))
         return ClockRun(total, (0.0,), (total,))
-    group = group_size or pp
     ticks = StageCosts(_picoseconds(forward), _picoseconds(backward), ())
     later = None if delays is None else Delays(*map(_picoseconds, delays))
     period = group if vpp > 1 else 1
@@ -127,11 +120,12 @@ def run_table(
         least = 2 * pp + 6 * period
         few = min(num_microbatches, least + (num_microbatches - least) % period)
     while True:
-        orders = _of_table(kind, pp, vpp, few, group)
+        tried = sizes._replace(num_microbatches=few)
+        orders = _of_table(kind, tried)
         ends = end_times(orders, ticks, few, later)
         more = 0
         if few < num_microbatches:
-            grown = _growth(orders, ends, kind, pp, vpp, few, group, period)
+            grown = _growth(orders, ends, kind, tried, period)
             if grown is None:
                 few = min(num_microbatches, 2 * few + (num_microbatches - 2 * few) % period)
                 continue
@@ -142,19 +136,13 @@ def run_table(
 
 
 def run_waiting(
-    kind: str,
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    placed_by: StageCosts,
-    costs: StageCosts,
-    delays: Delays | None = None,
+    kind: str, sizes: Sizes, placed_by: StageCosts, costs: StageCosts, delays: Delays | None = None
 ) -> ClockRun:
     """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those
     of the run."""
-    few = min(num_microbatches, 4 * pp)
-    schedule = _placed(kind, pp, few, vpp, StageCosts(*map(tuple, placed_by)))
-    return run_orders(schedule.orders, schedule.fold, num_microbatches, costs, delays, few)
+    few = sizes._replace(num_microbatches=min(sizes.num_microbatches, 4 * sizes.pp))
+    schedule = _placed(kind, few, StageCosts(*map(tuple, placed_by)))
+    return run_orders(schedule.orders, schedule.fold, sizes.num_microbatches, costs, delays, few.num_microbatches)
 
 
 def run_orders(
@@ -177,38 +165,32 @@ def run_orders(
 
 
 @lru_cache(maxsize=64)
-def _placed(kind: str, pp: int, num_microbatches: int, vpp: int, costs: StageCosts) -> Schedule:
+def _placed(kind: str, sizes: Sizes, costs: StageCosts) -> Schedule:
     """Run twice, with messages and without: made once."""
-    return build_schedule(kind, pp, num_microbatches, vpp, costs=costs)
+    return build_schedule(kind, *sizes, costs=costs)
 
 
 def _picoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
     return tuple(round(x * PICO) for x in seconds)
 
 
-def _of_table(kind: str, pp: int, vpp: int, count: int, group: int) -> list[Numbers]:
+def _of_table(kind: str, sizes: Sizes) -> list[Numbers]:
     """``numbered`` of the schedule, without its actions: a search runs many."""
-    table = schedule_table(count, vpp, group)
-    half, found = pp * vpp * count, []
+    pp, count, vpp, _ = sizes
+    table, half, found = schedule_table(sizes), pp * vpp * count, []
     for rank in range(pp):
         forwards = [(c * pp + rank) * count + m for m, c in table]
         backwards = [half + ((vpp - 1 - c) * pp + rank) * count + m for m, c in table]
-        warmup = num_warmup(kind, pp, rank, len(table), vpp, group)
-        order = forwards[:warmup]
-        for pair in zip(forwards[warmup:], backwards, strict=False):
-            order += pair
-        found.append(order + backwards[len(table) - warmup :])
+        found.append(in_turn(forwards, backwards, num_warmup(kind, sizes, rank)))
     return found
 
 
-def _growth(
-    orders: list[Numbers], ends: list[int], kind: str, pp: int, vpp: int, count: int, group: int, period: int
-) -> int | None:
+def _growth(orders: list[Numbers], ends: list[int], kind: str, sizes: Sizes, period: int) -> int | None:
     """By how much each period ends later than the one before, if the last steady ones all agree; else None."""
-    size = 2 * period * vpp  # actions of a period
+    size = 2 * period * sizes.vpp  # actions of a period
     growth: int | None = None
     for rank, order in enumerate(orders):
-        warmup = num_warmup(kind, pp, rank, count * vpp, vpp, group)
+        warmup = num_warmup(kind, sizes, rank)
         steady = len(order) - 2 * warmup
         if steady < (_ALIKE + 1) * size:
             return None

@@ -1,33 +1,25 @@
 """In which order a pipeline rank runs its microbatches: a schedule is data, one list of actions for each pp rank.
 
-    gpipe              all forwards, then all backwards
-    1f1b               pp - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, then the rest
-    interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
-    zero_bubble        forwards and backwards as 1f1b; the gradients of weights where a rank would wait, by the costs
-                       of each stage (planner.pipeline.zero_bubble)
-    zero_bubble_v      two chunks a rank, folded into a v; all actions in the order in which work comes
-                       (planner.pipeline.zero_bubble)
-
-Which stage a chunk of a rank is says ``planner.fold``. Forwards run in the order of the schedule table: for each group
-of G microbatches, for each chunk, for each microbatch of the group. The k-th backward takes the table's k-th row with
-its chunk counted from the end. (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
-section 2.2.)
+``planner.pipeline.kinds`` names those that are built by a rule. Which stage a chunk of a rank is says
+``planner.fold``. Forwards run in the order of the schedule table: for each group of G microbatches, for each chunk, for
+each microbatch of the group. The k-th backward takes the table's k-th row with its chunk counted from the end.
+(Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2.)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from passes.errors import PlanError, Where, require
-from planner.fold import LOOP, Fold, V
+from planner.fold import LOOP, Fold
 from planner.mesh import Mesh
-from planner.pipeline.actions import Action, Order, format_order, too_early
-from planner.pipeline.zero_bubble import StageCosts, best_share, folded_orders, put_weights
+from planner.pipeline.actions import Action, Order, format_order, has_weights, too_early
+from planner.pipeline.kinds import KINDS, MOST_ACTIONS, Sizes, default_kind, unknown_kind
+from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
-MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
 
 
 class OrderError(PlanError):
@@ -68,7 +60,7 @@ class SchedulePlan:
     @property
     def has_weights(self) -> bool:
         """Whether gradients of weights are actions of their own."""
-        return any(action[0] == "W" for order in self.orders for action in order)
+        return has_weights(self.orders)
 
     def on(self, mesh: Mesh) -> Schedule:
         """The schedule of this row, over the stages of ``mesh``."""
@@ -94,8 +86,7 @@ class Schedule:
     fold: Fold = LOOP
 
     def __post_init__(self) -> None:
-        num_actions = 2 * self.pp * self.vpp * self.num_microbatches
-        _require_few(num_actions, self.kind, self.pp, self.vpp, self.num_microbatches)
+        self.sizes.check_few(self.kind, 2 * self.pp * self.sizes.num_forwards)
         if len(self.orders) != self.pp:
             raise PlanError(
                 f"schedule has {len(self.orders)} lists of actions for pp = {self.pp} ranks",
@@ -114,7 +105,11 @@ class Schedule:
     @property
     def has_weights(self) -> bool:
         """Whether gradients of weights are actions of their own."""
-        return any(action.kind == "W" for order in self.orders for action in order)
+        return has_weights(self.orders)
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.pp, self.num_microbatches, self.vpp, self.group_size)
 
     @property
     def num_stages(self) -> int:
@@ -127,11 +122,10 @@ class Schedule:
 
     def num_warmup(self, pp_rank: int) -> int:
         """Forwards of ``pp_rank`` before its steady one-forward-one-backward turns."""
-        total = self.num_microbatches * self.vpp
         if self.kind in KINDS and KINDS[self.kind].orders is None:
-            return num_warmup(self.kind, self.pp, pp_rank, total, self.vpp, self.group_size)
-        leading = next((i for i, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), total + 1)
-        return max(leading - 1, 0)
+            return num_warmup(self.kind, self.sizes, pp_rank)
+        first = next((at for at, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), None)
+        return self.sizes.num_forwards if first is None else max(first - 1, 0)
 
 
 def build_schedule(
@@ -147,24 +141,34 @@ def build_schedule(
     ``costs``: by which a kind that waits puts its W; equal ones if not given. Raises PlanError when the kind is
     unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
     """
-    kind, group_size = check_schedule(kind, pp, num_microbatches, vpp, group_size)
+    kind, sizes = check_schedule(kind, pp, num_microbatches, vpp, group_size)
     of_all, costs = KINDS[kind].orders, costs or StageCosts.equal(pp * vpp)
     if of_all is not None:
         orders = of_all(pp, num_microbatches, costs)
     else:
-        orders = tuple(rank_order(kind, pp, rank, num_microbatches, vpp, group_size) for rank in range(pp))
-        orders = _with_weights(kind, orders, num_microbatches, costs) if KINDS[kind].waits else orders
-    return Schedule(kind, pp, vpp, num_microbatches, group_size, orders, fold_of(kind))
+        orders = _of_ranks(kind, sizes)
+        orders = _with_weights(kind, orders, sizes, costs) if KINDS[kind].waits else orders
+    return Schedule(kind, pp, vpp, num_microbatches, sizes.group_size, orders, fold_of(kind))
 
 
 def check_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
-) -> tuple[str, int]:
-    """The kind and the size of a group that ``build_schedule`` takes. Raises PlanError if it would."""
+) -> tuple[str, Sizes]:
+    """The kind and the sizes that ``build_schedule`` takes. Raises PlanError if it would."""
     kind = kind or default_kind(vpp)
-    group_size = pp if group_size is None else group_size
-    _check_sizes(kind, pp, num_microbatches, vpp, group_size)
-    return kind, group_size
+    if kind not in KINDS:
+        raise unknown_kind(kind)
+    sizes = Sizes(pp, num_microbatches, vpp, pp if group_size is None else group_size)
+    for name, size in zip(("pp", "microbatches", "vpp", "group_size"), sizes, strict=True):
+        if size < 1:
+            what = f"{kind} schedule: {name} = {size}"
+            raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
+    sizes.check_few(kind, (2 + KINDS[kind].waits) * pp * sizes.num_forwards)
+    if vpp > 1 and not KINDS[kind].runs_chunks:
+        fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
+        raise PlanError(f"{kind} runs one chunk per rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
+    KINDS[kind].check(sizes)
+    return kind, sizes
 
 
 def fold_of(asked: str | Schedule | None) -> Fold:
@@ -174,213 +178,48 @@ def fold_of(asked: str | Schedule | None) -> Fold:
     return KINDS[asked].fold if asked in KINDS else LOOP
 
 
-def _with_weights(kind: str, orders: tuple[Order, ...], num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
+def _of_ranks(kind: str, sizes: Sizes) -> tuple[Order, ...]:
+    return tuple(rank_order(kind, sizes, rank) for rank in range(sizes.pp))
+
+
+def _with_weights(kind: str, orders: tuple[Order, ...], sizes: Sizes, costs: StageCosts) -> tuple[Order, ...]:
     """No rank holds more than the first one does of 1f1b; the share of a wait is tried on few microbatches."""
-    pp = len(orders)
-    few = min(num_microbatches, 3 * pp)
-    tried = orders
-    if few < num_microbatches:
-        tried = tuple(rank_order(kind, pp, rank, few, 1, pp) for rank in range(pp))
+    pp, few = sizes.pp, sizes._replace(num_microbatches=min(sizes.num_microbatches, 3 * sizes.pp))
+    tried = orders if few == sizes else _of_ranks(kind, few)
     return put_weights(orders, costs, pp, best_share(tried, costs, pp)).orders
 
 
-def rank_order(
-    kind: str, pp: int, pp_rank: int, num_microbatches: int, vpp: int, group_size: int, extra_warmup: int = 0
-) -> Order:
+def rank_order(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> Order:
     """The forwards and backwards of one rank, without the W of a kind that waits: those depend on all ranks.
 
     ``extra_warmup`` more forwards precede the first backward (1 to overlap experts).
     """
-    table = schedule_table(num_microbatches, vpp, group_size)
+    table = schedule_table(sizes)
     forwards = [Action("F", m, c) for m, c in table]
-    backwards = [Action("B", m, vpp - 1 - c) for m, c in table]
-    warmup = num_warmup(kind, pp, pp_rank, len(table), vpp, group_size, extra_warmup)
-    steady = [a for pair in zip(forwards[warmup:], backwards, strict=False) for a in pair]
-    return (*forwards[:warmup], *steady, *backwards[len(table) - warmup :])
+    backwards = [Action("B", m, sizes.vpp - 1 - c) for m, c in table]
+    return tuple(in_turn(forwards, backwards, num_warmup(kind, sizes, pp_rank, extra_warmup)))
 
 
-def schedule_table(num_microbatches: int, vpp: int, group_size: int) -> list[tuple[int, int]]:
+def in_turn(forwards: list[Any], backwards: list[Any], warmup: int) -> list[Any]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the other backwards."""
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+
+
+def schedule_table(sizes: Sizes) -> list[tuple[int, int]]:
     """(microbatch, chunk) of each forward in turn: by group of microbatches, then chunk, then microbatch."""
-    starts = range(0, num_microbatches, group_size)
+    _, num_microbatches, vpp, group_size = sizes
     return [
         (microbatch, chunk)
-        for start in starts
+        for start in range(0, num_microbatches, group_size)
         for chunk in range(vpp)
         for microbatch in range(start, min(start + group_size, num_microbatches))
     ]
 
 
-def num_warmup(kind: str, pp: int, pp_rank: int, total: int, vpp: int, group_size: int, extra_warmup: int = 0) -> int:
-    """Warm-up forwards of a rank, of ``total`` = microbatches·vpp forwards in all."""
-    return min(KINDS[kind].num_warmup(pp - pp_rank - 1, total, vpp, group_size) + extra_warmup, total)
-
-
-def _check_sizes(kind: str, pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    if kind not in KINDS:
-        raise unknown_kind(kind)
-    sizes = {"pp": pp, "microbatches": num_microbatches, "vpp": vpp, "group_size": group_size}
-    for name, size in sizes.items():
-        if size < 1:
-            what = f"{kind} schedule: {name} = {size}"
-            raise PlanError(what, where="pipeline.schedule", fix=f"set {name} to 1 or more")
-    _require_few((2 + KINDS[kind].waits) * pp * vpp * num_microbatches, kind, pp, vpp, num_microbatches)
-    if vpp > 1 and not KINDS[kind].runs_chunks:
-        fix = f"use {' or '.join(k for k in KINDS if KINDS[k].runs_chunks)}, or set vpp to 1"
-        raise PlanError(f"{kind} runs one chunk per rank, but vpp = {vpp}", where="mesh.vpp", fix=fix)
-    KINDS[kind].check(pp, num_microbatches, vpp, group_size)
-
-
-def _require_few(num_actions: int, kind: str, pp: int, vpp: int, num_microbatches: int) -> None:
-    if num_actions > MOST_ACTIONS:
-        raise PlanError(
-            f"{kind}: pp {pp} · vpp {vpp} · {num_microbatches} microbatches make more than {MOST_ACTIONS} actions",
-            where="batch.global",
-            fix="choose a larger batch.micro, or a smaller batch.global",
-        )
-
-
-def _check_interleaved(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    if vpp == 1 or pp == 1:
-        raise PlanError(
-            f"interleaved_1f1b needs several chunks on several ranks, but pp = {pp} and vpp = {vpp}",
-            where="mesh.vpp",
-            fix="use 1f1b" if pp == 1 else "set vpp to 2 or more, or use 1f1b",
-        )
-    if num_microbatches < pp:
-        raise PlanError(
-            f"interleaved_1f1b over pp = {pp} ranks needs at least {pp} microbatches, because a rank starts its "
-            f"next chunk after a group has passed all ranks, but there are {num_microbatches}",
-            where="batch.global",
-            fix=f"use {pp} microbatches or more (batch.global of at least {pp} · micro · dp), lower pp, or use 1f1b "
-            "with vpp: 1, which runs any number",
-        )
-    _check_groups(pp, num_microbatches, group_size)
-
-
-def _check_zero_bubble(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    if pp == 1:
-        raise PlanError(
-            "zero_bubble fills idle time of pipeline ranks, but with pp = 1 no rank idles",
-            where="pipeline.schedule",
-            fix="use 1f1b, or set mesh.pp to 2 or more",
-        )
-
-
-def _check_zero_bubble_v(pp: int, num_microbatches: int, vpp: int, group_size: int) -> None:
-    if pp == 1:
-        raise PlanError(
-            "zero_bubble_v folds two rows of stages over the ranks of a pipeline, but pp = 1",
-            where="pipeline.schedule",
-            fix="use 1f1b with vpp: 1, or set mesh.pp to 2 or more",
-        )
-    if vpp != 2:
-        raise PlanError(
-            f"zero_bubble_v runs two chunks on each rank, down to the last rank and back, but vpp = {vpp}",
-            where="mesh.vpp",
-            fix="set vpp to 2, or use zero_bubble" if vpp == 1 else "set vpp to 2, or use interleaved_1f1b",
-        )
-
-
-def _check_groups(pp: int, num_microbatches: int, group_size: int) -> None:
-    """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
-    if group_size < pp:
-        raise PlanError(
-            f"interleaved_1f1b: group size {group_size} is smaller than pp = {pp}, and the inputs of a chunk "
-            "would arrive too late",
-            where="pipeline.group_size",
-            fix=f"set group_size to {pp} or more",
-        )
-    rest = num_microbatches % group_size
-    if 0 < rest < pp:
-        lower, upper = num_microbatches - rest, num_microbatches - rest + pp
-        raise PlanError(
-            f"interleaved_1f1b: {num_microbatches} microbatches in groups of {group_size} leave a last group of "
-            f"{rest}, smaller than pp = {pp}",
-            where="batch.global",
-            fix=f"use {lower} or {upper} microbatches, or another group_size",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The definition of a kind of schedule; the rest follows from the table, or from ``orders``.
-
-    ``num_warmup(ranks behind, total forwards, vpp, group_size)`` forwards precede a rank's first backward;
-    ``check(pp, microbatches, vpp, group_size)`` raises PlanError for sizes that do not fit; ``runs_chunks``: several
-    stages on a rank, laid there as ``fold`` says; ``waits``: gradients of weights are actions of their own.
-    ``orders(pp, microbatches, costs)``: of a kind without a table, in which the order of each rank depends on the
-    others. ``vpp``: the only one that it runs, if it runs chunks. ``repeats``: after its warm-up the ranks do the same
-    for each group of microbatches. A search tries the kinds that are a default, and others with pp to
-    ``searched_up_to``: what waits is placed by simulating all ranks, in a time that grows with pp².
-    """
-
-    num_warmup: Callable[[int, int, int, int], int]
-    check: Callable[[int, int, int, int], None] = lambda pp, num_microbatches, vpp, group_size: None
-    runs_chunks: bool = False
-    fold: Fold = LOOP
-    waits: bool = False
-    orders: Callable[[int, int, StageCosts], tuple[Order, ...]] | None = None
-    vpp: int | None = None
-    repeats: bool = True
-    is_default: bool = False
-    searched_up_to: int = 0
-    not_searched: str = ""  # why
-
-
-KINDS = {
-    "gpipe": Kind(
-        lambda behind, total, vpp, group_size: total,
-        repeats=False,
-        not_searched="has the same bubble and needs more memory",
-    ),
-    "1f1b": Kind(lambda behind, total, vpp, group_size: behind, is_default=True),
-    "interleaved_1f1b": Kind(
-        lambda behind, total, vpp, group_size: behind * 2 + (vpp - 1) * group_size,
-        _check_interleaved,
-        runs_chunks=True,
-        is_default=True,
-    ),
-    "zero_bubble": Kind(
-        lambda behind, total, vpp, group_size: behind, _check_zero_bubble, waits=True, searched_up_to=16
-    ),
-    "zero_bubble_v": Kind(
-        lambda behind, total, vpp, group_size: total,
-        _check_zero_bubble_v,
-        runs_chunks=True,
-        fold=V,
-        waits=True,
-        orders=folded_orders,
-        vpp=2,
-        searched_up_to=8,
-    ),
-}
-
-
-def default_kind(vpp: int) -> str:
-    """The kind for ``vpp`` chunks on a rank if none is asked for."""
-    return next(name for name, kind in KINDS.items() if kind.is_default and kind.runs_chunks == (vpp > 1))
-
-
-def searched_kinds(pp: int, vpp: int, *, may_wait: bool) -> tuple[str, ...]:
-    """The kinds that a search tries. ``may_wait``: gradients of weights may be actions of their own."""
-
-    def is_tried(kind: Kind) -> bool:
-        runs = kind.runs_chunks == (vpp > 1) and kind.vpp in (None, vpp)
-        return runs and (kind.is_default or (1 < pp <= kind.searched_up_to and (may_wait or not kind.waits)))
-
-    return tuple(name for name, kind in KINDS.items() if is_tried(kind))
-
-
-def searched_words() -> tuple[str, str]:
-    """Which kinds a search tries, and why not others; and those that it tries up to some pp."""
-    others = ", ".join(f"{name} {kind.not_searched}" for name, kind in KINDS.items() if kind.not_searched)
-    bounded = [f"{name} to pp {kind.searched_up_to}" for name, kind in KINDS.items() if kind.searched_up_to]
-    up_to = ", ".join(bounded).replace(" to", " up to", 1)
-    return f"{default_kind(1)}, or {default_kind(2)} if vpp > 1 ({others})", f"{up_to}, without CUDA graphs"
-
-
-def unknown_kind(kind: str) -> PlanError:
-    return PlanError(f"unknown schedule `{kind}`", where="pipeline.schedule", fix=f"choose one of {', '.join(KINDS)}")
+def num_warmup(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> int:
+    """Forwards of a rank before its steady turns."""
+    return min(KINDS[kind].num_warmup(sizes.pp - pp_rank - 1, sizes) + extra_warmup, sizes.num_forwards)
 
 
 def _not_each_once(rank: int, order: Order, expected: list[Action]) -> PlanError:

@@ -30,20 +30,11 @@ from typing import cast
 
 from passes.errors import PlanError, SpecError, Where
 from planner.fold import LOOP, Fold, rank_of, stage_of
-from planner.pipeline.actions import Action, Order, format_order, needs, without_weights
+from planner.pipeline.actions import Action, Order, format_order, has_weights, needs, without_weights
 from planner.pipeline.clock import KINDS_OF_ACTIONS, NEVER, end_times, numbered
+from planner.pipeline.kinds import KINDS, unknown_kind
 from planner.pipeline.links import check_links
-from planner.pipeline.schedule import (
-    CUSTOM,
-    FORWARD_ONLY,
-    KINDS,
-    OrderError,
-    Schedule,
-    SchedulePlan,
-    build_schedule,
-    fold_of,
-    unknown_kind,
-)
+from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, OrderError, Schedule, SchedulePlan, build_schedule, fold_of
 from planner.pipeline.zero_bubble import StageCosts
 
 Steps = tuple[tuple[Action | None, ...], ...]
@@ -268,7 +259,7 @@ def parse_schedule(text: str) -> Schedule:
         built = build_schedule(kind, pp, num_microbatches, vpp, group_size)
         alike = KINDS[kind].orders is not None
         alike = alike or tuple(map(without_weights, orders)) == tuple(map(without_weights, built.orders))
-        kind = kind if alike and any(a.kind == "W" for order in orders for a in order) == built.has_weights else CUSTOM
+        kind = kind if alike and has_weights(orders) == built.has_weights else CUSTOM
     elif kind not in (CUSTOM, FORWARD_ONLY):
         raise unknown_kind(kind)
     fold = cast(Fold, match[6] or fold_of(match[1]))

@@ -21,8 +21,9 @@ from typing import Any
 from passes.errors import PlanError
 from planner.cost.layout import Layout
 from planner.mesh import Mesh
+from planner.pipeline.kinds import KINDS, searched_kinds, searched_words
 from planner.pipeline.layout import layout_of
-from planner.pipeline.schedule import KINDS, check_schedule, fold_of, searched_kinds, searched_words
+from planner.pipeline.schedule import check_schedule, fold_of
 from planner.placement.candidates import divisors
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import AUTO

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from planner.cost.layout import PARTS
-from planner.pipeline.schedule import default_kind
+from planner.pipeline.kinds import default_kind
 from planner.ranks import DEFAULT_ORDER
 from planner.report.section import Section
 from planner.search.best_first import Candidate, gigabytes, percent, seconds_text, why_slower

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from passes.errors import PlanError, SpecError
 from planner.mesh import SIZES
+from planner.pipeline.kinds import KINDS, Sizes, default_kind
 from planner.pipeline.layout import stage_problems
-from planner.pipeline.schedule import KINDS, Schedule, default_kind
+from planner.pipeline.schedule import Schedule
 from planner.spec.fields import AUTO
 from planner.spec.inputs import TELLING, batch_problems, length_problems, role_of, tokens_of
 from planner.spec.sections import needs_auto_mesh
@@ -165,7 +166,7 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
         )
     elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
         try:
-            KINDS[schedule].check(int(pp), 1, int(vpp), int(pp))
+            KINDS[schedule].check(Sizes(int(pp), 1, int(vpp), int(pp)))
         except PlanError as error:
             yield error
     if AUTO not in (pp, vpp):

@@ -20,8 +20,9 @@ from passes.errors import PlanError, SpecError, Where
 from planner.files.text import is_file, read_text
 from planner.fold import LOOP, Fold
 from planner.mesh import SIZES, Mesh
+from planner.pipeline.kinds import KINDS, MOST_ACTIONS
 from planner.pipeline.layout import KEY, PATTERN, WORDS, read_layout, spelled
-from planner.pipeline.schedule import KINDS, MOST_ACTIONS, Schedule
+from planner.pipeline.schedule import Schedule
 from planner.pipeline.simulate import format_schedule, schedule_by_hand
 from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (

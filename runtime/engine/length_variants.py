@@ -19,7 +19,8 @@ from passes.base import RankProgram
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
 from planner.lower import lower_again
-from planner.pipeline.schedule import KINDS, build_schedule
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import planned as planned_schedule
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.graphs import Graphs

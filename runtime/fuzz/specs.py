@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from planner.pipeline.schedule import KINDS, default_kind
+from planner.pipeline.kinds import KINDS, default_kind
 from planner.spec.update_rules import keys_read
 
 Options = Mapping[str, tuple[Any, ...]]

@@ -14,8 +14,9 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.ops.random_state import RandomState
 from planner.mesh import Mesh
+from planner.pipeline.kinds import KINDS
 from planner.pipeline.links import Message
-from planner.pipeline.schedule import KINDS, Action, Order, Schedule, build_schedule
+from planner.pipeline.schedule import Action, Order, Schedule, build_schedule
 from runtime.distributed.groups import Groups
 from runtime.distributed.opening import make_links, use_each_once
 from runtime.pipeline.executor import Executor, Step

@@ -21,9 +21,10 @@ from planner.cost.cut.units import CutWork, HeldParameter
 from planner.cost.layout import Layout
 from planner.cost.memory import Lasting
 from planner.pipeline.actions import Order
+from planner.pipeline.kinds import KINDS, Sizes
 from planner.pipeline.ledger import Peak, StageBytes, peak
 from planner.pipeline.links import received_by, sent_by
-from planner.pipeline.schedule import KINDS, build_schedule, rank_order
+from planner.pipeline.schedule import build_schedule, rank_order
 from planner.sharding.buckets import default_bucket_size, end_multiple, padded
 from planner.sharding.buffers import gradient_size
 from planner.spec.spec import Spec
@@ -216,11 +217,10 @@ def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_
     mesh = layout.mesh
     pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp
-    count = layout.num_microbatches
-    if KINDS[layout.schedule].repeats:
-        few = 2 * pp + 2 * group
-        count = min(count, few + (count - few) % group) if count > few else count
-    order = _order(layout.schedule, pp, rank, count, mesh.vpp, group)
+    count, few = layout.num_microbatches, 2 * pp + 2 * group
+    if KINDS[layout.schedule].repeats and count > few:
+        count = min(count, few + (count - few) % group)
+    order = _order(layout.schedule, Sizes(pp, count, mesh.vpp, group), rank)
     awaited, sends = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
     for chunk, stage in enumerate(own):
         for kind, given in (("F", stages[stage].received), ("B", stages[stage].returned)):
@@ -237,13 +237,11 @@ def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_
     return peak(order, [stages[stage] for stage in own], under_way)
 
 
-def _order(kind: str, pp: int, rank: int, count: int, vpp: int, group: int) -> Order:
+def _order(kind: str, sizes: Sizes, rank: int) -> Order:
     """The actions of a rank; with deferred weight gradients, those of equal stages."""
-    if not KINDS[kind].waits:
-        return rank_order(kind, pp, rank, count, vpp, group)
-    return _orders_of_equal_stages(kind, pp, count, vpp)[rank]
+    return _orders_of_equal_stages(kind, sizes)[rank] if KINDS[kind].waits else rank_order(kind, sizes, rank)
 
 
 @lru_cache(maxsize=256)
-def _orders_of_equal_stages(kind: str, pp: int, count: int, vpp: int) -> tuple[Order, ...]:
-    return build_schedule(kind, pp, count, vpp).orders
+def _orders_of_equal_stages(kind: str, sizes: Sizes) -> tuple[Order, ...]:
+    return build_schedule(kind, *sizes).orders

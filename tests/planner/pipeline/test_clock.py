@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from planner.fold import LOOP, rank_of, stage_of
 from planner.pipeline.actions import Action, needs
 from planner.pipeline.clock import NEVER, Delays, end_times, numbered
-from planner.pipeline.schedule import KINDS, Schedule, build_schedule
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import Schedule, build_schedule
 from planner.pipeline.zero_bubble import StageCosts
 from tests.tools.examples import examples
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from passes.errors import PlanError
 from planner.fold import stage_of
 from planner.pipeline.actions import format_order
+from planner.pipeline.kinds import KINDS, Sizes
 from planner.pipeline.message_slots import num_static_input_slots, static_input_slots
-from planner.pipeline.schedule import KINDS, Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
+from planner.pipeline.schedule import Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
 from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_svg, schedule_to_dict
@@ -41,6 +42,10 @@ def arguments_of(case: dict) -> dict:
     }
 
 
+def kind_and_sizes(arguments: dict) -> tuple[str, Sizes]:
+    return arguments["kind"], Sizes(*(arguments[name] for name in Sizes._fields))
+
+
 def by_id(case: dict) -> str:
     return str(case["id"])
 
@@ -52,16 +57,16 @@ def by_layout(case: dict) -> str:
 @pytest.mark.parametrize("case", CASES, ids=by_id)
 def test_table_warmup_and_order_of_a_rank_equal_the_oracle(case):
     a, extra = arguments_of(case), int(case["overlap_moe_expert_parallel_comm"])
-    table = schedule_table(a["num_microbatches"], a["vpp"], a["group_size"])
+    kind, sizes = kind_and_sizes(a)
+    table = schedule_table(sizes)
     assert [list(row) for row in table] == case["schedule_table"]
     if case["forward_only"]:
         schedule = forward_only(build_schedule(**a))
         assert schedule.num_warmup(case["pp_rank"]) == case["num_warmup_microbatches"]
         assert schedule.orders[case["pp_rank"]] == tuple(Action("F", *row) for row in case["schedule_table"])
         return
-    warmup = num_warmup(a["kind"], a["pp"], case["pp_rank"], len(table), a["vpp"], a["group_size"], extra)
-    assert warmup == case["num_warmup_microbatches"]
-    order = rank_order(pp_rank=case["pp_rank"], extra_warmup=extra, **a)
+    assert num_warmup(kind, sizes, case["pp_rank"], extra) == case["num_warmup_microbatches"]
+    order = rank_order(kind, sizes, case["pp_rank"], extra)
     assert [list(action) for action in order] == case["steps"]
     assert [a.chunk + 1 if a.kind == "F" else -a.chunk - 1 for a in order] == case["order"]
 
@@ -89,7 +94,7 @@ def test_group_sizes_that_the_oracle_rejects_are_refused(case):
 @pytest.mark.parametrize("case", [c for c in CASES if "num_layers_per_chunk" in c], ids=by_id)
 def test_static_input_slots_equal_the_oracle(case):
     a, layers = arguments_of(case), case["num_layers_per_chunk"]
-    slots = static_input_slots(rank_order(pp_rank=case["pp_rank"], **a), layers)
+    slots = static_input_slots(rank_order(*kind_and_sizes(a), case["pp_rank"]), layers)
     keys = [(m, c, i) for c in range(a["vpp"]) for m in range(a["num_microbatches"]) for i in range(layers[c])]
     names: dict[int, int] = {}  # the oracle numbers buffers as they first appear by chunk, not as they are made
     assert [names.setdefault(slots[key], len(names)) for key in keys] == case["static_input_buffer_of_slot"]
@@ -100,7 +105,7 @@ def test_static_input_slots_equal_the_oracle(case):
 def test_static_input_slots_do_not_grow_with_the_microbatches(case):
     vpp, kind = case["vpp"] or 1, "interleaved_1f1b" if case["vpp"] else "1f1b"
     for num_microbatches, expected in case["unique"].items():
-        order = rank_order(kind, case["pp"], case["pp_rank"], int(num_microbatches), vpp, case["pp"])
+        order = rank_order(kind, Sizes(case["pp"], int(num_microbatches), vpp, case["pp"]), case["pp_rank"])
         assert num_static_input_slots(order, [case["layers_per_chunk"]] * vpp) == expected
 
 

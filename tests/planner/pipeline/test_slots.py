@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.pipeline.kinds import Sizes
 from planner.pipeline.message_slots import (
     graph_slots,
     num_graphs_by_microbatch,
@@ -107,7 +108,7 @@ def test_a_layer_has_as_many_pairs_of_graphs_as_its_chunk_has_microbatches_in_fl
 
 def test_a_buffer_that_comes_back_one_step_early_is_seen():
     """A mutant for the properties above: F3 runs before B0, but is given what B0 gives back."""
-    order = rank_order("1f1b", 4, 0, 8, 1, 4)
+    order = rank_order("1f1b", Sizes(4, 8, 1, 4), 0)
     assert (str(order[3]), str(order[4])) == ("F3.0", "B0.0")
     early = static_input_slots((*order[:3], order[4], order[3], *order[5:]))
     with pytest.raises(AssertionError, match=r"F3\.0 takes what \(0, 0, 0\) holds"):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from planner.pipeline.actions import Action, too_early, without_weights
+from planner.pipeline.kinds import MOST_ACTIONS
 from planner.pipeline.links import RankMessages, carried, received_by, sent_by
 from planner.pipeline.message_slots import graph_slots, order_by_microbatch
-from planner.pipeline.schedule import MOST_ACTIONS, Schedule, SchedulePlan, build_schedule
+from planner.pipeline.schedule import Schedule, SchedulePlan, build_schedule
 from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, planned, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_text, schedule_to_dict

@@ -14,7 +14,8 @@ from expecttest import assert_expected_inline
 from rich.console import Console
 
 from planner.frozen_plan import Plan
-from planner.pipeline.schedule import KINDS, build_schedule
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import build_schedule
 from planner.report.sections import format_order, sections
 from planner.report.text import print_sections, to_text, to_yaml
 from planner.tables.sizes import format_bytes

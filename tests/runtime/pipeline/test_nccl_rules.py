@@ -12,7 +12,8 @@ from contextlib import suppress
 import pytest
 
 from passes.errors import PlanError
-from planner.pipeline.schedule import KINDS, Schedule, build_schedule
+from planner.pipeline.kinds import KINDS
+from planner.pipeline.schedule import Schedule, build_schedule
 from planner.pipeline.simulate import simulate
 from tests.tools.nccl_rules import Outcome
 from tests.tools.pipeline_cases import (

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.pipeline.clock import Delays, run_table
+from planner.pipeline.kinds import Sizes
 from planner.pipeline.schedule import build_schedule
 from planner.pipeline.simulate import simulate
 from planner.pipeline.zero_bubble import StageCosts
@@ -17,7 +18,8 @@ costs = st.integers(1, 5)
 
 def both(kind: str, pp: int, vpp: int, count: int, forward: list[int], backward: list[int]) -> tuple[float, float]:
     of = StageCosts(list(map(float, forward)), list(map(float, backward)), [])
-    return run_table(kind, pp, vpp, count, of).seconds, simulate(build_schedule(kind, pp, count, vpp), of).duration
+    run = run_table(kind, Sizes(pp, count, vpp, pp), of)
+    return run.seconds, simulate(build_schedule(kind, pp, count, vpp), of).duration
 
 
 @examples(60)
@@ -46,7 +48,7 @@ def test_gpipe_takes_what_the_simulation_takes() -> None:
 @pytest.mark.parametrize("count", [12, 100, 101, 500])
 def test_a_long_run_is_not_run_to_its_end_and_takes_as_long(count: int) -> None:
     stages = [1.0, 1.25, 1.0, 1.5]
-    run = run_table("1f1b", 4, 1, count, StageCosts(stages, stages, []))
+    run = run_table("1f1b", Sizes(4, count, 1, 4), StageCosts(stages, stages, []))
     slow = simulate(build_schedule("1f1b", 4, count), StageCosts(stages, stages, []))
     assert run.seconds == pytest.approx(slow.duration, rel=1e-12)
     assert run.ends == pytest.approx([rank[-1][1] for rank in slow.spans], rel=1e-12)
@@ -54,8 +56,9 @@ def test_a_long_run_is_not_run_to_its_end_and_takes_as_long(count: int) -> None:
 
 
 def test_messages_delay_and_the_first_stage_is_not_delayed() -> None:
-    alone = run_table("1f1b", 2, 1, 1, StageCosts([1.0, 1.0], [2.0, 2.0], []))
-    later = run_table("1f1b", 2, 1, 1, StageCosts([1.0, 1.0], [2.0, 2.0], []), Delays([0.25], [0.5]))
+    sizes, costs = Sizes(2, 1, 1, 2), StageCosts([1.0, 1.0], [2.0, 2.0], [])
+    alone = run_table("1f1b", sizes, costs)
+    later = run_table("1f1b", sizes, costs, Delays([0.25], [0.5]))
     assert alone.seconds == pytest.approx(6.0)
     assert later.seconds == pytest.approx(6.75)
     assert later.starts == pytest.approx((0.0, 1.25))
