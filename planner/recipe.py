@@ -83,7 +83,7 @@ def decide_cut(
     lowering = Lowering(
         program,
         placements,
-        assign_stages(program, blocks, mesh.pp, mesh.vpp, spec.pipeline.split, fold=mesh.fold, sizes=sizes),
+        assign_stages(program, blocks, mesh, spec.pipeline.split, sizes),
         mesh,
         of.experts,
         prepared.documents,

@@ -236,7 +236,7 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
         sizes = by_stage(split, fold) if _is_rows(split) else list(split)
         _check_sizes(split, sizes, pp * vpp, num_blocks)
         return layout_of_sizes(sizes)
-    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, **dict(split)), fold))
+    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, Ends(**split)), fold))
 
 
 def may_be_alone(split: Any) -> bool:
@@ -252,38 +252,38 @@ def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list
     return [sizes_of_ranks[rank_of(s, pp, fold)][s // pp] for s in range(num_stages)]
 
 
-def even_split(
-    num_blocks: int,
-    pp: int,
-    vpp: int = 1,
-    fold: Fold = LOOP,
-    *,
-    first: int | None = None,
-    last: int | None = None,
-    embedding: bool = False,
-    loss: bool = False,
-) -> list[list[int]]:
+class Ends(NamedTuple):
+    """What an even split says of the ends: blocks of the first and the last rank, or what counts as a block."""
+
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+
+
+def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Ends) -> list[list[int]]:
     """Of each pp rank, the blocks of each of its chunks. Raises PlanError if something would be left over."""
-    if embedding or loss:
-        if first is not None or last is not None:
+    fixed = [n for n in (ends.first, ends.last) if n is not None]
+    if ends.embedding or ends.loss:
+        if fixed:
             raise _problem("embedding and loss count as blocks only if first and last are not given", "keep one")
-        return _with_ends(num_blocks, pp, vpp, fold, embedding, loss)
-    fixed = [n for n in (first, last) if n is not None]
+        return _with_ends(num_blocks, pp, vpp, fold, ends)
     ranks, blocks = pp - len(fixed), num_blocks - sum(fixed)
     between = f"{blocks} blocks of {num_blocks}" if fixed else f"{num_blocks} blocks"
     if ranks < 0 or blocks < 0 or (blocks % ranks if ranks else blocks):
         what = f"{between} are left for {ranks} ranks" if fixed else f"{between} do not divide by {pp} pipeline ranks"
         raise _problem(what, "write auto, or a layout with the number of blocks of each stage")
     sizes = [blocks // ranks if ranks else 0] * pp
-    if first is not None:
-        sizes[0] = first
-    if last is not None:
-        sizes[-1] = last
+    if ends.first is not None:
+        sizes[0] = ends.first
+    if ends.last is not None:
+        sizes[-1] = ends.last
     return [_in_chunks(size, rank, vpp) for rank, size in enumerate(sizes)]
 
 
-def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
+def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Ends) -> list[list[int]]:
     """Evenly, with the embedding on the first stage and the loss on the last, each instead of a block."""
+    _, _, embedding, loss = ends
     total = num_blocks + embedding + loss
     if total % pp:
         counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])

@@ -29,10 +29,10 @@ from passes.blocks.live_sets import (
     recomputed_nodes,
     stages_of_copies,
 )
-from passes.errors import PlanError, Where
+from passes.errors import PlanError
 from passes.program.program import Program, StageAssignment
 from passes.rules.flops import node_cost
-from planner.fold import LOOP, Fold
+from planner.mesh import Mesh
 from planner.pipeline.layout import Layout, complaint, layout_of, layout_of_sizes
 
 WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatches ahead: not for less than a twentieth
@@ -55,28 +55,23 @@ class BlockCosts:
 def assign_stages(
     program: Program,
     blocks: Blocks,
-    pp: int,
-    vpp: int = 1,
+    mesh: Mesh,
     split: Any = "auto",
-    where: Where | str | None = None,
-    fold: Fold = LOOP,
     sizes: Sequence[int] = (),
 ) -> StageAssignment:
-    """Stages for ``pp`` ranks of ``vpp`` chunks; ``split`` is "auto" or a notation of ``planner.pipeline.layout``;
-    ``fold`` maps the rows of a split to stages; ``sizes``: blocks of each stage for "auto", if they are decided.
-
-    Raises PlanError for a split that does not fit the model, and (at ``where``) for more stages than blocks.
+    """Those of ``mesh``; ``split`` is "auto" or a notation of ``planner.pipeline.layout``; ``sizes``: blocks of each
+    stage for "auto", if they are decided. Raises PlanError for a split that does not fit the model.
     """
     num_blocks = len(blocks.instances)
     recomputed, block_of = recomputed_nodes(program), blocks.block_of()
     anchor = needed_anchors(program, block_of, recomputed)
     if split == "auto" or not num_blocks:
-        _check_enough_blocks(num_blocks, pp, vpp, where)
+        _check_enough_blocks(num_blocks, mesh.pp, mesh.vpp)
     before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
-        layout = layout_of_sizes(sizes or balanced_sizes(_costs(program, anchor, after, num_blocks), pp, vpp))
+        layout = layout_of_sizes(sizes or balanced_sizes(_costs(program, anchor, after, num_blocks), mesh.pp, mesh.vpp))
     else:
-        layout = layout_of(split, pp, vpp, num_blocks, fold)
+        layout = layout_of(split, mesh.pp, mesh.vpp, num_blocks, mesh.fold)
     stage = _stage_of_calls(anchor, layout, before, after)
     _check_ends(program, stage, layout)
     return _assignment(program, stage, recomputed, layout)
@@ -147,10 +142,7 @@ def _check_ends(program: Program, stage: dict[fx.Node, int], layout: Layout) -> 
 
 
 def _assignment(
-    program: Program,
-    stage: dict[fx.Node, int],
-    recomputed: set[fx.Node],
-    layout: Layout,
+    program: Program, stage: dict[fx.Node, int], recomputed: set[fx.Node], layout: Layout
 ) -> StageAssignment:
     num_stages = len(layout.stages)
     copies = stages_of_copies(program, stage)
@@ -168,15 +160,11 @@ def _assignment(
     )
 
 
-def _check_enough_blocks(num_blocks: int, pp: int, vpp: int, where: Where | str | None) -> None:
+def _check_enough_blocks(num_blocks: int, pp: int, vpp: int) -> None:
     if pp * vpp > max(num_blocks, 1):
         stages = f"pp {pp} · vpp {vpp} = {pp * vpp} stages" if vpp > 1 else f"pp {pp} stages"
         fix = f"choose pp · vpp ≤ {num_blocks}" if num_blocks > 1 else "choose pp 1: the model has no blocks to divide"
-        raise PlanError(
-            f"pipeline: {stages}, but the model has only {num_blocks} blocks",
-            where=where or "mesh.pp",
-            fix=fix,
-        )
+        raise PlanError(f"pipeline: {stages}, but the model has only {num_blocks} blocks", where="mesh.pp", fix=fix)
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from passes.blocks.blocks import find_blocks
 from passes.program.program import Program, StageAssignment
+from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
 
 
 def stages_of(program: Program, pp: int, vpp: int = 1, split: str | list[int] = "auto") -> StageAssignment:
-    return assign_stages(program, find_blocks(program), pp, vpp, split)
+    return assign_stages(program, find_blocks(program), Mesh(pp=pp, vpp=vpp), split)
 
 
 def sizes(stages: StageAssignment) -> list[int]:
@@ -48,7 +49,7 @@ def check_equals_whole(program: Program, stages: StageAssignment) -> None:
         for node in program.graph.graph.nodes
         if node.op == "placeholder"
     }
-    one = assign_stages(program, find_blocks(program), 1)
+    one = stages_of(program, 1)
     torch.manual_seed(1)
     whole = run_stage_by_stage(program, one, inputs)
     torch.manual_seed(1)

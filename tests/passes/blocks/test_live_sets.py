@@ -23,6 +23,7 @@ from passes.program.ops.aten import is_random
 from passes.program.program import Program
 from passes.program.walks import ancestors
 from passes.rules.flops import node_flops
+from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
 from tests.models.small import captured, layers
 from tests.tools.captured import capture
@@ -136,7 +137,7 @@ def test_an_embedding_runs_with_the_first_block_and_the_head_with_the_last():
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_copies_stand_where_something_reads_them_through_other_copies(pp: int):
     program = program_of("layers")
-    assigned = assign_stages(program, find_blocks(program), pp)
+    assigned = assign_stages(program, find_blocks(program), Mesh(pp=pp))
     recomputed = recomputed_nodes(program)
     stage = {n: s for n in needed_nodes(program) - recomputed if (s := assigned.stage_of.get(n.name)) is not None}
 

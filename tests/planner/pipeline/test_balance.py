@@ -7,9 +7,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from passes.blocks.blocks import find_blocks
 from passes.program.program import Program, StageAssignment
-from planner.pipeline.stages import WORTH_IT, assign_stages, balance
+from planner.pipeline.stages import WORTH_IT, balance
 from tests.models.small import captured, layers
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stages_of
 
@@ -78,7 +77,7 @@ def test_a_head_alone_computes_the_loss_of_the_whole_graph() -> None:
 
 def test_every_chunk_of_virtual_stages_has_a_block() -> None:
     program = with_vocabulary(4096)
-    assert sizes(assign_stages(program, find_blocks(program), 2, 2)) == [1, 1, 1, 1]
+    assert sizes(stages_of(program, 2, 2)) == [1, 1, 1, 1]
 
 
 def _cut(num_blocks: int, ends: tuple[int, ...]) -> list[int]:

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.errors import PlanError
+from planner.fold import LOOP
 from planner.pipeline.layout import (
     PATTERN,
     WORDS,
+    Ends,
     by_stage,
     even_split,
     layout_of,
@@ -94,11 +96,11 @@ def test_an_even_split_equals_the_oracle(case):
     num_layers, pp, vpp = case["num_layers"], case["pp"], case["vpp"] or 1
     if "error" in case:
         with pytest.raises(PlanError) as error:
-            even_split(num_layers, pp, vpp, **keys)
+            even_split(num_layers, pp, vpp, LOOP, Ends(**keys))
         assert str(error.value.where) == "pipeline.split"
         assert error.value.fix
         return
-    sizes = even_split(num_layers, pp, vpp, **keys)
+    sizes = even_split(num_layers, pp, vpp, LOOP, Ends(**keys))
     assert sizes == case["layers_by_pp_then_vp"]
     blocks = layout_of(keys, pp, vpp, num_layers).blocks
     assert [[blocks[c * pp + r].start for c in range(vpp)] for r in range(pp)] == case["offset_by_pp_then_vp"]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.program.program import Program
-from planner.pipeline.stages import assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.captured import capture
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stage_of_parameter, stages_of
@@ -231,9 +230,9 @@ def test_a_split_that_does_not_fit_is_refused(split: list[int], what: str) -> No
 def test_more_stages_than_blocks_is_refused_with_the_largest_number_that_fits() -> None:
     program = hugging_face("gpt2")
     with pytest.raises(PlanError, match="pp 4 stages, but the model has only 3 blocks") as error:
-        assign_stages(program, find_blocks(program), 4, where="spec.yaml:2")
+        stages_of(program, 4)
     assert error.value.fix == "choose pp · vpp ≤ 3"
-    assert error.value.where == "spec.yaml:2"
+    assert error.value.where == "mesh.pp"
 
 
 def test_a_model_without_blocks_is_one_stage() -> None:

@@ -61,7 +61,7 @@ def looped(ep: int, dp: int, etp: int = 1) -> tuple[Decisions, Shards]:
     program = capture(experts.Net(experts.Layer(experts.masks)), given)
     terms, mesh = share_loss(program, 8, lambda _: program), Mesh(dp=dp, ep=ep, etp=etp)
     blocks = find_blocks(program)
-    placements, stages = typing_problem(program, blocks, 1).decided(), assign_stages(program, blocks, 1, 1, "auto")
+    placements, stages = typing_problem(program, blocks, 1).decided(), assign_stages(program, blocks, Mesh())
     found = find_experts(program)
     lowering = Lowering(program, placements, stages, mesh, found, denominators=tuple(terms.denominators))
     decisions = Decisions(lowering, blocks, terms, mesh, 0)
