@@ -5,10 +5,21 @@ border ends on a higher level, so ops of one level can run as one call, after al
 read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
 equal. Equal pieces, of all copies of a block and beyond, share one function.
 
-They are runs of the lowered stage: a product has its bias by then, and each collective is a call.
+They are runs of the lowered stage: a product has its bias by then, and each collective is a call. A border is what
+is not compiled, each with its reason:
 
-A path into a captured region or a recomputed block, or out of it, is a border too (RegionHomes), and the
-inputs of a region raise all of it: its graph runs as one, so no piece may be both before and after it.
+products             one kernel already, and their backward is ours
+attention, lookups   likewise; a loss that overwrites its logits
+forms of their own   ops that communicate once they are sharded
+random draws         so that masks are the same as without compiling
+experts' domain      all but ops on one row at a time: a compiled function takes any number of rows
+complex numbers, sizes that follow values, Python of the user
+
+A path into a captured region or a recomputed block, or out of it, is a border too, and the inputs of a region raise all
+of it: its graph runs as one, so no piece may be both before and after it. The home of a call is
+
+region   the captured part of a block: a piece is inside of its graph or outside
+block    the recomputed block, and whether its backward reruns the call: a piece is rerun entirely or not at all
 """
 
 from __future__ import annotations
@@ -18,19 +29,32 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from passes.blocks.blocks import Places
 from passes.errors import require
-from passes.moe.domain import counts_rows
-from passes.pieces import CompiledPiece
-from passes.program.ops.aten import tensors_of
+from passes.moe.domain import counts_rows, domain_of
+from passes.pieces import CompiledPiece, Piece, Region
+from passes.program.ops.aten import (
+    aten,
+    is_mutable,
+    is_pointwise,
+    is_random,
+    is_view,
+    packet_of,
+    reads_on_host,
+    tensors_of,
+)
+from passes.program.ops.groups import RESHAPES
+from passes.program.ops.own_backward import OwnBackward
 from passes.program.walks import readers, walk
-from planner.compiled.borders import OURS, OUTSIDE, Borders, Home, RegionHomes, is_free
+from passes.rules.flops import has_flops
 from planner.decisions import Decisions
 from planner.recompute.decide import op_name
 from planner.trace.lowered import Lowered
 
+OURS = "a separate kernel, or a collective"
 FEWEST_OPS = 2
 FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
 TOO_FEW = "a single op between borders"
@@ -49,12 +73,12 @@ def decide_compiled(asked: bool, lowered: Lowered) -> Compiled:
     """The pieces of all stages in their order; none if nothing is to be compiled."""
     if not asked:
         return Compiled()
-    borders, on_gradient = Borders(lowered.decisions), _on_gradient(lowered.decisions)
+    decisions, on_gradient = lowered.decisions, _on_gradient(lowered.decisions)
     eager, groups = dict[tuple[int, str, str], None](), dict[Any, _Group]()
     runs = list[tuple[int, list[fx.Node], bool, _Group]]()
     for index in range(lowered.num_stages):
         graph = lowered.stage(index).graph
-        cut = _Cut(graph, borders, on_gradient, RegionHomes(index, lowered.regions, lowered.recomputed))
+        cut = _Cut(graph, decisions, on_gradient, _Homes(index, lowered.regions, lowered.recomputed))
         for nodes in cut.runs():
             group = groups.setdefault(_structure(nodes), _Group(sum(not is_free(node) for node in nodes)))
             group.add(nodes)
@@ -99,14 +123,87 @@ def _on_gradient(decisions: Decisions) -> set[str]:
     return {node.name for node in walk(calls, readers)}
 
 
+def _border(node: fx.Node, decisions: Decisions) -> str:
+    """Why a call of a lowered stage is no part of a piece; empty if it is plain."""
+    if node.target is operator.getitem:
+        return _border(node.all_input_nodes[0], decisions)
+    if "change" in node.meta:
+        return OURS
+    if isinstance(node.target, OwnBackward):
+        return "a custom autograd.Function, which may run any Python code"
+    if is_random(node) or is_random(decisions.program.node(node.meta["origin"])):
+        return "a random draw"
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return OURS
+    if domain_of(node) is not None and not _is_of_single_rows(node):
+        return "the number of rows per expert depends on the routing"
+    if target.namespace != "aten":
+        return f"an op of {target.namespace}, not a torch op"
+    if has_flops(node) or packet_of(target) is aten.embedding:
+        return OURS
+    if reads_on_host(target, node.args, lambda value: value.meta["val"]):
+        return "its size is data-dependent"
+    if is_mutable(target):
+        return "it writes into an argument"
+    values = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    return "complex numbers" if any(t.is_complex() for t in values) else ""
+
+
+def _is_of_single_rows(node: fx.Node) -> bool:
+    """Whether a call in the experts' domain computes each row from that row alone, and from values outside of it."""
+    values = (node, *(v for v in node.all_input_nodes if domain_of(v) is not None))
+    return all(map(counts_rows, values)) and (is_pointwise(node.target) or is_free(node))
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a call makes no values of its own."""
+    return node.target in RESHAPES or is_view(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """``region`` and ``block`` by index, None outside of all; ``again``: the block's backward runs it once more."""
+
+    region: int | None = None
+    block: int | None = None
+    again: bool = False
+
+
+OUTSIDE = Home()
+
+
+class _Homes:
+    """Of one stage. Owns: captured name → its region, its recomputed block, and the calls that its backward reruns."""
+
+    def __init__(self, stage: int, regions: Sequence[Region], recomputed: Sequence[Piece]) -> None:
+        mine = [region for region in regions if region.stage == stage and not region.refused]
+        self._region = {name: region.index for region in mine for name in sorted(region.nodes)}
+        blocks = [piece for piece in recomputed if piece.stage == stage]
+        self._block = {name: piece.index for piece in blocks for name in sorted(piece.nodes)}
+        self._again = {call.name for piece in blocks for call in piece.again if call.changed is None}
+        self.num_regions = len(mine)
+
+    def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
+        """``calls`` of the lowered stage in their order. A view is rerun if its base is."""
+        found: dict[fx.Node, Home] = {}
+        for node in calls:
+            name = node.meta["origin"]
+            region, block = self._region.get(name), self._block.get(name)
+            source = found.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
+            again = source.again if source is not None and source.block == block else name in self._again
+            found[node] = Home(region, block, again)
+        return found
+
+
 @dataclass
 class _Cut:
     """One stage. Owns: the ``home`` and the level of each of its calls, and why calls are in no piece (``left``)."""
 
     graph: fx.Graph
-    borders: Borders
+    decisions: Decisions
     on_gradient: set[str]
-    homes: RegionHomes
+    homes: _Homes
     home: dict[fx.Node, Home] = field(default_factory=dict)
     left: dict[fx.Node, str] = field(default_factory=dict)
 
@@ -122,7 +219,7 @@ class _Cut:
         """The level of each plain call."""
         calls = [node for node in self.graph.nodes if node.op == "call_function"]
         self.home = self.homes.of_calls(calls)
-        self.left = {node: reason for node in calls if (reason := self.borders.reason(node))}
+        self.left = {node: reason for node in calls if (reason := _border(node, self.decisions))}
         level = self._raised(calls, self.left)
         plain = [node for node in calls if node not in self.left]
         return {node: level[node] for node in plain if node.meta["origin"] in self.on_gradient}
@@ -199,8 +296,7 @@ class CompiledRow:
     """``ops`` that run as one call on each rank of ``stage``: as the compiled ``function``, which equal pieces share.
 
     With a ``reason`` against compiling, they run one by one, and ``function`` is -1. ``block``: that of the first of
-    them;
-    ``where``: its module and the user's line.
+    them; ``where``: its module and the user's line.
     """
 
     block: str
