@@ -53,7 +53,7 @@ from passes.program.ops.aten import value_bytes
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import EXPERT_AXES, group, level_between
 from planner.cost.cut.fused import edited
-from planner.cost.cut.ops import puts_aside
+from planner.cost.cut.ops import waiting_calls
 from planner.cost.liveness import after_blocks, walked
 from planner.cost.whole import whole_bytes
 from planner.decisions import Decisions
@@ -70,7 +70,6 @@ from planner.sharding.parameters import parameters_of_rank
 from planner.sharding.shards import Shards, sums_of
 from planner.spec.update_rules import MATRIX_RULES
 from planner.trace.lowered import Lowered
-from planner.trace.trace import StageTrace
 
 SLACK = 0.05  # blocks that the allocator rounds up or cannot join
 LASTING = ("parameters", "gradients", "optimizer")
@@ -164,13 +163,6 @@ def shared_once(stages: Sequence[StageBytes], mesh: Mesh) -> list[StageBytes]:
         copies = received_by("F", index, 0).crosses(len(stages), mesh.pp, mesh.fold)
         found.append(stage if copies else stage.without(before.passed_on))
     return found
-
-
-def waiting_calls(trace: StageTrace) -> frozenset[int]:
-    """Numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
-    counted, so this is an upper bound.
-    """
-    return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
 
 
 class Lasting(NamedTuple):

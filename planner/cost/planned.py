@@ -47,7 +47,7 @@ def cost_row(lowered: Lowered, spec: Spec, schedule: SchedulePlan, cluster: Clus
 
 def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> float:
     """``flops`` of the row, for which no cluster is needed."""
-    flops, _ = flops_of(planned_work(lowered, spec), AS_PLANNED)
+    flops, _ = flops_of(planned_work(lowered, spec))
     return schedule.num_microbatches * flops / lowered.decisions.mesh.pp
 
 

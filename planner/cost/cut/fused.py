@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from passes.pieces import CompiledPiece, Piece
-from planner.cost.cut.ops import OpsOf
+from planner.cost.cut.ops import OpsOf, made_of
 from planner.cost.cut.units import CallOps, Op
 from planner.recompute.decide import least_cut, with_reruns
 from planner.trace.lowered import Lowered
@@ -60,7 +60,7 @@ def _readers(trace: StageTrace) -> dict[int, set[int]]:
 
 def _kernels(trace: StageTrace, ops: OpsOf, numbers: Sequence[int], readers: dict[int, set[int]]) -> CallOps:
     calls = [trace.calls[at] for at in numbers]
-    made = {memory for call in calls for memory in call.makes if memory not in call.reads}
+    made = made_of(calls)
     given = dict.fromkeys(n for call in calls for n in call.operands if trace.values[n].memory not in made)
     results = _results(trace, calls, {m for m in made if readers.get(m, set()) - set(numbers)})
     if not results:  # no reader: the last result is written all the same
@@ -141,7 +141,7 @@ def _saved(
 
 def _least(trace: StageTrace, calls: Sequence[TraceCall], wanted: set[int], free: set[int]) -> set[int]:
     """The cut of least bytes, of memory that the stage owns."""
-    made = {memory for call in calls for memory in call.makes if memory not in call.reads}
+    made = made_of(calls)
     free = free | trace.outside
     sizes = {m: 0 if m in free else trace.bytes_of[m] for call in calls for m in (*call.reads, *call.makes)}
     given = sizes.keys() - made

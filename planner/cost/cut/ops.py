@@ -52,6 +52,18 @@ def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
     return value and any(held)
 
 
+def waiting_calls(trace: StageTrace) -> frozenset[int]:
+    """Numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
+    counted, so this is an upper bound.
+    """
+    return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
+
+
+def made_of(calls: Iterable[TraceCall]) -> set[int]:
+    """Memory that ``calls`` make: no view of what they read."""
+    return {memory for call in calls for memory in call.makes if memory not in call.reads}
+
+
 class OpsOf:
     """Kernels of the calls of a stage. ``follows``: whether a value of the captured graph follows the batch."""
 

@@ -35,7 +35,7 @@ from passes.blocks.live_sets import (
     stages_of_copies,
 )
 from passes.partition.type_changes import TypeChange
-from planner.cost.cut.ops import OpsOf, puts_aside
+from planner.cost.cut.ops import OpsOf, made_of, waiting_calls
 from planner.cost.cut.units import Size
 from planner.cost.liveness import Walked, walked
 from planner.decisions import Decisions
@@ -125,10 +125,9 @@ class Scaled:
         memory_of = trace.memory_of | summed
         own = {name: memory for name, memory in memory_of.items() if memory not in trace.outside}
         crossing = [{name: own[name] for name in live if name in own} for live in homes.live]
-        deferred = frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
         once = replace(trace, calls=[replace(call, node=_NOWHERE) for call in trace.calls])  # works outlive graphs
         of_calls = [tuple(n for n in homes.of_call(call) if n in units) for call in trace.calls]
-        return cls(units, (once, _twice(once, ops)), of_calls, [*crossing, {}], deferred)
+        return cls(units, (once, _twice(once, ops)), of_calls, [*crossing, {}], waiting_calls(trace))
 
     def part(self, first: int, end: int, trace: StageTrace) -> tuple[StageTrace, list[int]]:
         """The trace of units [first, end), and the numbers of its calls in that of all."""
@@ -136,7 +135,7 @@ class Scaled:
         calls, new = [trace.calls[at] for at in numbers], {at: n for n, at in enumerate(numbers)}
         received, sent = trace.received, trace.sent
         if first > self.units.start:
-            made = {m for call in calls for m in call.makes if m not in call.reads}
+            made = made_of(calls)
             read = {str(m): m for call in calls for m in call.reads if m not in made}
             enters = self.crossing[first - 1].values()
             received = {name: m for name, m in read.items() if m not in trace.outside} | {str(m): m for m in enters}

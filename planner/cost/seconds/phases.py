@@ -245,7 +245,7 @@ class WorkSeconds:
             again = pricing.phase(unit.again[kind], micro, again=True)
             found[id(unit)] = once._replace(backward=once.backward.plus(again))
         self.units = [found[id(unit)] for unit in work.units]
-        self.flops, self.dtype = flops_of(work, kind)
+        self.flops, self.dtype = flops_of(work)
         self.shared = [(s, _seconds(s.work, pricing, micro, waits=waits)) for s in work.shared]
         self.until = [0.0, *accumulate(unit.total for unit in self.units)]
         self.forward_until = [0.0, *accumulate(unit.forward.total for unit in self.units)]
@@ -284,7 +284,7 @@ def _multiplies(op: Op) -> bool:
     return op.sides is not None or op.attention != Size()
 
 
-def flops_of(work: CutWork, kind: str) -> tuple[float, str]:
+def flops_of(work: CutWork) -> tuple[float, str]:
     """Operations of products of all units for one microbatch, forward and backward; the dtype that has most of them."""
     found: Counter[str] = Counter()
     counts = Counter(map(id, work.units))
