@@ -233,9 +233,6 @@ def _some_after(outer: Collection[fx.Node], region: Region, program: Program) ->
     return any(node > first and node not in needed for node in outer)
 
 
-# ---- the parts of one block: its attention, and the rest. Found by the ops that compute scores, never by a
-
-
 ATTENTION, REST = "attn", "mlp"
 
 
@@ -263,9 +260,6 @@ def _until_the_residual(mixed: fx.Node, inside: Collection[fx.Node], on_batch: C
         return node in inside and not (getattr(node.target, "_opname", "") == "add" and others)
 
     return list(walk([mixed], readers, into=goes_on))
-
-
-# ---- calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own
 
 
 Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why

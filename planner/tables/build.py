@@ -167,9 +167,6 @@ def _stage_row(decisions: Decisions, shards: Shards, index: int) -> StagePlan:
     return StagePlan(index, *place, blocks, count, shards.received(index), shards.sent(index))
 
 
-# ---- warns if graphs of Transformer Engine round gradients that a run without graphs does not round
-
-
 def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic]:
     """One row if weights of products in captured regions are less precise than their gradient buffers."""
     if spec.cuda_graphs.impl != "transformer_engine":
@@ -200,9 +197,6 @@ def compile_notes(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
         yield Diagnostic("info", what, "compile", "set compile: true to use both")
 
 
-# ---- dims of activations that tp does not divide, as a sequence of 17 tokens: ranks hold equal parts of a padded one
-
-
 def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
     """One note for each size, at the first value that is gathered or scattered along it."""
     told = set[tuple[int, int]]()
@@ -220,9 +214,6 @@ def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterat
                 f"{held}, and no sum includes padding",
                 places.text(value),
             )
-
-
-# ---- a note on weights in shards: when they are freed, and why
 
 
 def sharded_notes(
@@ -243,9 +234,6 @@ def sharded_notes(
         most, usable = max(row.total for row in memory), usable_bytes(cluster)
         what = f"weights are {once}: the fullest rank needs {format_bytes(most)} of {format_bytes(usable)}"
         yield Diagnostic("info", what, at, "set reshard: true to free them after each use")
-
-
-# ---- which gradients of weights a W of the schedule makes, and which come with their backward, and why
 
 
 WHERE = "pipeline.schedule"

@@ -81,9 +81,6 @@ def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
     return given if decisions.mesh.size(axis) > 1 and node.users else "default"
 
 
-# ---- the rows of the gradient buffers, and a note on vectors with weight decay
-
-
 def optimizer_plan(
     optimizer: OptimizerSpec, buffers: tuple[Buffer, ...], mesh: Mesh, rules: UpdateRules
 ) -> OptimizerPlan:
@@ -129,9 +126,6 @@ def _buffer_row(buffer: Buffer, homes: MatrixHomes | None) -> BufferPlan:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# ---- values that are gathered twice under sequence parallelism, in bytes: those not saved, and those moved again
 
 
 def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:

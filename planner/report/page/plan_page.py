@@ -74,9 +74,6 @@ def facts_of(plan: Tables) -> Facts:
     return tuple(facts)
 
 
-# ---- memory of each pipeline rank, the seconds of a step and the bytes of each axis, as bars
-
-
 def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
     """A bar for each pp rank, and the memory of a device if the cluster gives it."""
     rows = []
