@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from passes.errors import PlanError, RunError, first_line
+from passes.errors import PlanError
 from planner.capture.model.eager import uncompiled
 from planner.capture.model.hub_format import HubFormat, hub_format
-
-_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, SyntaxError)
-_OTHERS = (PlanError, RunError, torch.OutOfMemoryError, torch.distributed.DistError, NotImplementedError)
 
 
 class Skeleton(nn.Module):
@@ -71,18 +66,6 @@ def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield name, " ".join([*words, *([f"one with {tied}"] if tied != name else [])])
     for name, held in model.named_buffers(remove_duplicate=False):
         yield name, f"a buffer {list(held.shape)} {held.dtype}"
-
-
-@contextmanager
-def errors_of_file(model: nn.Module | None) -> Iterator[None]:
-    """If the plan of ``model`` was read from a file, an error within is the file's: a PlanError."""
-    try:
-        yield
-    except _CONTRADICTIONS as error:
-        if not isinstance(model, Skeleton) or isinstance(error, _OTHERS):
-            raise
-        fix = "save the plan again; if that one fails too, let ranks plan by themselves"
-        raise PlanError(f"the loaded plan cannot be run: {first_line(error)}", fix=fix) from error
 
 
 class ModelOwner:

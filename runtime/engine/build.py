@@ -5,7 +5,8 @@ An engine has one of two modes: it trains, or it evaluates and holds nothing tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeVar, get_args
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
 from passes.base import RankProgram
-from passes.errors import PlanError
+from passes.errors import PlanError, RunError, first_line
 from passes.own_linears import contributions
 from passes.parameters import LocalParameter
 from planner.capture.model.meta_init import give_back_freed
@@ -24,6 +25,7 @@ from planner.frozen_plan import Plan
 from planner.lower import lower
 from planner.mesh import OF_WEIGHTS, REPLICA, SHARD
 from planner.pipeline.actions import without_weights
+from planner.saved_plan.model import Skeleton
 from planner.sharding.buffers import Buffer
 from planner.sharding.homes import combined_axes, homes_of
 from planner.sharding.residency import Residency
@@ -54,6 +56,20 @@ from runtime.weights.sources import ModelWeights
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
 _engine_numbers = count()
 Mode = Literal["train", "evaluate"]
+_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, SyntaxError)
+_OTHERS = (PlanError, RunError, torch.OutOfMemoryError, dist.DistError, NotImplementedError)
+
+
+@contextmanager
+def errors_of_file(model: nn.Module | None) -> Iterator[None]:
+    """If the plan of ``model`` was read from a file, an error within is the file's: a PlanError."""
+    try:
+        yield
+    except _CONTRADICTIONS as error:
+        if not isinstance(model, Skeleton) or isinstance(error, _OTHERS):
+            raise
+        fix = "save the plan again; if that one fails too, let ranks plan by themselves"
+        raise PlanError(f"the loaded plan cannot be run: {first_line(error)}", fix=fix) from error
 
 
 def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, BatchChecks]:
