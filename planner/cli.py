@@ -171,7 +171,6 @@ def search_command(
     """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model, named
-    from planner.cli import shown_progress
     from planner.search.winner import chosen, result_sections, result_to_dict, winner_text
     from planner.spec.spec import Spec
 

@@ -17,12 +17,12 @@ from passes.pieces import CompiledPiece, Piece, Region
 from planner.capture.model.hub_format import HubFormat
 from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
-from planner.files.text import MIB, read_json, shorten
+from planner.files.text import MIB, read_json, shorten, writing
 from planner.mesh import SIZES
 from planner.named_code import is_named
 from planner.report.text import to_text as describe
 from planner.saved_plan.model import ModelOwner
-from planner.saved_plan.plan_file import PARTS, SUFFIX, Stored, read, write
+from planner.saved_plan.plan_file import PARTS, SUFFIX, TO_WRITE, Stored, read, write
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
 from planner.tables.tables import VERSION, Tables, decode, to_text
@@ -149,14 +149,9 @@ class Plan(Tables):
         if str(path).endswith(SUFFIX):
             write([plan._stored() for plan in self.of_all_lengths], Path(path))
             return
-        try:
-            write_for_user(Path(path), to_text({_BY: __version__, **self.to_dict()}))
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the plan: {error.strerror}",
-                where=str(path),
-                fix="choose a directory that exists and is writable",
-            ) from None
+        text = to_text({_BY: __version__, **self.to_dict()})
+        with writing("the plan", str(path), TO_WRITE):
+            write_for_user(Path(path), text)
 
     @staticmethod
     def load(path: str | PathLike[str], *, own_functions: bool = False) -> Plan:

@@ -170,6 +170,14 @@ class _Row:
     matrices: Matrices | None
 
 
+def aliases_of(program: Program) -> dict[str, tuple[str, ...]]:
+    """Of each parameter that has several names the others."""
+    found: dict[str, tuple[str, ...]] = {}
+    for alias, first in program.aliases.items():
+        found[first] = (*found.get(first, ()), alias)
+    return found
+
+
 def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
     """Raises PlanError for groups that contradict each other, name nothing, or ask for matrices of a vector."""
     asked = {optimizer.name, *(group.name for group in optimizer.groups.values())}
@@ -177,11 +185,9 @@ def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
     matrices = {}
     if asked & MATRIX_RULES:
         matrices = find_matrices(program.graph.graph, program.parameters, by_heads=by_heads)
-    aliases: dict[str, list[str]] = {}
-    for alias, first in program.aliases.items():
-        aliases.setdefault(first, []).append(alias)
+    aliases = aliases_of(program)
     rows = [
-        _Row(fqn, tuple(program.node(name).meta["val"].shape), tuple(aliases.get(fqn, ())), matrices.get(fqn))
+        _Row(fqn, tuple(program.node(name).meta["val"].shape), aliases.get(fqn, ()), matrices.get(fqn))
         for name, fqn in program.parameters.items()
     ]
     found = settings_of(optimizer, rows)

@@ -261,5 +261,5 @@ def _rows_of_piece(piece: Piece, decisions: Decisions, places: Places) -> Iterat
 
 
 def op_name(node: fx.Node) -> str:
-    """Its op without an overload."""
+    """Its op without a namespace and an overload."""
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]

@@ -40,7 +40,7 @@ from planner.capture.model.meta_init import buffer_value
 from planner.decisions import Decisions
 from planner.files.allowed import NotAllowed, checked, fits
 from planner.files.atomic import replaced_file
-from planner.files.text import parse_integer, read_bytes, refuse_constant, shorten
+from planner.files.text import parse_integer, read_bytes, refuse_constant, shorten, writing
 from planner.files.values import Reader, Unstorable, Writer
 from planner.saved_plan.model import ModelOwner, skeleton
 from planner.sharding.buffers import buffers_at
@@ -84,18 +84,17 @@ def written_by() -> dict[str, str]:
     }
 
 
+TO_WRITE = "choose a directory that exists and is writable"
+
+
 def write(plans: Sequence[Stored], path: Path) -> None:
     """The plans of one model, length by length.
 
     Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written.
     """
-    content, tensors = _content(plans)
-    try:
-        with replaced_file(path) as file:
-            file.write(seal(FORM, content, tensors))
-    except OSError as error:
-        fix = "choose a directory that exists and is writable"
-        raise PlanError(f"cannot write the plan: {error.strerror}", where=str(path), fix=fix) from None
+    sealed = seal(FORM, *_content(plans))
+    with writing("the plan", str(path), TO_WRITE), replaced_file(path) as file:
+        file.write(sealed)
 
 
 def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -119,16 +119,11 @@ def check_pins(spec: Spec, devices: int) -> None:
         free = [axis for axis in SIZES if getattr(mesh, axis) == AUTO]
         what = f"{named or 'tp, cp, pp and dp of 1'} = {product} leave {devices - product} of {devices} devices idle"
         raise spec.error(f"mesh.{first}", what, f"set devices: {product}, or dp: auto; {', '.join(free)} adds no ranks")
-    _check_experts(spec, devices)
+    if mesh.ep != AUTO and devices % int(mesh.ep):
+        raise spec.error("mesh.ep", f"ep {mesh.ep} does not divide the {devices} devices", "choose a divisor, or auto")
     if mesh.dp != AUTO and spec.batch.global_size % int(mesh.dp):
         what = f"batch.global = {spec.batch.global_size} is not divisible by mesh.dp = {mesh.dp}"
         raise spec.error("batch.global", what, "change one of them")
-
-
-def _check_experts(spec: Spec, devices: int) -> None:
-    ep = spec.mesh.ep
-    if ep != AUTO and devices % int(ep):
-        raise spec.error("mesh.ep", f"ep {ep} does not divide the {devices} devices", "choose a divisor, or auto")
 
 
 def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanError]) -> PlanError:

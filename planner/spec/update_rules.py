@@ -30,6 +30,7 @@ from passes.errors import PlanError, first_line
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = {"sgd": (0.0, False), "muon": (0.95, True)}  # momentum and nesterov, if the spec leaves them out
 PREFIX = "torch.optim:"
+_CLASSES = {name: of for name, of in vars(torch.optim).items() if isinstance(of, type) and name != "Optimizer"}
 STEPS = 3
 Options = tuple[tuple[str, Any], ...]
 
@@ -98,19 +99,16 @@ def keys_read(rule: str) -> frozenset[str]:
 def class_of(name: str) -> type[torch.optim.Optimizer]:
     """Raises PlanError if torch.optim has none of this name."""
     wanted = name.removeprefix(PREFIX)
-    found = getattr(torch.optim, wanted, None)
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
-        return found
-    known = [n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer"]
-    nearest = difflib.get_close_matches(wanted, known, n=1)
+    if wanted in _CLASSES:
+        return _CLASSES[wanted]
+    nearest = difflib.get_close_matches(wanted, _CLASSES, n=1)
     hint = f"did you mean {PREFIX}{nearest[0]}? " if nearest else ""
     raise PlanError(f"torch.optim has no {wanted}", where="optimizer.name", fix=f"{hint}name one of its classes")
 
 
 def class_in_any_case(name: str) -> str | None:
     """For ``rmsprop`` the name under which the spec takes it; None if torch.optim has no such class."""
-    classes = (n for n, value in vars(torch.optim).items() if isinstance(value, type) and n != "Optimizer")
-    return next((PREFIX + known for known in classes if known.lower() == name.lower()), None)
+    return next((PREFIX + known for known in _CLASSES if known.lower() == name.lower()), None)
 
 
 def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from planner.capture.model.hub_format import HubFormat, stored_in
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite
 from planner.placement.candidates import nearest_tp
+from planner.recompute.decide import op_name
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.experts import expert_notes
 from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, without_rule
-from planner.tables.reasons import Reasons, is_linear, is_loss, op_name, op_words
+from planner.tables.reasons import Reasons, is_linear, is_loss, op_words
 from planner.tables.tables import Diagnostic, Summary
 
 aten = torch.ops.aten

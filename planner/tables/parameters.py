@@ -34,14 +34,12 @@ from planner.tables.reasons import Reasons
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Diagnostic
 from planner.trace.lowered import Lowered
-from planner.updates import UpdateRules, base_of, settings_of
+from planner.updates import UpdateRules, aliases_of, base_of, settings_of
 
 
 def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
     """One row for every parameter of the model, in the model's order."""
-    aliases: dict[str, list[str]] = {}
-    for alias, first in decisions.program.aliases.items():
-        aliases.setdefault(first, []).append(alias)
+    aliases = aliases_of(decisions.program)
     styles: dict[object, tuple[str, str]] = {}
     first_place = decisions.mesh.place(0)
     rows = []
@@ -62,7 +60,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
                 style=style,
                 reason=reason,
                 stages=decisions.stages.parameter_stages.get(name, ()) or (0,),
-                aliases=tuple(aliases.get(fqn, ())),
+                aliases=aliases.get(fqn, ()),
                 origin=origin_of(spec, decisions, node),
                 where=places.text(node) if node.users else "",
                 matrices=decisions.rules.matrices.get(fqn),

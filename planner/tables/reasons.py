@@ -20,6 +20,7 @@ from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite, count, is_attention, is_overridden
 from planner.placement.candidates import nearest_words
+from planner.recompute.decide import op_name
 
 aten = torch.ops.aten
 _MAX_WALK = 300
@@ -146,16 +147,10 @@ class Reasons:
             yield from self._uneven_dims(node)
         if packet_of(reader.target) is aten._grouped_mm:
             yield from chain(self._uneven_dims(node), self._unaligned_dims(node))
-        blocked = next(
-            (
-                n
-                for n in self._walk(reader, cut=False)
-                if n.op == "call_function" and n.meta.get("grad") and rule_of(n) is None
-            ),
-            None,
-        )
-        if blocked is not None:
-            yield f"{op_name(blocked)}, which reads the result, has no rule"
+        for node in self._walk(reader, cut=False):
+            if node.op == "call_function" and node.meta.get("grad") and rule_of(node) is None:
+                yield f"{op_name(node)}, which reads the result, has no rule"
+                return
 
     def _uneven_keys(self, reader: fx.Node, site: AttentionSite) -> Iterator[str]:
         """Query heads are cut, yet there are too few key heads to go round."""
@@ -249,12 +244,6 @@ def is_linear(node: fx.Node) -> bool:
         return False
     found = equation(node)
     return found is not None and any(is_weight(n) for n in found[0]) and not all(is_weight(n) for n in found[0])
-
-
-def op_name(node: fx.Node) -> str:
-    """The op without its namespace and overload."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return getattr(packet, "__name__", str(packet))
 
 
 def op_words(node: fx.Node) -> str:
