@@ -45,7 +45,6 @@ from planner.spec.spec import Spec
 from planner.tables.build import tables_of
 from planner.tables.tables import Diagnostic
 from planner.trace.lowered import Lowered
-from planner.updates import decide_rules
 
 _MOST_PLANNED = 8  # layouts that are planned before the error that none fits
 
@@ -233,10 +232,9 @@ def _decide(
     on_gpu = cluster is not None and cluster.device.is_gpu
     captured = _captured(model, spec, example_inputs, earlier)
     prepared = prepare(captured, spec, on_gpu=on_gpu)
-    rules = decide_rules(spec.optimizer, prepared.program)
     of = opened(prepared.program, spec, mesh, cluster)
     blocks = blocks_of(of.program, spec)
-    decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, rules=rules, cluster=cluster, held=held)
+    decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, held)
     asked = spec.pipeline.schedule
     if not isinstance(asked, Schedule):
         check_schedule(asked, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)

@@ -41,6 +41,7 @@ from planner.progress import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.sections import GLOBAL
 from planner.spec.spec import Spec
+from planner.updates import UpdateRules, decide_rules
 
 _AGAIN = "call capture(model, spec) with this spec"
 
@@ -167,11 +168,12 @@ class Captured:
 class Prepared:
     """A program for one plan to rewrite. Its loss is the share of one microbatch; ``terms`` has the denominators.
 
-    ``documents``: the attentions that run within documents.
+    ``rules``: of the update; ``documents``: the attentions that run within documents.
     """
 
     program: Program
     terms: LossTerms
+    rules: UpdateRules
     documents: Documents = NO_DOCUMENTS
 
 
@@ -208,7 +210,8 @@ def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared
     terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuses_norms(on_gpu=on_gpu):
         fuse_norms(program)
-    return Prepared(program, terms, find_documents(program, spec.telling_inputs, spec.data.mean_document))
+    documents = find_documents(program, spec.telling_inputs, spec.data.mean_document)
+    return Prepared(program, terms, decide_rules(spec.optimizer, program), documents)
 
 
 def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:

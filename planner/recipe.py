@@ -26,11 +26,11 @@ from planner.lengths import KeptDecisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
 from planner.placement.attention import AttentionSite, attention_sites, check_attention, check_something_is_cut
+from planner.placement.candidates import Cutting
 from planner.placement.decide import typing_problem
 from planner.placement.overrides import kinds_by_override
 from planner.progress import shown_if_slow
 from planner.spec.spec import Spec
-from planner.updates import UpdateRules
 
 
 class Opened(NamedTuple):
@@ -40,6 +40,7 @@ class Opened(NamedTuple):
     context: Context
     experts: Experts
     is_changed: bool
+    cluster: Cluster | None
 
 
 def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) -> Opened:
@@ -51,7 +52,7 @@ def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) ->
     nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
     experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
     check_places(program)
-    return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != found)
+    return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != found, cluster)
 
 
 def blocks_of(program: Program, spec: Spec) -> Blocks:
@@ -66,16 +67,13 @@ def decide_cut(
     prepared: Prepared,
     spec: Spec,
     mesh: Mesh,
-    *,
-    rules: UpdateRules,
-    cluster: Cluster | None,
     held: KeptDecisions | None = None,
 ) -> tuple[Decisions, tuple[AttentionSite, ...]]:
     """``held``: what the plan of another length has decided. Raises PlanError, for a tp that cuts nothing too."""
-    program, asked = of.program, spec.tensor_parallel
+    program, cluster, asked = of.program, of.cluster, spec.tensor_parallel
     with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
-        held_types = None if held is None else held.placements
-        placements = typing_problem(program, blocks, mesh.tp, **asked.typing(), etp=mesh.etp, held=held_types).decided()
+        cutting, types = Cutting(mesh.tp, mesh.etp, **asked.typing()), None if held is None else held.placements
+        placements = typing_problem(program, blocks, cutting, held=types).decided()
     sites = attention_sites(program, blocks, placements)
     check_attention(program, placements, sites)
     check_something_is_cut(program, blocks, placements, sites, asked.vocabulary_multiple)
@@ -97,7 +95,7 @@ def decide_cut(
         mesh,
         spec.seed,
         of.context,
-        rules,
+        prepared.rules,
         on_gpu=cluster is not None and cluster.device.is_gpu,
         cudnn=cluster is not None and cluster.device.cudnn_attention,
         imbalance=spec.experts.imbalance or 1.0,

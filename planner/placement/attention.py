@@ -29,7 +29,7 @@ from passes.program.source_lines import module_of, where_of
 from passes.program.walks import Step, operands, readers, walk
 from passes.program.weights import is_weight, matrices_read
 from passes.rules.flops import has_flops
-from planner.placement.candidates import divisors, nearest_tp, nearest_words
+from planner.placement.candidates import Cutting, divisors, nearest_tp, nearest_words
 from planner.placement.decide import typing_problem
 
 aten = torch.ops.aten
@@ -269,7 +269,7 @@ def _that_cut(program: Program, blocks: Blocks, tp: int, sizes: list[int], vocab
     """The nearest tp below and above that do cut something: tried, not guessed."""
     for side in ([n for n in reversed(sizes) if n < tp], [n for n in sizes if n > tp]):
         for size in side[:_TRIES]:
-            tried = typing_problem(program, blocks, size, vocabulary_multiple=vocabulary_multiple).decided()
+            tried = typing_problem(program, blocks, Cutting(size, vocabulary_multiple=vocabulary_multiple)).decided()
             if any(option.out.is_sharded for option in tried.options.values()):
                 yield size
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import gcd, isqrt
 
 from torch import fx
@@ -21,23 +22,32 @@ from passes.types.types import I, Placement, R
 MAX_CUTS = 12
 
 
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """By what a model is cut: over ``tp`` ranks, its experts over ``etp`` (None: tp), as the spec's tensor_parallel
+    says."""
+
+    tp: int
+    etp: int | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    vocabulary_multiple: int = 128
+
+
 class Candidates:
     """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
 
     def __init__(
         self,
         nodes: Iterable[fx.Node],
-        tp: int,
+        cutting: Cutting,
         producers: dict[str, list[fx.Node]],
         readers: dict[str, list[fx.Node]],
         seeds: Mapping[str, Placement] | None = None,
-        vocabulary_multiple: int = 128,
-        *,
-        etp: int | None = None,
     ) -> None:
-        self.tp = tp
-        self.sizes = {"tp": tp, "etp": etp or tp}
-        self.vocabulary_multiple = vocabulary_multiple
+        self.tp = cutting.tp
+        self.sizes = {"tp": cutting.tp, "etp": cutting.etp or cutting.tp}
+        self.vocabulary_multiple = cutting.vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
         self._rules: dict[str, OpRule | None] = {}  # nodes are visited again and again
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)

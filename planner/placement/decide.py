@@ -20,7 +20,7 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.flops import node_flops
 from passes.types.types import Placement, evenly
-from planner.placement.candidates import Candidates
+from planner.placement.candidates import Candidates, Cutting
 from planner.placement.overrides import Asked, Overrides, asked_of
 from planner.placement.solve import Costs, Edge, Solution, Weights, solve
 
@@ -55,16 +55,12 @@ class Problem:
 def typing_problem(
     program: Program,
     blocks: Blocks,
-    tp: int,
-    overrides: Mapping[str, str] | None = None,
+    cutting: Cutting,
     *,
-    sequence_parallel: bool = False,
-    vocabulary_multiple: int = 128,
-    etp: int | None = None,
     held: Mapping[str, Placement] | None = None,
     freed: str = "",
 ) -> Problem:
-    """The types that every node can have, those in the experts' domain over ``etp``, and their costs.
+    """The types that every node can have, and their costs.
 
     ``held``: types of parameters, by name, that are decided; ``freed``: the representative of parameters that no
     override constrains. Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible.
@@ -74,14 +70,14 @@ def typing_problem(
     times = blocks.times_of_nodes(program)
     edges, producers, readers = _edges(program, nodes, rep, times)
     chosen = [n for n in nodes if rep[n.name] == n.name]
-    candidates = Candidates(chosen, tp, producers, readers, None, vocabulary_multiple, etp=etp)
+    candidates = Candidates(chosen, cutting, producers, readers)
     costs, weights = _costs(program, nodes, rep, blocks, times), Weights()
-    if sequence_parallel and tp > 1:
-        plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, tp)
-        candidates = Candidates(chosen, tp, producers, readers, seeds, vocabulary_multiple, etp=etp)
+    if cutting.sequence_parallel and cutting.tp > 1:
+        plain, seeds = candidates.cuts, sequence_cuts(program, blocks, rep, cutting.tp)
+        candidates = Candidates(chosen, cutting, producers, readers, seeds)
         tokens = frozenset((n, c) for n, cuts in candidates.cuts.items() for c in cuts if c not in plain.get(n, ()))
         costs, weights = replace(costs, tokens=tokens), replace(weights, whole=2.0)
-    asked = asked_of(program, overrides or {}) if tp > 1 else {}
+    asked = asked_of(program, cutting.overrides) if cutting.tp > 1 else {}
     asked = {name: wish for name, wish in asked.items() if rep[name] != freed}
     wishes = Overrides(program, candidates, asked)
     wishes.constrain()

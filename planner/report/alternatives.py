@@ -16,6 +16,7 @@ from passes.errors import PlanError
 from passes.partition.typings.table import Option
 from passes.types.types import Placement
 from planner.decisions import Decisions
+from planner.placement.candidates import Cutting
 from planner.placement.decide import Problem, typing_problem
 from planner.placement.solve import Solution
 from planner.report.section import Section
@@ -115,7 +116,7 @@ def _section(tables: Tables, decisions: Decisions, node: str, first: str) -> Sec
     title = f"{fqn} {list(row.shape)}, tp {mesh.tp}: {row.style}" + f", of {copies} alike" * (copies > 1)
     if mesh.tp == mesh.etp == 1 or not program.node(node).users:
         return Section(title, COLUMNS, ((row.style, "1.00", "1.00", "1.00", "0.00", row.reason),))
-    problem = typing_problem(program, decisions.blocks, mesh.tp, **asked.typing(), etp=mesh.etp, freed=first)
+    problem = typing_problem(program, decisions.blocks, Cutting(mesh.tp, mesh.etp, **asked.typing()), freed=first)
     chosen = decisions.placements.of(program.node(node))
     found = alternatives(problem, first)
     rows = [_row(each, found[0], f"chosen: {row.reason}" if each.placement == chosen else "") for each in found]

@@ -45,7 +45,6 @@ from planner.search.space import Cut, Facts
 from planner.sharding.shards import decide_shards
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
-from planner.updates import decide_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,6 @@ class Cuts:
         program = prepared.program
         self.blocks = blocks_of(program, spec)
         self.folded = _whole(program, self.blocks) if spec.tensor_parallel.overrides else fold(program, self.blocks)
-        self.rules = decide_rules(spec.optimizer, program)
         self.kinds = tuple(kinds) if self.blocks.instances else (NONE,)
         self.ends = bool(self.blocks.instances) and may_be_alone(spec.pipeline.split)
         self._variants: dict[tuple[int, ...], _Variant] = {}
@@ -213,9 +211,7 @@ class Cuts:
         of_cut |= {"optimizer": one} if self.spec.optimizer.zero == AUTO else {}
         of_cut |= {"recompute": NONE} if self.spec.recompute == AUTO else {}
         spec = self.spec.model_copy(update=of_cut)
-        decisions, _ = decide_cut(
-            variant.opened, variant.blocks, self.prepared, spec, mesh, rules=self.rules, cluster=self.cluster
-        )
+        decisions, _ = decide_cut(variant.opened, variant.blocks, self.prepared, spec, mesh)
         return self._unfolded(decisions, spec, variant)
 
     def stages(self, cut: Cut, pp: int, vpp: int) -> list[int]:

@@ -195,7 +195,7 @@ class TensorParallelSpec(Section):
     )
 
     def typing(self) -> dict[str, Any]:
-        """The arguments of planner.placement.decide.typing_problem that these keys decide."""
+        """The fields of planner.placement.candidates.Cutting that these keys decide."""
         asked = {"overrides": dict(self.overrides), "sequence_parallel": self.sequence_parallel is True}
         return {**asked, "vocabulary_multiple": self.vocabulary_multiple}
 

@@ -14,7 +14,7 @@ from passes.blocks.blocks import find_blocks
 from passes.partition.typings.table import Option
 from passes.peephole import place
 from passes.program.program import Program
-from planner.placement.candidates import Candidates
+from planner.placement.candidates import Candidates, Cutting
 from planner.placement.decide import _edges
 from tests.tools.captured import capture
 from tests.tools.simulated_ranks import Op, check
@@ -109,7 +109,7 @@ def discussed(program: Program, tp: int) -> Iterator[tuple[fx.Node, Option, Opti
     blocks = find_blocks(program)
     rep = {n.name: blocks.representative.get(n.name, n.name) for n in nodes}
     _, producers, readers = _edges(program, nodes, rep, {})
-    candidates = Candidates([n for n in nodes if rep[n.name] == n.name], tp, producers, readers)
+    candidates = Candidates([n for n in nodes if rep[n.name] == n.name], Cutting(tp), producers, readers)
     for node in candidates.nodes:
         if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
             for option in (o for o in candidates.options[node.name] if not o.whole):

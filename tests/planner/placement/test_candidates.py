@@ -13,7 +13,7 @@ from passes.blocks.blocks import find_blocks
 from passes.partition.typings.table import Site, options_of
 from passes.program.program import Program
 from passes.types.types import I, R, V
-from planner.placement.candidates import MAX_CUTS, Candidates
+from planner.placement.candidates import MAX_CUTS, Candidates, Cutting
 from planner.placement.decide import _edges
 from tests.models.small import Body, Layer, captured, in_order, layers
 from tests.tools.captured import capture
@@ -30,13 +30,13 @@ def program_of(model: str) -> Program:
     return captured(MODELS[model])
 
 
-def candidates_of(program: Program, tp: int = 2, **rest) -> Candidates:
+def candidates_of(program: Program, tp: int = 2, seeds=None, **keys) -> Candidates:
     """One node of each kind of block, as when a plan is made."""
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     blocks = find_blocks(program)
     rep = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
     _, producers, readers = _edges(program, nodes, rep, {})
-    return Candidates([n for n in nodes if rep[n.name] == n.name], tp, producers, readers, **rest)
+    return Candidates([n for n in nodes if rep[n.name] == n.name], Cutting(tp, **keys), producers, readers, seeds)
 
 
 class Mlp(nn.Module):

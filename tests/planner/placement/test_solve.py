@@ -19,7 +19,7 @@ from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.partition.typings.table import Option
 from passes.types.types import Placement
-from planner.placement.candidates import Candidates
+from planner.placement.candidates import Candidates, Cutting
 from planner.placement.decide import _costs, _edges
 from planner.placement.solve import Costs, Edge, Weights, _Program, solve
 from tests.tools.captured import capture
@@ -70,7 +70,7 @@ def problem(way: str, tp: int) -> Problem:
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep, blocks = {n.name: n.name for n in nodes}, find_blocks(program)
     edges, producers, readers = _edges(program, nodes, rep, {})
-    candidates = Candidates(nodes, tp, producers, readers)
+    candidates = Candidates(nodes, Cutting(tp), producers, readers)
     options = candidates.options[program.loss]
     candidates.options[program.loss] = [o for o in options if o.out.kind == "I"]
     return Problem(candidates, _costs(program, nodes, rep, blocks, {}), edges)

@@ -19,6 +19,7 @@ from planner import Plan, PlanError
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
+from planner.placement.candidates import Cutting
 from planner.placement.decide import typing_problem
 from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan, local_parameter, parameters_of_rank
@@ -61,7 +62,7 @@ def looped(ep: int, dp: int, etp: int = 1) -> tuple[Decisions, Shards]:
     program = capture(experts.Net(experts.Layer(experts.masks)), given)
     terms, mesh = share_loss(program, 8, lambda _: program), Mesh(dp=dp, ep=ep, etp=etp)
     blocks = find_blocks(program)
-    placements, stages = typing_problem(program, blocks, 1).decided(), assign_stages(program, blocks, Mesh())
+    placements, stages = typing_problem(program, blocks, Cutting(1)).decided(), assign_stages(program, blocks, Mesh())
     found = find_experts(program)
     lowering = Lowering(program, placements, stages, mesh, found, denominators=tuple(terms.denominators))
     decisions = Decisions(lowering, blocks, terms, mesh, 0)
