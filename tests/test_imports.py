@@ -15,7 +15,10 @@ from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 UPSTREAM = {"passes": {"planner", "runtime"}, "planner": {"runtime"}}
-NO_TORCH = ("mesh", "ranks", "pipeline/schedule", "pipeline/simulate", "pipeline/message_slots", "sharding/buckets")
+NO_TORCH = (
+    *("mesh", "ranks", "sharding/buckets"),
+    *(f"pipeline/{name}" for name in ("kinds", "schedule", "simulate", "message_slots")),
+)
 
 
 def imported(path: Path) -> set[str]:
