@@ -211,7 +211,7 @@ def groups_command(
             where="--world-size",
             fix=f"give {MOST_PRINTED_RANKS} or less",
         )
-    mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=tp if etp is None else etp, order=order)
+    mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
     groups = all_groups(mesh)
     if format is Format.json:
         write_text(json.dumps(groups), output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from passes.errors import PlanError, require
 from planner import fold as folds
@@ -70,26 +71,16 @@ class Mesh:
         object.__setattr__(self, name, size)
 
     @classmethod
-    def from_world_size(
-        cls,
-        world_size: int,
-        *,
-        tp: int = 1,
-        pp: int = 1,
-        vpp: int = 1,
-        cp: int = 1,
-        ep: int = 1,
-        etp: int | None = None,
-        order: str = DEFAULT_ORDER,
-    ) -> Mesh:
-        """The mesh over ``world_size`` ranks, in which dp takes the ranks that the other axes leave. Raises PlanError
-        when none fits.
+    def from_world_size(cls, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: Any) -> Mesh:
+        """The mesh over ``world_size`` ranks, in which dp takes the ranks that the other axes leave, of these
+        ``sizes`` (etp None: that of tp). Raises PlanError when none fits.
         """
-        given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp, "vpp": vpp}
+        given = {"tp": 1, "pp": 1, "cp": 1} | {axis: size for axis, size in sizes.items() if size is not None}
         for axis, size in {"world size": world_size, **given}.items():
             _check_size(axis, size)
-        _check_divisible(world_size, "tp·cp·pp", (tp, cp, pp))
-        return cls(dp=world_size // (tp * cp * pp), order=order, fold=LOOP, **given)
+        used = given["tp"], given["cp"], given["pp"]
+        _check_divisible(world_size, "tp·cp·pp", used)
+        return cls(dp=world_size // math.prod(used), order=order, **given)
 
     @property
     def dense(self) -> RankGenerator:

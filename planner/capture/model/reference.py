@@ -21,7 +21,6 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -84,17 +83,8 @@ def import_packages(reference: str) -> None:
 
 
 def _built(reference: str, materialize: bool, seed: int, values_later: bool, fill: Fill | None) -> nn.Module:
-    base, option, adapters = reference.partition(OPTION)
-    if option:
-        return with_adapters(
-            lambda materialized: _built(base, materialized, seed, False, fill),
-            base.removeprefix("hf:"),
-            Path(adapters),
-            materialize,
-            pretrained_directory(base) is not None,
-            values_later,
-            partial(seed_generators, seed + 1),
-        )
+    if OPTION in reference:
+        return _with_adapters(reference, materialize, seed, values_later, fill)
     if reference.startswith("hf:"):
         seed_generators(seed)
         path = Path(reference.removeprefix("hf:"))
@@ -170,40 +160,35 @@ def adapter_directory(reference: str) -> Path | None:
     return path if OPTION in reference and is_directory(path) and (path / WEIGHTS).exists() else None
 
 
-def with_adapters(
-    base_of: Callable[[bool], nn.Module], name: str, path: Path, materialize: bool, in_files: bool, later: bool,
-    reseed: Callable[[], None],
-) -> nn.Module:  # fmt: skip
-    """The model of peft. ``base_of``: builds the base, with values or on meta; ``name``: of the base.
+def _with_adapters(reference: str, materialize: bool, seed: int, values_later: bool, fill: Fill | None) -> nn.Module:
+    """The model of peft. Raises PlanError for a config that is invalid or does not fit the base."""
+    base, _, adapters = reference.partition(OPTION)
+    file = Path(adapters) / CONFIG if is_directory(Path(adapters)) else Path(adapters)
 
-    ``in_files``: the base's values lie in files. ``later``: drawn values are recorded. ``reseed`` seeds the adapter.
-    Raises PlanError for a config that is invalid or does not fit the base.
-    """
-    file = path / CONFIG if is_directory(path) else path
+    def based(materialized: bool) -> nn.Module:
+        return _built(base, materialized, seed, False, fill)
 
-    def wrapped(base: nn.Module) -> nn.Module:
-        base.__dict__["name_or_path"] = name
-        reseed()
-        return _wrapped(base, file)
+    def wrapped(model: nn.Module) -> nn.Module:
+        model.__dict__["name_or_path"] = base.removeprefix("hf:")
+        seed_generators(seed + 1)
+        return _wrapped(model, file)
 
-    if in_files and not materialize:
+    if not materialize and pretrained_directory(base) is not None:
         try:
-            base = base_of(False)
-            return build_recorded(lambda: wrapped(base), base)
+            model = based(False)
+            return build_recorded(lambda: wrapped(model), model)
         except PlanError:
             raise
         except Exception:  # peft's construction asks for values of the base, or cannot be recorded
-            return wrapped(base_of(True))
-    if materialize and later:
-        try:
-            return build_recorded(lambda: wrapped(base_of(True)))
-        except Exception:  # if recording fails, building with memory raises the real errors, if any
-            return wrapped(base_of(True))
+            return wrapped(based(True))
+    if materialize and values_later:
+        with suppress(Exception):  # if recording fails, building with memory raises the real errors, if any
+            return build_recorded(lambda: wrapped(based(True)))
     if materialize:
-        return wrapped(base_of(True))
-    base = base_of(False)
+        return wrapped(based(True))
+    model = based(False)
     with meta_parameters():
-        return wrapped(base)
+        return wrapped(model)
 
 
 def _wrapped(base: nn.Module, file: Path) -> nn.Module:
