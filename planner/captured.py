@@ -25,7 +25,6 @@ from passes.lowering import NO_DOCUMENTS, Documents, find_documents
 from passes.partition.batch.align_exports import wider
 from passes.partition.batch.id_ranges import check_fixed_lookups
 from passes.partition.loss.shares import LossTerms, share_loss
-from passes.partition.typings.table import has_rule
 from passes.program.program import Program, copied
 from planner.capture.export import capture
 from planner.capture.graphs_equal import refuse_another_forward
@@ -113,9 +112,7 @@ class Captured:
 
     def _of(self, inputs: Mapping[str, Tensor]) -> Program:
         module, loss = apply_loss(self.model, self.loss, self.forms)
-        return capture(
-            module, inputs, has_rule=has_rule, loss=loss, dtype=self.dtype, is_known=True, earlier=self.earlier
-        )
+        return capture(module, inputs, loss=loss, dtype=self.dtype, is_known=True, earlier=self.earlier)
 
     def remember_model(self) -> None:
         """Note how the model is now, for ``check_model``."""
@@ -185,7 +182,7 @@ def capture_model(
     start = time.perf_counter()
     with shown_if_slow("capturing the model"):
         module, loss = apply_loss(uncompiled(model), spec.loss, spec.forms)
-        program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype_of(spec), earlier=earlier)
+        program = capture(module, inputs, loss=loss, dtype=dtype_of(spec), earlier=earlier)
     seconds = time.perf_counter() - start
     kept = dict(inputs), {1: program}
     return Captured(unwrapped(model), spec.loss, dtype_of(spec), seconds, *kept, earlier=earlier, forms=spec.forms)
@@ -200,7 +197,7 @@ def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared
     program = captured.program()
     if spec.tensor_parallel.infer_rules:
         with shown_if_slow("running ops without a rule on random values"):
-            infer_rules(program, has_rule)
+            infer_rules(program)
     simplify_masks(program)
     check_fixed_lookups(program)
     if spec.dropout == "layout_invariant":

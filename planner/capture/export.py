@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 
-from passes.canonical.decompose import HasRule
 from passes.canonical.form import canonicalize, prune
 from passes.canonical.side_calls import order_side_calls
 from passes.errors import PlanError, Where, refusing
+from passes.partition.typings.table import has_rule
 from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -74,7 +71,6 @@ def capture(
     model: nn.Module,
     inputs: Mapping[str, torch.Tensor],
     *,
-    has_rule: HasRule,
     loss: str = "auto",
     dtype: torch.dtype | None = None,
     is_known: bool = False,
@@ -82,10 +78,10 @@ def capture(
 ) -> Program:
     """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
 
-    ``has_rule``: whether an op has a rule; others are written out if that helps. ``dtype`` casts
-    floating parameters, buffers and inputs (None keeps the model's own). ``is_known``: for a model that was captured at
-    another batch size before, when its Python side was checked: exported once, for its graph alone. ``earlier``:
-    captures at other sizes, from the first of which this one may follow without an export.
+    Ops without a rule are written out if that helps. ``dtype`` casts floating parameters, buffers and inputs (None
+    keeps the model's own). ``is_known``: for a model that was captured at another batch size before, when its Python
+    side was checked: exported once, for its graph alone. ``earlier``: captures at other sizes, from the first of which
+    this one may follow without an export.
 
     Raises PlanError if the model cannot be traced or would not train as traced, naming the user's line, and if no
     output is a loss.
@@ -95,7 +91,7 @@ def capture(
     refuse_shared_memory(model)
     refuse_complex_parameters(model)
     with in_eager_mode() as compiled:
-        program = _as_in_eager_mode(_Asked(model, inputs, has_rule, loss, dtype, is_known, earlier))
+        program = _as_in_eager_mode(_Asked(model, inputs, loss, dtype, is_known, earlier))
     if compiled or was_compiled(model_of(model)):
         program.rewrites.append((NOTE, Where()))
     return program
@@ -107,7 +103,6 @@ class _Asked:
 
     model: nn.Module
     inputs: Mapping[str, torch.Tensor]
-    has_rule: HasRule
     loss: str
     dtype: torch.dtype | None
     is_known: bool
@@ -269,7 +264,7 @@ def _program(
     program.constants = {name: value for name, value in program.constants.items() if name not in unread}
     put_in_place(exported.graph_module, in_place, {f: n for n, f in (program.buffers | program.parameters).items()})
     program.graph = canonicalize(
-        exported.graph_module, outputs, program.constants, {*in_place, *unread}, has_rule=asked.has_rule
+        exported.graph_module, outputs, program.constants, {*in_place, *unread}, has_rule=has_rule
     )
     # an input that is named like a function of Python (`input`, `next`) has another name in a graph
     holders = program.graph.graph.find_nodes(op="placeholder")

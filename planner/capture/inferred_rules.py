@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.canonical.decompose import HasRule
 from passes.errors import PlanError
+from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -47,11 +47,11 @@ MOST_PARTS = 8
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def infer_rules(program: Program, has_rule: HasRule) -> None:
+def infer_rules(program: Program) -> None:
     """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run.
 
-    ``has_rule``: whether an op has a rule of its own for its types over tp. A call that computes something else where
-    its operands lie otherwise in memory gets contiguous ones. Raises PlanError if they were not so in the capture.
+    A call that computes something else where its operands lie otherwise in memory gets contiguous ones. Raises
+    PlanError if they were not so in the capture.
     """
     known: dict[Any, tuple[Pattern | None, bool]] = {}
     for node in list(program.graph.graph.nodes):

@@ -24,7 +24,6 @@ from passes.dropout import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
 from passes.errors import PlanError, Where
 from passes.ops.dropout import SampleElements, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
 from passes.ops.random_state import RandomState
-from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import aten
 from passes.program.source_lines import frames_of, where_of
 from passes.types.types import Draw
@@ -60,7 +59,7 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
     }
     dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
     module, loss = apply_loss(model, spec.loss, spec.forms)
-    program = capture(module, inputs, has_rule=has_rule, loss=loss, dtype=dtype)
+    program = capture(module, inputs, loss=loss, dtype=dtype)
     simplify_masks(program)
     name_draws(program, size)
     found = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]

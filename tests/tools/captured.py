@@ -1,10 +1,5 @@
-"""``capture`` as the recipe calls it: with the ops of the rule table."""
+"""``capture`` as the recipe calls it."""
 
-from __future__ import annotations
+from planner.capture.export import capture
 
-from functools import partial
-
-from passes.partition.typings.table import has_rule
-from planner.capture.export import capture as capture_with
-
-capture = partial(capture_with, has_rule=has_rule)
+__all__ = ["capture"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import draws, packet_of
 from passes.rules.call import call_of, operands_of
 from passes.rules.flops import node_flops
@@ -168,7 +167,7 @@ def test_large_calls_are_tried_small() -> None:
 def test_a_captured_program_notes_the_patterns_of_ops_without_rules_and_of_no_other() -> None:
     ids = torch.zeros(2, own_ops.LENGTH, dtype=torch.int64)
     program = program_again(own_ops.build(), {"ids": ids, "labels": ids})
-    infer_rules(program, has_rule)
+    infer_rules(program)
     found = {str(n.target): str(n.meta["inferred"]) for n in program.graph.graph.nodes if "inferred" in n.meta}
     assert found == {
         "meshwright_tests.gelu_linear.default": "a b d^, c e^, c -> a b c",
@@ -198,7 +197,7 @@ def test_a_loss_with_a_rule_of_its_own_keeps_that() -> None:
 
     shapes = {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}
     program = program_again(Unreduced(6, 6), shapes)
-    infer_rules(program, has_rule)
+    infer_rules(program)
     (loss,) = [n for n in program.graph.graph.nodes if "cross_entropy" in str(n.target)]
     assert "inferred" not in loss.meta
     assert inferred(loss) is not None  # a trial alone would find that each row is by itself

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from passes.errors import PlanError
-from passes.partition.typings.table import has_rule
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.memory_order import OF_MEMORY, views_for_memory
 from tests.tools.captures import program_again
@@ -304,7 +303,7 @@ def test_what_reads_contiguous_memory_gets_it_from_any_tensor() -> None:
     x, y = torch.randn(2, WIDTH, LENGTH).transpose(1, 2), torch.randn(2, LENGTH, WIDTH)
     for mix, of in ((in_order, {"doubled"}), (function_in_order, {"Doubled"})):
         program = program_again(Mixed(mix), {"ids": ids, "labels": ids})
-        infer_rules(program, has_rule)
+        infer_rules(program)
         (call,) = [n for n in program.graph.graph.nodes if getattr(n.target, "__name__", "").split(".")[0] in of]
         run: Any = call.target
         if mix is in_order:
