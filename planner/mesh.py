@@ -75,9 +75,7 @@ class Mesh:
         """The mesh over ``world_size`` ranks, in which dp takes the ranks that the other axes leave, of these
         ``sizes`` (etp None: that of tp). Raises PlanError when none fits.
         """
-        given: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1} | {
-            axis: size for axis, size in sizes.items() if size is not None
-        }
+        given = dict[str, Any](tp=1, pp=1, cp=1) | {axis: size for axis, size in sizes.items() if size is not None}
         for axis, size in {"world size": world_size, **given}.items():
             _check_size(axis, size)
         used = given["tp"], given["cp"], given["pp"]

@@ -28,9 +28,8 @@ The runtime makes the same moves (planner.sharding.residency), so each row is wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, comb, prod
 
 from torch import fx
@@ -52,6 +51,7 @@ from planner.pipeline.schedule import SchedulePlan
 from planner.recompute.decide import reruns
 from planner.sharding.residency import Residency, Unit
 from planner.sharding.shards import Shards
+from planner.trace.handles import Sent
 from planner.trace.lowered import Lowered
 from planner.trace.trace import TraceCall
 
@@ -82,17 +82,17 @@ def rows_of_stages(lowered: Lowered, places: Places) -> list[CollectivePlan]:
 def rows_of_call(decisions: Decisions, call: TraceCall, stage: int, places: Places) -> Iterator[CollectivePlan]:
     """The collectives of one call on ``stage``, in both directions."""
     node = decisions.program.node(call.name)
+    sent: Iterable[Sent] = call.seen.sent
     if call.changed is None and node.target in EXCHANGES and decisions.mesh.has_expert_axes:
-        yield from exchange_rows(decisions, node, stage, places)
-        return
-    if call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it
+        sent = (_of_counts if node.target is exchange.meet else _of_rows)(node, decisions.mesh)
+    elif call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it
         reader = call.changed.readers[0]
         node = decisions.program.node(reader) if reader not in ("send", "loss") else node
-    for axis, kind, phase, size in call.seen.sent:
-        yield _row(places, node, stage, kind, axis, phase, size)
+    yield from (_row(places, node, stage, each) for each in sent)
 
 
-def _row(places: Places, node: fx.Node, stage: int, kind: str, axis: str, phase: str, size: int) -> CollectivePlan:
+def _row(places: Places, node: fx.Node, stage: int, sent: Sent) -> CollectivePlan:
+    axis, kind, phase, size = sent
     return CollectivePlan(kind, axis, phase, places.text(node), size, 1, "microbatch", stage, places.block(node))
 
 
@@ -109,7 +109,7 @@ def _boundary_rows(
         node = decisions.program.node(value.name)
         for phase in ("forward", "backward") if value.requires_grad else ("forward",):
             kind = "send" if sends == (phase == "forward") else "recv"
-            yield _row(places, node, stage, kind, "pp", phase, value.bytes)
+            yield _row(places, node, stage, Sent("pp", kind, phase, value.bytes))
 
 
 INDEX_BYTES = 4  # of a place
@@ -121,33 +121,29 @@ def exchanges_of(decisions: Decisions) -> list[fx.Node]:
     return sorted(n for target in exchange.EXCHANGES for n in nodes(op="call_function", target=target))
 
 
-def exchange_rows(decisions: Decisions, node: fx.Node, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """The collectives of one of them, in both directions."""
-    mesh, row = decisions.mesh, partial(_row, places, node, stage)
-    if node.target is exchange.meet:
-        yield from (row(*given) for given in _of_counts(node, mesh))
-        return
-    size = sent_bytes(node, mesh)
+def _of_rows(node: fx.Node, mesh: Mesh) -> Iterator[Sent]:
+    """A dispatch or a combine, in both directions."""
     for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
-        for axis, bytes_over in _over_ep(node, mesh):
-            yield row(ALL_TO_ALL, axis, phase, bytes_over)
+        for axis, size in _over_ep(node, mesh):
+            yield Sent(axis, ALL_TO_ALL, phase, size)
         if mesh.etp > 1:
-            yield row(_over_etp(node, phase), "etp", phase, size * mesh.etp)
+            yield Sent("etp", _over_etp(node, phase), phase, sent_bytes(node, mesh) * mesh.etp)
 
 
-def _of_counts(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, str, str, int]]:
-    """(kind, axis, phase, bytes) of the exchange of counts and, if tokens go once to a rank, of their places."""
+def _of_counts(node: fx.Node, mesh: Mesh) -> Iterator[Sent]:
+    """The exchange of counts and, if tokens go once to a rank, of their places."""
     experts, size = shape_of(node)[0], node.meta["val"].element_size()
     tokens = _tokens_of(node)
     figures = 0 if tokens is None else 1 if tokens.nodes == 1 else 2 + mesh.ep // tokens.nodes
     if mesh.ep > 1:
-        yield ALL_TO_ALL, "ep", "forward", (experts + mesh.ep * figures) * size
+        yield Sent("ep", ALL_TO_ALL, "forward", (experts + mesh.ep * figures) * size)
     if mesh.etp > 1:
-        yield ALL_GATHER, "etp", "forward", experts * size // mesh.ep * mesh.etp
+        yield Sent("etp", ALL_GATHER, "forward", experts * size // mesh.ep * mesh.etp)
     if tokens is not None:
-        yield ALL_TO_ALL, "ep", "forward", ceil(tokens.num_rows / mesh.tp) * INDEX_BYTES
+        yield Sent("ep", ALL_TO_ALL, "forward", ceil(tokens.num_rows / mesh.tp) * INDEX_BYTES)
         if tokens.nodes > 1:
-            yield ALL_TO_ALL, BETWEEN_NODES, "forward", tokens.leaving(tokens.nodes, mesh) * mesh.ep // tokens.nodes
+            size = tokens.leaving(tokens.nodes, mesh) * mesh.ep // tokens.nodes
+            yield Sent(BETWEEN_NODES, ALL_TO_ALL, "forward", size)
 
 
 def _over_ep(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, int]]:
