@@ -42,7 +42,7 @@ from planner.sharding.shards import decide_shards
 from planner.spec.cluster import shipped_names
 from planner.spec.learning_rate import check_rate_function
 from planner.spec.spec import Spec
-from planner.tables.build import tables_of
+from planner.tables.build import Beside, tables_of
 from planner.tables.tables import Diagnostic
 from planner.trace.lowered import Lowered
 
@@ -253,10 +253,8 @@ def _decide(
         cost = cost_row(lowered, spec, schedule, cluster)
     with shown_if_slow("writing the plan's tables"):
         owner = ModelOwner(captured.given)
-        tables = tables_of(
-            spec, lowered, schedule, compiled, sites=sites, slots=slots, memory=memory, cost=cost, cluster=cluster,
-            hub=owner.hub,
-        )  # fmt: skip
+        beside = Beside(schedule, compiled, sites, slots, memory, cost)
+        tables = tables_of(spec, lowered, beside, cluster, owner.hub)
     return Plan.of(tables, lowered, owner)
 
 

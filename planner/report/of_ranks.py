@@ -12,7 +12,7 @@ from planner.cost.memory import PARTS as MEMORY_PARTS
 from planner.mesh import Mesh
 from planner.recompute.decide import RecomputeRow
 from planner.regions.regions import GraphRegion
-from planner.report.section import TIMES, Column, Fold, Section, fold, folded, numbers, table, texts, unfolded
+from planner.report.section import TIMES, Column, Fold, Named, Section, fold, folded, numbers, table, texts, unfolded
 from planner.sharding.buffers import BufferPlan
 from planner.spec.fields import AUTO
 from planner.tables.sizes import format_bytes, format_seconds
@@ -102,7 +102,7 @@ def _regions(plan: Tables, full: bool) -> Section:
         Column("slot bytes", lambda r: f"{r.bytes:,}", is_number=True),
         Column("reason", attrgetter("reason")),
     ]
-    return folded("Graph regions", plan.graph_regions, ("block", attrgetter("block")), columns, full=full)
+    return folded("Graph regions", plan.graph_regions, Named("block", attrgetter("block")), columns, full=full)
 
 
 def _graphs(plan: Tables, full: bool) -> Section:
@@ -143,7 +143,7 @@ def _recompute(plan: Tables, full: bool) -> Section:
         freed, flops, moved = (sum(getattr(row, key) for row in mine) for key in ("bytes", "flops", "moved"))
         done = f"{flops:,} FLOPs and {moved:,} bytes moved to recompute them"
         lines.append(f"stage {stage}: {freed:,} bytes freed, {done}")
-    return folded("Recompute", plan.recompute, ("where", name), columns, "\n".join(lines), full=full)
+    return folded("Recompute", plan.recompute, Named("where", name), columns, "\n".join(lines), full=full)
 
 
 def _compiled(plan: Tables, full: bool) -> Section:
@@ -161,7 +161,7 @@ def _compiled(plan: Tables, full: bool) -> Section:
         "weights, attention and collectives between them are not compiled. Activation memory is that of compiled "
         "pieces, which save less than their ops"
     )
-    return folded("Compiled", plan.compiled, ("where", attrgetter("where")), columns, note, full=full)
+    return folded("Compiled", plan.compiled, Named("where", attrgetter("where")), columns, note, full=full)
 
 
 def _lengths(plan: Tables) -> Section:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST_PARTS = 100  # of a dotted name; more are no modules in modules
 TIMES = "\N{MULTIPLICATION SIGN}"  # heading: the number of rows in this one
@@ -138,29 +138,26 @@ def table(title: str, rows: Iterable[Any], columns: Sequence[Column], note: str 
     return Section(title, tuple(column.title for column in shown), cells, note, right)
 
 
-def folded(
-    title: str,
-    rows: Iterable[Any],
-    name: tuple[str, Callable[[Any], str]],
-    columns: Sequence[Column],
-    note: str = "",
-    *,
-    full: bool,
-    label: Callable[[str, Any], str] = lambda folded_name, row: folded_name,
-) -> Section:
-    """A line for all rows that are equal but for the numbers in their names; ``full``: a line for each row.
+class Named(NamedTuple):
+    """The first column: its title, the name of a row, and the text of a line from the folded name and its first row."""
 
-    ``name``: title of the first column, and the name of a row. ``label``: the text of a line's name, from the folded
-    name and its first row.
-    """
+    title: str
+    of: Callable[[Any], str]
+    label: Callable[[str, Any], str] = lambda folded_name, row: folded_name
+
+
+def folded(
+    title: str, rows: Iterable[Any], name: Named, columns: Sequence[Column], note: str = "", *, full: bool
+) -> Section:
+    """A line for all rows that are equal but for the numbers in their names; ``full``: a line for each row."""
     alone = [column for column in columns if not column.joins]
 
     def same(row: Any) -> tuple[str, ...]:
-        return label("", row), *(column.cell(row) for column in alone)
+        return name.label("", row), *(column.cell(row) for column in alone)
 
-    folds = unfolded(rows, name[1]) if full else fold(rows, name[1], same)
+    folds = unfolded(rows, name.of) if full else fold(rows, name.of, same)
     head = [
-        Column(name[0], lambda item: label(item.name, item.rows[0])),
+        Column(name.title, lambda item: name.label(item.name, item.rows[0])),
         Column(TIMES, lambda item: str(len(item.rows)), is_number=True),
     ]
     return table(title, folds, [*head, *map(_of_fold, columns)], note)

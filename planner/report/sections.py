@@ -19,6 +19,7 @@ from planner.report.section import (
     TIMES,
     Column,
     Fold,
+    Named,
     Section,
     fold,
     folded,
@@ -70,8 +71,8 @@ def _parameters(plan: Tables, full: bool) -> Section:
         Column("group", lambda p: p.group or "-", is_shown=any(p.group for p in plan.parameters)),
         Column("reason", lambda p: p.reason + ("" if p.origin == "default" else f" [{p.origin}]")),
     ]
-    title, name = f"Parameters ({len(plan.parameters)})", ("name", attrgetter("name"))
-    return folded(title, plan.parameters, name, columns, full=full, label=lambda n, p: " = ".join((n, *p.aliases)))
+    name = Named("name", attrgetter("name"), lambda folded_name, p: " = ".join((folded_name, *p.aliases)))
+    return folded(f"Parameters ({len(plan.parameters)})", plan.parameters, name, columns, full=full)
 
 
 def cut_of(p: ParameterPlan) -> str:
@@ -95,7 +96,7 @@ def _collectives(plan: Tables, full: bool) -> Section:
         Column("stages", lambda rows: ranges(c.stage for c in rows if c.stage is not None) or "-", joins=True),
     ]
     title, note = f"Collectives ({len(plan.collectives)})", "" if plan.collectives else "none: ranks do not communicate"
-    return folded(title, plan.collectives, ("where", attrgetter("where")), columns, note, full=full)
+    return folded(title, plan.collectives, Named("where", attrgetter("where")), columns, note, full=full)
 
 
 def _stages(plan: Tables) -> Section:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -59,21 +60,21 @@ from planner.tables.tables import Diagnostic, StagePlan, Tables
 from planner.trace.lowered import Lowered
 
 
-def tables_of(
-    spec: Spec,
-    lowered: Lowered,
-    schedule: SchedulePlan,
-    compiled: Compiled,
-    *,
-    sites: tuple[AttentionSite, ...],
-    slots: tuple[GraphSlots, ...],
-    memory: tuple[MemoryRow, ...],
-    cost: CostPlan | None,
-    cluster: Cluster | None,
-    hub: HubFormat,
-) -> Tables:
+class Beside(NamedTuple):
+    """What is decided beside the lowered stages."""
+
+    schedule: SchedulePlan
+    compiled: Compiled
+    sites: tuple[AttentionSite, ...]
+    slots: tuple[GraphSlots, ...]
+    memory: tuple[MemoryRow, ...]
+    cost: CostPlan | None
+
+
+def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | None, hub: HubFormat) -> Tables:
     """The rows of all decisions. Every parameter, every collective."""
     decisions, shards = lowered.decisions, lowered.shards
+    schedule, compiled, sites, slots, memory, cost = beside
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
     parameters = parameter_rows(spec, decisions, reasons, places)
     return Tables(
