@@ -17,7 +17,7 @@ from planner.fold import LOOP, Fold
 from planner.mesh import Mesh
 from planner.pipeline.actions import Action, Order, format_order, has_weights, too_early
 from planner.pipeline.kinds import KINDS, MOST_ACTIONS, Sizes, default_kind, unknown_kind
-from planner.pipeline.zero_bubble import StageCosts, best_share, put_weights
+from planner.pipeline.zero_bubble import StageCosts, with_weights
 
 FORWARD_ONLY, CUSTOM = "forward", "custom"
 
@@ -147,7 +147,9 @@ def build_schedule(
         orders = of_all(pp, num_microbatches, costs)
     else:
         orders = _of_ranks(kind, sizes)
-        orders = _with_weights(kind, orders, sizes, costs) if KINDS[kind].waits else orders
+        if KINDS[kind].waits:  # no rank holds more than the first one does of 1f1b
+            few = sizes._replace(num_microbatches=min(num_microbatches, 3 * pp))
+            orders = with_weights(orders, orders if few == sizes else _of_ranks(kind, few), costs, pp)
     return Schedule(kind, pp, vpp, num_microbatches, sizes.group_size, orders, fold_of(kind))
 
 
@@ -180,13 +182,6 @@ def fold_of(asked: str | Schedule | None) -> Fold:
 
 def _of_ranks(kind: str, sizes: Sizes) -> tuple[Order, ...]:
     return tuple(rank_order(kind, sizes, rank) for rank in range(sizes.pp))
-
-
-def _with_weights(kind: str, orders: tuple[Order, ...], sizes: Sizes, costs: StageCosts) -> tuple[Order, ...]:
-    """No rank holds more than the first one does of 1f1b; the share of a wait is tried on few microbatches."""
-    pp, few = sizes.pp, sizes._replace(num_microbatches=min(sizes.num_microbatches, 3 * sizes.pp))
-    tried = orders if few == sizes else _of_ranks(kind, few)
-    return put_weights(orders, costs, pp, best_share(tried, costs, pp)).orders
 
 
 def rank_order(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> Order:

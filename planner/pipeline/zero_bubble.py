@@ -38,7 +38,7 @@ from planner.fold import LOOP, Fold, V, rank_of, stages_of
 from planner.pipeline.actions import Action, Order, needs
 
 _TICKS = 1 << 20  # of the longest action: so that the last digits of costs decide nothing
-_SHARES = (1.0, 0.5, 0.0)  # of a W, that must fit into a wait
+_SHARES = (1.0, 0.5, 0.0)  # of a W, that must fit into a wait; the largest first
 
 
 class StageCosts(NamedTuple):
@@ -67,18 +67,21 @@ class Tried(NamedTuple):
     orders: tuple[Order, ...]
 
 
-def best_share(orders: Sequence[Order], costs: StageCosts, most_held: int, fold: Fold = LOOP) -> float:
-    """How much of a W must fit into a wait, for the shortest run of ``orders``; of equal runs the largest."""
-    tried = [(put_weights(orders, costs, most_held, share, fold).ticks, -share) for share in _SHARES]
-    return -min(tried)[1]
+def with_weights(orders: Sequence[Order], few: Sequence[Order], costs: StageCosts, most_held: int) -> tuple[Order, ...]:
+    """``orders`` with their W, as the run of ``few``, those of fewer microbatches or the same, is the shortest; of
+    equal runs that in which most of a W must fit into a wait.
+    """
+    tried = [put_weights(few, costs, most_held, share) for share in _SHARES]
+    best = min(range(len(tried)), key=lambda at: tried[at].ticks)
+    return tried[best].orders if few is orders else put_weights(orders, costs, most_held, _SHARES[best]).orders
 
 
-def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold = LOOP) -> Tried:
+def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> Tried:
     """``orders``: of each rank its forwards and backwards, which complete without deadlock; ``costs``: of each stage.
 
     ``most_held`` is at least the peak in flight of ``orders``. ``share``: of a W, that must fit into a wait.
     """
-    ranks = _Ranks(orders, costs, most_held, share, fold)
+    ranks = _Ranks(orders, costs, most_held, share)
     ranks.run()
     return Tried(max(ranks.free), tuple(map(tuple, ranks.done)))
 
@@ -123,8 +126,8 @@ class _Timeline:
 class _Ranks(_Timeline):
     """Owns how far each rank is, and the ranks that sleep until a neighbour acts."""
 
-    def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float, fold: Fold) -> None:
-        super().__init__(costs.ticks, len(orders), share, fold)
+    def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> None:
+        super().__init__(costs.ticks, len(orders), share, LOOP)
         self.orders, self.most_held = orders, most_held
         self.at, self.held = [0] * self.pp, [0] * self.pp
         self.asleep = set[int]()

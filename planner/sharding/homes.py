@@ -133,10 +133,10 @@ def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[
         yield Sent(index, first, stop, piece.outer.shape, inner, matrix.place_of(number, within))
 
 
-def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int = 0) -> tuple[int, int]:
+def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int) -> tuple[int, int]:
     """Elements that the fullest rank sends to homes, and that the fullest home sends back."""
     if any(homes.buffer.by_name[homed.matrix.fqn].placement.has_whole_segment for homed in homes.buckets[bucket]):
-        return _of_all_ranks(homes, bucket, mesh, pp_rank, ep_rank)
+        return _of_all_ranks(homes, bucket, mesh, pp_rank)
     layout, held = homes.buffer.layout, [0] * homes.num_ranks
     for homed in homes.buckets[bucket]:
         held[homed.home] += prod(homed.matrix.shape)
@@ -144,13 +144,13 @@ def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int
     return max(sum(len(r.param) for r in ranges.values()) for ranges in owned), max(held)
 
 
-def _of_all_ranks(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int, ep_rank: int) -> tuple[int, int]:
+def _of_all_ranks(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int) -> tuple[int, int]:
     """The same, piece by piece: several ranks hold a replicated segment, and each of them sends it."""
     first = mesh.rank_of(pp=pp_rank)
     ranks = next(r for r in mesh.groups_over(homes.axis) if first in r)
     most, held = 0, [0] * len(ranks)
     for rank in ranks:
-        sent = list(homes.sent(bucket, mesh, {**mesh.place(rank), "ep": ep_rank}))
+        sent = list(homes.sent(bucket, mesh, {**mesh.place(rank), "ep": 0}))
         most = max(most, sum(s.num_elements for s in sent))
         for s in sent:
             held[homes.buckets[bucket][s.index].home] += s.num_elements
