@@ -23,17 +23,11 @@ whole                   with zero 2 and 3: full gradients, and weights, of the b
 graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
                         iteration its messages too
 slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to whole); on a cluster at
-                        least ``device.slack`` of all tensors (planner.cost.memory)
-device                  if the cluster file has figures: of the driver's context and of collectives
-                        (planner.cost.memory)
-
-Bytes that a process holds on a device beside its tensors: the allocator's, the driver's, those of collectives.
-
-    slack            at least ``device.slack`` of all tensors, those that stay included: gaps lie between them
-    context          of the driver and its libraries, as the cluster file states it
-    communicators    one for each process group of the rank, by the outermost link that it crosses: all ranks; each
-                     axis, those of experts that have other ranks too, and dp-cp beside dp and cp; further axes over
-                     which its buffers are exchanged; each neighbour in the pipeline, by direction
+                        least ``device.slack`` of all tensors, those that stay included: gaps lie between them
+device                  if the cluster file has figures: the context of the driver and its libraries, and a communicator
+                        for each process group of the rank, by the outermost link that it crosses: all ranks; each axis,
+                        those of experts that have other ranks too, and dp-cp beside dp and cp; further axes over which
+                        its buffers are exchanged; each neighbour in the pipeline, by direction
 
 NCCL holds buffers for each channel and neighbour of a communicator, whatever is sent through it.
 """

@@ -214,8 +214,8 @@ def buffers_of_rank(
     over.
 
     ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 for parameters of half precision,
-    else of the parameter's own dtype. ``rules``: left out, that of the section for all.
-    ``units``: of parameters that share a bucket (planner.sharding.buffers), with zero 2 and 3.
+    else of the parameter's own dtype. ``rules``: left out, that of the section for all. ``units``: of parameters that
+    share a bucket, with zero 2 and 3.
     """
     rules = rules or UpdateRules(optimizer.name)
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}

@@ -12,12 +12,11 @@ Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 
     bytes               bytes / (bandwidth · bandwidth_fraction)
     a kernel            √(launch² + max(operations, bytes)²)
 
-A GPU computes a product in tiles, one at a time on each of its processors (below). Elsewhere a
-tile at an edge is half empty on average, which costs t more rows and columns. In both, k must fill the pipeline of a
-tile once, which costs t more steps; t is the device's half_tile. Attention heads and shards over many ranks lose this
-way. A kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of
-a pass of a stage take at least as long as its host needs to launch them; it launches a captured CUDA graph as one
-kernel.
+A GPU computes a product in tiles (below). Elsewhere a tile at an edge is half empty on average, which costs t more rows
+and columns. In both, k must fill the pipeline of a tile once, which costs t more steps; t is the device's half_tile.
+Attention heads and shards over many ranks lose this way. A kernel that takes long hides the launch of the next; one
+that does not takes as long as a launch. The kernels of a pass of a stage take at least as long as its host needs to
+launch them; it launches a captured CUDA graph as one kernel.
 
 Products of a GPU, tile by tile: each processor computes one tile of the result at a time, in rounds.
 
