@@ -170,7 +170,8 @@ class Engine:
         clock = StepClock(self.groups.device)
         batch, outside = self.outside_loss.of(batch, function)
         loss = self._forward_backward(batch, local, outside)
-        return self._update(loss, num_tokens(batch) * (self.mesh.dp if local else 1), clock)
+        clock.num_tokens = num_tokens(batch) * (self.mesh.dp if local else 1)
+        return self._update(loss, clock)
 
     @shared_call(BATCH)
     def forward_backward(
@@ -346,12 +347,12 @@ class Engine:
         graphs = self._now.graphs
         self.optimizer.buffers.last_microbatch = is_last and not (graphs and graphs.holds_reductions)
 
-    def _update(self, loss: Tensor, num_tokens: int = 0, clock: StepClock | None = None) -> StepReport:
+    def _update(self, loss: Tensor, clock: StepClock | None = None) -> StepReport:
         if not self.running.gradients_ready:
             self._activity.off(GRADIENTS)
             self.optimizer.reduce_gradients()
         self._activity.off(UPDATE)
-        report = self._updates.run(self.step_index, loss, num_tokens, clock)
+        report = self._updates.run(self.step_index, loss, clock)
         self.running.step_index += 1
         self.running.gradients_ready = False
         return report

@@ -21,7 +21,7 @@ from runtime.distributed.stopping import asks
 from runtime.engine.build import Running
 from runtime.optimizer.scalars import LearningRate
 from runtime.pipeline.p2p import Waits
-from runtime.report.step_report import StepClock, StepReport
+from runtime.report.step_report import Contents, StepClock, StepReport
 
 _STATUS = Path("/proc/self/status")
 
@@ -44,7 +44,7 @@ class Update:
         """The batch of the next update, which is to be the same on all ranks."""
         self._notes.take(batch, is_local=is_local)
 
-    def run(self, step: int, loss: Tensor, num_tokens: int, clock: StepClock | None) -> StepReport:
+    def run(self, step: int, loss: Tensor, clock: StepClock | None) -> StepReport:
         """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
         not waited for, reading the report raises it. Nothing is updated then."""
         rate, scale = self.rate.at(step), self._loss_scale.tensor
@@ -65,14 +65,16 @@ class Update:
         self._loss_scale.update(result.found_inf)
         if clock is not None:
             clock.stop()
-        layers = tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else ()
         slots = [layer.limit for layer in self._layers if layer.capacity]
-        # Whether tokens may find no slot of an expert; None: some may, and it is not known how many.
-        drops = bool(slots) if all(slots) else None
-        dropping, notes_of = sum(limit > 0 for limit in self._limits), (len(notes), check)
-        figures = (result.figures, rate, num_tokens, clock)
-        places = (self._notes.places, self._notes.pipelines)
-        return StepReport(*figures, layers, dropping, drops, notes_of, places, kept_scale)
+        contents = Contents(
+            layers=tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else (),
+            dropping=sum(limit > 0 for limit in self._limits),
+            drops=bool(slots) if all(slots) else None,
+            num_notes=len(notes),
+            places=self._notes.places,
+            pipelines=self._notes.pipelines,
+        )
+        return StepReport(result.figures, rate, clock, contents, check, kept_scale)
 
     def _load_here(self) -> list[Tensor]:
         """This rank's addend to the rows of each expert: all tp ranks route the same, one adds them."""

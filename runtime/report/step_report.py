@@ -45,7 +45,12 @@ def warn_of(plan: Plan, rank: int) -> None:
 
 
 class StepClock:
-    """How long the device worked on a step: the time between two events in its queue, or the host's on a CPU."""
+    """How long the device worked on a step: the time between two events in its queue, or the host's on a CPU.
+
+    ``num_tokens``: of the step's global batch.
+    """
+
+    num_tokens = 0
 
     def __init__(self, device: torch.device) -> None:
         self._marks = Marks(device)
@@ -59,6 +64,24 @@ class StepClock:
         """Waits for the device if the step still runs."""
         assert self._end is not None, "the step has not ended"
         return self._marks.seconds(self._start, self._end)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The figures of a step after norm, whether the update was skipped (0 or 1), and loss.
+
+    First the tokens of each expert of each of ``layers`` (block, experts), then how many were dropped of each of
+    ``dropping`` layers that count it, last ``num_notes`` of ``runtime.distributed.messages``. ``drops``: whether a
+    token may find no slot; None: unknown. Of each rank, ``places``: its (pp, dp); ``pipelines``: the first rank of its
+    pipeline.
+    """
+
+    layers: Sequence[tuple[str, int]] = ()
+    dropping: int = 0
+    drops: bool | None = False
+    num_notes: int = 0
+    places: Sequence[tuple[int, int]] = ()
+    pipelines: Sequence[int] = ()
 
 
 class StepReport:
@@ -83,42 +106,30 @@ class StepReport:
         self,
         figures: Tensor,
         lr: float,
-        num_tokens: int = 0,
         clock: StepClock | None = None,
-        layers: Sequence[tuple[str, int]] = (),
-        dropping: int = 0,
-        drops: bool | None = False,
-        notes: tuple[int, Callable[[list[float]], None] | None] = (0, None),
-        places: tuple[Sequence[tuple[int, int]], Sequence[int]] = ((), ()),
+        contents: Contents = Contents(),
+        check: Callable[[list[float]], None] | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """``figures``: norm, whether the update was skipped (0 or 1), loss, the tokens of each expert of each of
-        ``layers`` (block, experts), how many were dropped of each of ``dropping`` layers that count it, and the notes
-        of ``runtime.distributed.messages``, on the device. ``drops``: whether a token may find no slot; None: unknown.
-
-        ``notes``: their number, and a function that gets them when figures are read. Raises that function's errors.
-        ``places``: of each rank its (pp, dp), and the first rank of its pipeline. ``scale``: of the loss.
-        """
+        """``figures``: on the device; ``contents`` says which. ``check``: gets the notes when figures are read, which
+        raises its errors. ``scale``: of the loss."""
         self.lr = lr
-        self._num_notes, self._check = notes
-        self._figures, self._num_tokens, self._clock = HostCopy(figures), num_tokens, clock
-        self._layers = tuple(layers)
-        self._dropping, self._drops = dropping, drops
-        self._places, self._pipelines = tuple(places[0]), tuple(places[1])
+        self._figures, self._contents, self._check = HostCopy(figures), contents, check
+        self._clock = clock
         self._scale = None if scale is None else HostCopy(scale)
 
     @cached_property
     def _read(self) -> tuple[float, float, float, list[float]]:
         norm, skipped, loss, *rest = self._figures.numbers()
         if self._check is not None:
-            self._check(rest[-self._num_notes :])
+            self._check(rest[-self._contents.num_notes :])
         return loss, norm, skipped, rest
 
     @cached_property
     def expert_tokens(self) -> dict[str, list[int]]:
         rows = iter(self._read[3])
         found: dict[str, list[int]] = {}
-        for block, size in self._layers:
+        for block, size in self._contents.layers:
             name = block if block not in found else f"{block} #{sum(n.startswith(block) for n in found) + 1}"
             found[name] = [int(n) for _, n in zip(range(size), rows, strict=False)]
         return found
@@ -139,7 +150,8 @@ class StepReport:
     @cached_property
     def told(self) -> Told:
         """Values from all ranks."""
-        return Told.of(self._read[3][-self._num_notes :] if self._num_notes else [])
+        num_notes = self._contents.num_notes
+        return Told.of(self._read[3][-num_notes:] if num_notes else [])
 
     @property
     def stop_requested(self) -> bool:
@@ -156,11 +168,11 @@ class StepReport:
 
     @property
     def slow_rank(self) -> SlowRank | None:
-        return slowest(self.usual_seconds, self._places)
+        return slowest(self.usual_seconds, self._contents.places)
 
     @property
     def bubble(self) -> float | None:
-        return bubble_of(self.told, self._pipelines)
+        return bubble_of(self.told, self._contents.pipelines)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -172,16 +184,17 @@ class StepReport:
 
     @property
     def dropped_share(self) -> float | None:
-        if self._drops is None or not self._layers:
+        contents = self._contents
+        if contents.drops is None or not contents.layers:
             return None
-        num_experts = sum(size for _, size in self._layers)
+        num_experts = sum(size for _, size in contents.layers)
         chosen, rest = self._read[3][:num_experts], self._read[3][num_experts:]
-        return sum(rest[: self._dropping]) / max(sum(chosen), 1.0)
+        return sum(rest[: contents.dropping]) / max(sum(chosen), 1.0)
 
     @property
     def drops(self) -> bool:
         """Whether there are slots that a token may not find, and it is known how many do not."""
-        return bool(self._drops)
+        return bool(self._contents.drops)
 
     @property
     def loss(self) -> float:
@@ -201,7 +214,7 @@ class StepReport:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        return self._num_tokens / self.seconds if self._clock is not None else 0.0
+        return self._clock.num_tokens / self.seconds if self._clock is not None else 0.0
 
     def __repr__(self) -> str:
         fields = ("loss", "grad_norm", "lr", "skipped", "tokens_per_s")
@@ -212,12 +225,7 @@ class StepReport:
         return {
             "lr": self.lr,
             "_read": self._read,
-            "_layers": self._layers,
-            "_dropping": self._dropping,
-            "_drops": self._drops,
-            "_num_notes": self._num_notes,
-            "_places": self._places,
-            "_pipelines": self._pipelines,
+            "_contents": self._contents,
             "loss_scale": self.loss_scale,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,

@@ -12,7 +12,7 @@ from planner import PlanError, plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
 from runtime.profiling.memory import compare_memory
-from runtime.report.step_report import StepReport
+from runtime.report.step_report import Contents, StepReport
 
 MODEL = """
 import torch
@@ -73,7 +73,7 @@ def test_no_imbalance_is_below_one(tmp_path: Path, imbalance: Any) -> None:
 
 def test_a_report_says_how_full_the_fullest_rank_is() -> None:
     figures = torch.tensor([1.0, 0.0, 2.0, 6.0, 2.0, 3.0, 1.0], dtype=torch.float64)
-    report = StepReport(figures, 0.1, layers=[("layers.0", 4)])
+    report = StepReport(figures, 0.1, contents=Contents([("layers.0", 4)]))
     assert report.imbalance_of_ranks(2) == pytest.approx(8 * 2 / 12)
     assert report.imbalance_of_ranks(1) == 1.0
     assert report.imbalance == pytest.approx(6 * 4 / 12)

@@ -13,7 +13,7 @@ from planner import plan
 from runtime import Engine
 from runtime.report.log import Planned, StepRow, make_row
 from runtime.report.progress import format_row
-from runtime.report.step_report import PlanWarning, StepClock, StepReport, warn_of
+from runtime.report.step_report import Contents, PlanWarning, StepClock, StepReport, warn_of
 
 SPEC = {
     "mesh": {"tp": 1},
@@ -66,8 +66,9 @@ def test_other_ranks_are_silent():
 def test_the_figures_of_a_step_are_read_when_asked_for_and_travel_read():
     figures = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
     clock = StepClock(torch.device("cpu"))
+    clock.num_tokens = 100
     clock.stop()
-    report = StepReport(figures, 0.1, 100, clock)
+    report = StepReport(figures, 0.1, clock)
     figures[2] = 0.25  # the device is not done when the report is made
     assert (report.loss, report.grad_norm, report.skipped, report.lr) == (0.25, 2.0, True, 0.1)
     there = pickle.loads(pickle.dumps(report))
@@ -81,7 +82,7 @@ def test_a_step_without_a_batch_tells_no_speed():
 
 def test_the_tokens_of_each_expert_by_layer_and_how_uneven_they_are():
     figures = torch.tensor([2.0, 0.0, 0.5, 4, 4, 4, 4, 6, 0, 1, 1, 0, 0], dtype=torch.float64)
-    report = StepReport(figures, 0.1, layers=[("blocks.0", 4), ("blocks.1", 4), ("blocks.1", 2)])
+    report = StepReport(figures, 0.1, contents=Contents([("blocks.0", 4), ("blocks.1", 4), ("blocks.1", 2)]))
     assert report.expert_tokens == {"blocks.0": [4] * 4, "blocks.1": [6, 0, 1, 1], "blocks.1 #2": [0, 0]}
     assert report.imbalance == 3.0
     assert pickle.loads(pickle.dumps(report)).expert_tokens == report.expert_tokens
@@ -93,7 +94,7 @@ def test_the_tokens_of_each_expert_by_layer_and_how_uneven_they_are():
 @pytest.mark.parametrize(("drops", "share"), [(True, 0.125), (None, None)])
 def test_the_share_of_choices_that_found_no_slot(drops, share):
     figures = torch.tensor([2.0, 0.0, 0.5, 4, 4, 6, 2, 2, 0], dtype=torch.float64)
-    report = StepReport(figures, 0.1, layers=[("blocks.0", 2), ("blocks.1", 2)], dropping=1, drops=drops)
+    report = StepReport(figures, 0.1, contents=Contents([("blocks.0", 2), ("blocks.1", 2)], dropping=1, drops=drops))
     assert (report.dropped_share, report.stop_requested) == (share, False)
     assert pickle.loads(pickle.dumps(report)).dropped_share == share
     row = StepRow(1, 0.5, 2.0, 0.1, 9.0, imbalance=1.5, dropped=share)
@@ -104,16 +105,18 @@ def test_a_row_sets_what_a_step_did_beside_the_plan():
     told = [0.0, 7.0, 7.0, 0.0, 0.0, 3.0, 2.0, 4.0, 3.5, 2.0**30, 2.0**31]  # of two ranks, of one pipeline
     figures = torch.tensor([2.0, 0.0, 0.5, *told], dtype=torch.float64)
     clock = StepClock(torch.device("cpu"))
+    clock.num_tokens = 100
     clock.stop()
     scale = torch.tensor(1024.0)
-    report = StepReport(figures, 0.1, 100, clock, notes=(len(told), None), places=([0, 1], [0, 0]), scale=scale)
+    contents = Contents(num_notes=len(told), places=[(0, 0), (1, 0)], pipelines=[0, 0])
+    report = StepReport(figures, 0.1, clock, contents, scale=scale)
     row = make_row(7, report, Planned(flops=6e9, peak=1e12, bubble=0.25), data_seconds=report.seconds, seconds_left=3.0)
     assert (row.step, row.loss, row.loss_scale, row.seconds_left) == (7, 0.5, 1024.0, 3.0)
     assert row.bubble == pytest.approx(1 - (3 / 4 + 2 / 4) / 2)
     assert (row.planned_bubble, row.memory_bytes, row.data_share) == (0.25, 1 << 31, 0.5)
     assert row.flops_per_s == pytest.approx(6e9 / report.seconds)
     assert row.peak_share == pytest.approx(6e9 / report.seconds / 1e12)
-    bare = make_row(7, StepReport(figures[:3], 0.1, 100, clock), Planned(0.0, 0.0, 0.25))
+    bare = make_row(7, StepReport(figures[:3], 0.1, clock), Planned(0.0, 0.0, 0.25))
     absent = ("bubble", "planned_bubble", "memory_bytes", "flops_per_s", "peak_share", "loss_scale", "seconds_left")
     assert [getattr(bare, name) for name in absent] == [None] * len(absent)
     assert pickle.loads(pickle.dumps(report)).bubble == report.bubble
