@@ -33,7 +33,7 @@ from passes.parameters import LocalParameter
 from passes.partition.sequence.versions import OneRow
 from passes.pieces import CompiledPiece, Piece, Region
 from passes.program.program import BoundaryPlan
-from passes.program.source_lines import where_of
+from passes.program.source_lines import origin_of, where_of
 
 
 @dataclass
@@ -68,8 +68,8 @@ class StageGraph:
     def call(self, like: fx.Node, function: Any, args: tuple[Any, ...], value: Any, kwargs: Any = None) -> fx.Node:
         """A new call at the origin of ``like``; ``value``: a tensor as its result is."""
         new = self.graph.call_function(function, args, kwargs or {})
-        new.meta = {k: v for k, v in like.meta.items() if k in ("origin", "nn_module_stack", "stack_trace")}
-        new.meta |= {"val": value, "grad": False, "placement": like.meta["placement"]}
+        held = {key: like.meta[key] for key in ("origin", "placement")}
+        new.meta = origin_of(like) | held | {"val": value, "grad": False}
         return new
 
 

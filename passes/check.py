@@ -26,7 +26,7 @@ from passes.base import LowerContext, StageGraph, Violation
 from passes.dropout import is_draw
 from passes.gather_weights import aliases_of, buckets_of
 from passes.moe import exchange
-from passes.moe.domain import bare, in_domain
+from passes.moe.domain import in_domain
 from passes.ops import meeting
 from passes.ops.axis import AxisHandle
 from passes.ops.parameter_gate import await_bucket, need_again, need_weights
@@ -34,6 +34,7 @@ from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.partition.type_changes import sent_type
 from passes.parts import calls_in
+from passes.program.builder import bare
 from passes.program.known_values import computed
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.ops.sequence import CALLS

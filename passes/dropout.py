@@ -31,7 +31,7 @@ Leaves:  no op that draws from the default generator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,6 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import Builder
 from passes.ops.dropout import (
     OWN_ATTENTION,
     Ranges,
@@ -59,6 +58,7 @@ from passes.ops.dropout import (
 from passes.partition.batch.mixing import batch_runs
 from passes.partition.sequence import facts
 from passes.partition.sequence.partition import scores_of
+from passes.program.builder import Builder
 from passes.program.ops.aten import aten, is_random, named, ops_named, shape_of
 from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
 from passes.program.program import Program
@@ -131,8 +131,8 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
     if node.target is exchange.name_rows:
         return graph.call_function(row_names, (random, place_of(draw, node, context), torch.device(context.device)))
     if node.target is exchange.drop_rows:
-        rows, p, names, sites = node.args
-        assert isinstance(sites, Sequence)
+        args: Any = node.args
+        rows, p, names, sites = args
         draw = replace(draw, site=sites[context.place.get("ep", 0)])
         place = place_of(draw, node, context, first=len(shape_of(node)) - len(draw.shape))
         return graph.call_function(dropout_of_rows, (rows, p, random, place, names))

@@ -31,6 +31,7 @@ from passes.partition.typings.base import Option
 from passes.partition.writer import local_arguments
 from passes.program.ops.aten import aten, position_of, shape_of
 from passes.program.ops.groups import Ops
+from passes.program.source_lines import origin_of
 from passes.program.walks import last_of_header
 from passes.program.weights import is_weight
 from passes.types.types import P, Placement, R
@@ -291,7 +292,7 @@ class _Writer:
         is_counted = self.context.tp.rank == 0
         given = (value, self.rows.dtype, handle, int(node.meta["val"].shape[-1]), is_counted)
         new = self.graph.call_function(last_row, given)
-        new.meta = {k: v for k, v in local.meta.items() if k in ("origin", "nn_module_stack", "stack_trace")}
+        new.meta = origin_of(local) | {"origin": local.meta["origin"]}
         return new
 
     def _axis(self) -> fx.Node:

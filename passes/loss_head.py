@@ -28,6 +28,7 @@ from passes.base import LowerContext, StageGraph
 from passes.ops import collectives, context, loss_head
 from passes.ops.loss_head import LOG_P, ROW, Wanted, own_places, part_of_places
 from passes.partition.loss.scored import Pick, PlaceWriter, find_scored, is_over_classes
+from passes.program.builder import prune
 from passes.program.ops.aten import aten
 from passes.types.types import I
 
@@ -55,7 +56,7 @@ def add_loss_head(want: str) -> Callable[[StageGraph, LowerContext], None]:
         *names, of_loss = output.meta["names"]
         if want == LOG_P:
             output.args, output.meta["names"] = ((*sent, whole),), (*names, "log_probs")
-            stage.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+            prune(stage.graph)
             stage.env = {name: node for name, node in stage.env.items() if node in set(stage.graph.nodes)}
         else:
             output.args, output.meta["names"] = ((*sent, whole, loss),), (*names, "scores", of_loss)

@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 from passes.base import LowerContext, StageGraph
 from passes.ops.collectives import g
 from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
+from passes.program.builder import prune
 from passes.program.ops.aten import arguments, aten
 from passes.program.ops.groups import RESHAPES, WITH_WEIGHT, Ops
 
@@ -106,7 +107,7 @@ def place(graph: fx.Graph, device: torch.device) -> None:
 
 def drop_unread(stage: StageGraph, context: LowerContext) -> None:
     """Remove nodes without readers; arguments stay, as the runtime passes them by position."""
-    stage.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    prune(stage.graph)
 
 
 def loses_logits(node: fx.Node) -> bool:

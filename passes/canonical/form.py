@@ -28,6 +28,7 @@ from passes.canonical.layout import LAYOUT
 from passes.canonical.products import PRODUCTS
 from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
+from passes.program.builder import prune
 from passes.program.ops.aten import aten, nodes_in
 from passes.program.ops.groups import FILLED
 from passes.program.ops.own_backward import OWN_BACKWARD, OwnBackward, recorded
@@ -57,15 +58,10 @@ def canonicalize(
     by_name = {node.name: node for node in source.graph.nodes}
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
     module = Unwritten(torch.nn.Module(), writer.graph)
-    prune(module)
+    prune(module.graph)
     if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
-        prune(module)
+        prune(module.graph)
     return module
-
-
-def prune(module: fx.GraphModule) -> None:
-    """Drop nodes without readers; random ops are not kept for their side effect on the generator."""
-    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 
 class _Writer:

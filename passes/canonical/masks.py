@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.canonical.form import prune
+from passes.program.builder import prune
 from passes.program.known_values import Constants
 from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.ops.groups import ANDS, ORS, SAME, WITH_SIZES
@@ -47,7 +47,7 @@ def simplify_masks(program: Program) -> None:
             _replace(node, meanings[mask] == "causal")
             program.rewrites.append((f"the attention mask is {meanings[mask]}", where_of(node)))
     if any(meanings.values()):
-        prune(program.graph)
+        prune(program.graph.graph)
         program.graph_changed()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonical.form import prune
+from passes.program.builder import prune
 from passes.program.ops.aten import aten, packet_of
 from passes.program.program import Program
 from passes.program.source_lines import origin_of, where_of
@@ -55,7 +55,7 @@ def fuse_norms(program: Program) -> None:
         line = where_of(norm.results[0])
         program.rewrites.append((f"an RMS norm in {norm.num_ops} ops is aten.rms_norm (fuse_norms)", line))
     if found:
-        prune(program.graph)
+        prune(program.graph.graph)
         program.graph_changed()
 
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder, Domain, domain_of, erase_unread
+from passes.moe.domain import ROWS, STACK, Domain, domain_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, check_draws
 from passes.moe.opening import (
     MIXED,
@@ -43,6 +43,7 @@ from passes.moe.opening_branches import BranchOpening, SlotBranchOpening
 from passes.moe.opening_pairs import PairOpening
 from passes.moe.ties import is_grouped, is_number, is_product, lookup
 from passes.moe.tokens_once import send_tokens_once
+from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of

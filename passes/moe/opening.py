@@ -29,9 +29,10 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder, Domain, erase_unread
+from passes.moe.domain import ROWS, STACK, Domain
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.moe.routing import Routing
+from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of

@@ -28,11 +28,12 @@ from torch import fx
 from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.branch_facts import Chosen, check_hidden, end_of, hides_nothing
-from passes.moe.domain import ROWS, Builder, Domain, erase_unread
+from passes.moe.domain import ROWS, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight, check_draws
 from passes.moe.opening import MIXED, Exchange, Layers, Opening, SlotExchange, made_of
 from passes.moe.ties import Pick, pick_of, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
+from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, named, shape_of, without_reshapes
 from passes.program.ops.groups import JOINS, LAID_OUT, PRODUCTS
 from passes.program.program import Program

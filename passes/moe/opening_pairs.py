@@ -15,12 +15,13 @@ from math import prod
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.domain import STACK, Builder, Domain
+from passes.moe.domain import STACK, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, check_draws
 from passes.moe.opening import OF_STACKS, Exchange, Layers, Opening, made_of, stacks_of
 from passes.moe.pair_ops import HeldRows, PairOps, stack_of
 from passes.moe.ties import is_number, lookup
 from passes.moe.token_rows import Counts, Layout, Part, followed
+from passes.program.builder import Builder
 from passes.program.ops.aten import aten, is_random, packet_of, reduced_dims, shape_of
 from passes.program.ops.groups import PRODUCTS
 from passes.program.program import Program

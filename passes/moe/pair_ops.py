@@ -17,10 +17,11 @@ import torch
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder, Domain, arguments_with
+from passes.moe.domain import ROWS, STACK, Domain
 from passes.moe.layers import Refusal
 from passes.moe.opening import Exchange
 from passes.moe.token_rows import Counts, Layout, Part, followed, sizes_of
+from passes.program.builder import Builder, arguments_with
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import PRODUCTS, VIEWS
 from passes.rules.call import operands_of

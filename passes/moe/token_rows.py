@@ -28,8 +28,9 @@ from torch import Tensor, fx
 
 from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import ROWS, Builder, Domain, arguments_with, domain_of
+from passes.moe.domain import ROWS, Domain, domain_of
 from passes.moe.layers import Refusal, check_draws
+from passes.program.builder import Builder, arguments_with
 from passes.program.ops.aten import aten, is_random, shape_of
 from passes.program.ops.groups import WITH_SIZES
 from passes.program.program import Program

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
-from passes.moe.domain import ROWS, STACK, Builder, erase_unread
+from passes.moe.domain import ROWS, STACK
 from passes.moe.layers import ExpertLayer
 from passes.moe.opening import Opening
 from passes.moe.routing import Routing
+from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import CASTS, RESHAPES
 from passes.program.program import Program

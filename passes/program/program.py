@@ -23,9 +23,9 @@ from passes.errors import Where
 # they rewrite nodes. All other code reads them.
 META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
-    "inferred": "of an op without a rule: the pattern that trials show (capture.inferred_rules)",
+    "inferred": "of an op without a rule: the pattern that trials show (planner.capture.inferred_rules)",
     "grad": "whether a gradient of the loss may flow through it",
-    "stopped": "whether its gradient stops at a detach that stands below it (capture.canonical.stopped)",
+    "stopped": "whether its gradient stops at a detach that stands below it (passes.canonical.stopped)",
     "parameter": "of a placeholder: the user's dotted name of the parameter",
     "known": "of a placeholder: whether it is a buffer or a constant",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
@@ -35,9 +35,9 @@ META = {
     "state": "of a call in the recording of a forward: the modes that it ran under",
     "nn_module_stack": "modules that computed it, as recorded by torch.export",
     "stack_trace": "source lines that computed it, as recorded by torch.export",
-    "domain": "of a value among experts: which of its dims count experts or rows (experts.domain)",
-    "draw": "of a call that draws: which element of which sample its numbers are for (types.draw)",
-    "has_scores": "of a product: whether it is one of attention (placement.scores)",
+    "domain": "of a value among experts: which of its dims count experts or rows (passes.moe.domain)",
+    "draw": "of a call that draws: which element of which sample its numbers are for (passes.types.types.Draw)",
+    "has_scores": "of a product: whether it is one of attention (planner.placement.attention)",
 }
 # Further keys that lowering writes into the graphs of stages.
 STAGE_META = {

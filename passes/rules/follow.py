@@ -47,21 +47,10 @@ def tied(
 
 
 def tied_dims(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """(value, dim) of the same that are whole dims. A dim of size 1, as of one slot, has no positions to compare: it is
-    the same as those of its factor.
-    """
+    """(value, dim) of the same that are whole dims."""
     size = shape_of(node)[dim]
-    if size != 1:
-        found = tied(call, node, (dim, 1), size)
-        return list(dict.fromkeys((n, d) for n, (d, inner) in found if inner == 1 and shape_of(n)[d] == size))
-    if (rule := rule_of(call)) is None:
-        return []
-    values = dict(enumerate(operands_of(call))) | {RESULT: call}
-    factors = [rule.sole(i, dim) for i, value in values.items() if value is node]
-    places = [
-        p for factor in factors if factor is not None for p in factor.places if shape_of(values[p.operand])[p.dim] == 1
-    ]
-    return list(dict.fromkeys((values[p.operand], p.dim) for p in places if values[p.operand] is not node))
+    found = tied(call, node, (dim, 1), size)
+    return list(dict.fromkeys((n, d) for n, (d, inner) in found if inner == 1 and shape_of(n)[d] == size))
 
 
 def follow(

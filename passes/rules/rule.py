@@ -76,11 +76,12 @@ class OpRule:
 
     def carried(self, source: int, dim: int, inner: int, size: int, target: int) -> tuple[int, int] | None:
         """(dim, inner) in another operand, or in the result, of the things that (position // inner) % size counts in
-        ``dim`` of ``source``; None if they are missing, or not together."""
+        ``dim`` of ``source``; None if they are missing, or not together. One thing alone is that of a factor of one.
+        """
         step, end, found = 1, inner * size, []
         for factor in self.along(source, dim):
             first, last = max(inner, step), min(end, step * factor.size)
-            if first < last:
+            if first < last or factor.size == size == 1:
                 place = factor.at(target)
                 if place is None or first % step or last % first or step * factor.size % last:
                     return None

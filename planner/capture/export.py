@@ -19,10 +19,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 
-from passes.canonical.form import canonicalize, prune
+from passes.canonical.form import canonicalize
 from passes.canonical.side_calls import order_side_calls
 from passes.errors import PlanError, Where, refusing
 from passes.partition.typings.table import has_rule
+from passes.program.builder import prune
 from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -300,7 +301,7 @@ def _keep_only_the_loss(program: Program) -> None:
     name = next(n for n, position in program.outputs.items() if output.args[0][position].name == program.loss)  # pyright: ignore
     output.args = ((program.node(program.loss),),)
     program.outputs = {name: 0}
-    prune(program.graph)
+    prune(program.graph.graph)
     refuse_numbers_from_tensors(program.graph)
 
 

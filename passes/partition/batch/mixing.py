@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from passes.program.known_values import SHAPE_READERS
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
@@ -190,7 +190,7 @@ def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
         for run in flow[operand] or ():
             carried = _carried(rule, i, run, node)
             if carried is None and i not in rule.unread:
-                return frozenset((d, 1, n) for d, n in enumerate(_shape(node)))
+                return frozenset((d, 1, n) for d, n in enumerate(shape_of(node)))
             found |= carried or set()
     return frozenset(found)
 
@@ -210,15 +210,10 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
             if place is None:
                 return None
             even = first % step == 0 and last % first == 0 and end % last == 0 and first % distance == 0
-            whole = (place.dim, 1, _shape(node)[place.dim])
+            whole = (place.dim, 1, shape_of(node)[place.dim])
             found.add((place.dim, place.inner * (first // step), last // first) if even else whole)
         step = end
     return found
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta["val"]
-    return tuple(int(n) for n in (value if isinstance(value, Tensor) else value[0]).shape)
 
 
 def follows_batch(program: Program) -> set[fx.Node]:

@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from passes.canonical.products import NOTHING_IGNORED
-from passes.moe.domain import bare
 from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
+from passes.program.builder import bare
 from passes.program.ops.aten import arguments, aten, named, packet_of, tensors_of
 from passes.program.ops.groups import LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data

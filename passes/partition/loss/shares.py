@@ -53,6 +53,7 @@ from passes.partition.loss.kinds import (
     whole,
 )
 from passes.partition.loss.scaling import Scaling, corrected, widen
+from passes.program.builder import prune
 from passes.program.known_values import Constants
 from passes.program.ops.aten import arguments, aten, cut_of, splits
 from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
@@ -93,7 +94,7 @@ def share_loss(
     program.graph.graph.output_node().args = ((share,),)
     program.loss = share.name
     rewriter.counts.finish()
-    program.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    prune(program.graph.graph)
     program.graph.recompile()
     program.graph_changed()
     is_shared = num_microbatches > 1 or terms.counts is not None

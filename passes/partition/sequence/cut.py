@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import Where
-from passes.moe.domain import Builder, erase_unread
 from passes.moe.layers import Experts
 from passes.partition.loss.counts import rows_that_count
 from passes.partition.loss.kinds import MEAN, SUM
@@ -42,6 +41,7 @@ from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import sort_plainly
 from passes.partition.sequence.types import decide_types
 from passes.partition.typings.base import Form, Option, Site
+from passes.program.builder import Builder, erase_unread
 from passes.program.known_values import computed, is_made_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of, value_bytes
 from passes.program.ops.groups import CROSS_ENTROPIES

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.moe.domain import COPIED, Builder
 from passes.partition.sequence.facts import Types
 from passes.partition.sequence.versions import Made, as_version, versions_of
 from passes.partition.typings.base import Form, Option
 from passes.partition.writer import Rewrite, Scene, convert, rewrite
+from passes.program.builder import Builder
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
+from passes.program.source_lines import origin_of
 from passes.types.types import P, Placement, R
 
 
@@ -139,8 +140,7 @@ def converted(value: fx.Node, before: Placement, after: Placement, cp: int) -> f
         made = value.graph.call_function(sum_over_ranks, (value, cp))
     else:
         made = value.graph.call_function(aten.mul.Tensor, (value, 1 / cp))
-    made.meta = {key: value.meta[key] for key in (*COPIED, "val", "grad") if key in value.meta}
-    made.meta["placement"] = after
+    made.meta = origin_of(value) | {"val": value.meta["val"], "grad": value.meta["grad"], "placement": after}
     return made
 
 
@@ -178,8 +178,7 @@ def resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _with_value(node: fx.Node, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    node.meta = {key: like.meta[key] for key in COPIED if key in like.meta}
-    node.meta |= {"val": resized(like.meta["val"], shape), "grad": like.meta["grad"]}
+    node.meta = origin_of(like) | {"val": resized(like.meta["val"], shape), "grad": like.meta["grad"]}
     return node
 
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
-from passes.moe.domain import Builder, erase_unread
 from passes.moe.layers import Dispatch, Experts
 from passes.moe.opening import Exchange
 from passes.moe.routing import Routing
 from passes.partition.sequence.facts import no_typing
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.typings.base import Form, Option, Site
+from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, packet_of, shape_of
 from passes.program.ops.groups import is_grouped
 from passes.program.program import Program

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import fx
 
-from passes.program.ops.aten import ops_named
+from passes.program.ops.aten import ops_named, shape_of
 from passes.program.ops.own_backward import adds_up
 from passes.rules.rule import OpRule
 from passes.rules.table import rule_of
@@ -124,9 +123,7 @@ class Site:
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
         """Global shape of an input, or of the output; of a tuple-valued node the first tensor's."""
-        val = (node or self.node).meta["val"]
-        val = val if isinstance(val, torch.Tensor) else val[0]
-        return tuple(int(n) for n in val.shape)
+        return shape_of(node or self.node)
 
     def candidates(self, node: fx.Node | None = None) -> list[Placement]:
         """The cuts (V types) under discussion for an input, or for the output, in a fixed order."""
