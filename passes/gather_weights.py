@@ -33,6 +33,7 @@ import torch
 from torch import fx
 
 from passes.base import LowerContext, StageGraph
+from passes.moe import exchange
 from passes.ops.parameter_gate import Units, await_bucket, need_again, need_weights
 from passes.ops.recompute import MARKS, begin_block, end_block
 from passes.ops.region import run_piece
@@ -134,7 +135,7 @@ def may_alias(node: fx.Node) -> bool:
     """Whether a call may give memory of an argument: a view, an op that copies only if it must, an identity."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(value.alias_info is not None for value in node.target._schema.returns)
-    return node.target is operator.getitem or "change" in node.meta
+    return node.target in (operator.getitem, exchange.with_gradient) or "change" in node.meta
 
 
 def _read_by(node: fx.Node, places: Aliases) -> frozenset[tuple[int, int]]:

@@ -11,6 +11,7 @@
     y = combine(rows, token, here, t, dtype)  [t, …]        of each token the sum of its rows
     own = share(w)                            w            a weight of no expert, as a branch of one reads it
     own = own_member(w, …)                    w            of weights on one rank of ep each, the one that is here
+    own = with_gradient(own)                  w            of such of which some are frozen: all ranks run one backward
     own = own_slices(v, dim)                  v            of a value of all experts, those of the experts here
     names = name_rows(t)                      [t, 2]        sample and place of each token, by which its draws are named
     drop_rows(rows, p, names, sites)          [m, …]        dropout of rows by their names, wherever they are
@@ -87,6 +88,14 @@ def own_member(*weights: Tensor) -> Tensor:
     return weights[0]
 
 
+def with_gradient(weight: Tensor) -> Tensor:
+    """A weight that trains on some ranks. Where it is frozen it gets a gradient too, and drops it: the backward of each
+    rank has the exchanges of all.
+    """
+    is_frozen = torch.is_grad_enabled() and not weight.requires_grad
+    return weight.detach().requires_grad_() if is_frozen else weight
+
+
 def own_slices(value: Tensor, dim: int) -> Tensor:
     """Those of this rank's experts, of a value of all experts that every rank has."""
     return value
@@ -150,5 +159,5 @@ OF_SLOTS = (send_slots, return_slots)
 EXCHANGES = (meet, *MOVING, *OF_TOKENS, *OF_SLOTS)
 
 # those that give the same again for the same arguments, so that a backward may recompute them
-OF_ONE_RANK = (grouped_mm, part, join, own_slices, slots_of, ends_of, ids_of, drop_rows)
+OF_ONE_RANK = (grouped_mm, part, join, own_slices, slots_of, ends_of, ids_of, drop_rows, with_gradient)
 REPEATABLE = frozenset((*MOVING, *OF_TOKENS, *OF_SLOTS, *OF_ONE_RANK))

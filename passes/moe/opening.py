@@ -57,8 +57,7 @@ class Opening:
     FIX = ""  # what to write instead
 
     def __init__(self, program: Program, layer: ExpertLayer, layers: Layers = (), mesh: Sizes | None = None) -> None:
-        ep, self.etp = (1, 1) if mesh is None else (mesh.ep, mesh.etp)
-        self.num_here, self.alone = layer.num_experts // ep, mesh is None
+        self.num_here, self.alone = layer.num_experts // (1 if mesh is None else mesh.ep), mesh is None
         self.program, self.graph, self.layer = program, program.graph.graph, layer
         self.apart = _apart_from(program, layer, layers)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)

@@ -25,7 +25,6 @@ from itertools import chain
 
 from torch import fx
 
-from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.branch_facts import Chosen, check_hidden, end_of, hides_nothing
 from passes.moe.domain import ROWS, Domain
@@ -37,7 +36,6 @@ from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, named, shape_of, without_reshapes
 from passes.program.ops.groups import JOINS, LAID_OUT, PRODUCTS
 from passes.program.program import Program
-from passes.program.source_lines import where_of
 from passes.program.walks import between
 from passes.program.weights import is_weight
 from passes.rules.follow import stays_zero
@@ -78,20 +76,21 @@ class _LoopOpening(Opening):
 
     def own_members(self, place: fx.Node, number: int) -> dict[fx.Node, fx.Node]:
         """The parameters of one of the rank's experts, each with its likes on all ranks: read by what is made of it,
-        and to be read by the branch. ``place``: where it is read at the latest."""
+        and to be read by the branch. ``place``: where it is read at the latest.
+
+        Values of the branch have a gradient if those of any of its likes do.
+        """
+        for node, *likes in zip(*self.bodies[number :: self.num_here], strict=False):
+            node.meta["grad"] |= any(like.meta["grad"] for like in likes)
         found: dict[fx.Node, fx.Node] = {}
         for weight in self.layer.weights if self.num_here < self.layer.num_experts else ():
             if weight.dim < 0:
-                own, *others = members = [self.program.node(name) for name in weight.nodes[number :: self.num_here]]
-                if self.etp > 1 and len({bool(n.meta["grad"]) for n in members}) > 1:
-                    raise PlanError(
-                        f"over etp = {self.etp}, experts on different ep ranks would run different collectives",
-                        where=where_of(self.bodies[number][0]),
-                        fix="set mesh.etp: 1, or train all weights of every expert",
-                    )
+                own, *others = [self.program.node(name) for name in weight.nodes[number :: self.num_here]]
                 made = [n for n in own.users if n in self.weights[number] and n.target is not exchange.own_member]
                 build = Builder(self.graph, min([*made, place]), self.bodies[number][0])
                 found[own] = build.call(exchange.own_member, own, *others, domain=Domain())
+                if len({bool(n.meta["grad"]) for n in (own, *others)}) > 1:
+                    found[own] = build.call(exchange.with_gradient, found[own], domain=Domain())
                 for node in made:
                     node.replace_input_with(own, found[own])
         return found

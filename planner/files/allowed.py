@@ -50,7 +50,7 @@ ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.typings.base": "Form
 FUNCTIONS = {
     "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
     "ends_of give_back grouped_mm ids_of join name_rows own_member own_slices part return_slots send_slots share "
-    "slots_of",
+    "slots_of with_gradient",
     "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows over_data "
     "sum_over_ranks",
 }

@@ -35,7 +35,7 @@ def share(site: Site) -> Iterator[Option]:
 
 
 def own_member(site: Site) -> Iterator[Option]:
-    """The weights of all experts are cut alike."""
+    """The weights of all experts are cut alike; with_gradient likewise."""
     for cut in dict.fromkeys(cut for node in (site.node, *site.inputs) for cut in site.candidates(node)):
         yield site.option(cut, dict.fromkeys(site.inputs, cut), Form.PARTS)
 
@@ -73,7 +73,7 @@ COVERS = (
     Covers(dispatch, targets=(exchange.dispatch, exchange.dispatch_tokens, exchange.send_slots), gives={Form.ROWS}),
     Covers(drop_rows, targets=(exchange.drop_rows,)),
     Covers(join, targets=(exchange.join,)),
-    Covers(own_member, targets=(exchange.own_member,)),
+    Covers(own_member, targets=(exchange.own_member, exchange.with_gradient)),
     Covers(share, targets=(exchange.share, exchange.own_slices), gives=frozenset()),
     Covers(give_back, targets=(exchange.give_back, exchange.combine, exchange.return_slots), gives={Form.ROWS}),
 )
