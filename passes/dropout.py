@@ -271,7 +271,7 @@ def spell_out_attention(program: Program) -> None:
 def _spelled(build: Builder, given: dict[str, Any]) -> fx.Node:
     q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     if given.get("enable_gqa"):
-        k, v = (_repeated(build, x, shape_of(q)[-3] // shape_of(x)[-3]) for x in (k, v))
+        k, v = (build.repeated(x, len(shape_of(x)) - 3, shape_of(q)[-3] // shape_of(x)[-3]) for x in (k, v))
     scores = scores_of(build, q, k, given["scale"])
     if given["is_causal"]:
         mask = _triangle(build, scores)
@@ -298,12 +298,3 @@ def _triangle(build: Builder, scores: fx.Node) -> fx.Node:
         for shape in ([rows, 1], [1, columns])
     ]
     return build.call(aten.ge.Tensor, *places)
-
-
-def _repeated(build: Builder, x: fx.Node, times: int) -> fx.Node:
-    """Each key head for all the query heads that read it."""
-    *outer, heads, size, width = shape_of(x)
-    apart = build.call(aten.reshape.default, x, [*outer, heads, 1, size, width])
-    shape = [*outer, heads, times, size, width]
-    spread = build.call(aten.expand.default, apart, shape)
-    return build.call(aten.reshape.default, spread, [*outer, heads * times, size, width])

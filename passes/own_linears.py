@@ -85,12 +85,14 @@ def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
     return value, weight, bias
 
 
-def _held(reader: fx.Node, x: fx.Node) -> tuple[Any, Any] | None:
-    """(weight, bias) of a product of ``x`` with a parameter; None for anything else."""
-    value, weight, bias = operands(reader) or (None, None, None)
-    held = [n for n in (weight, bias) if n is not None]
-    is_product = value is x and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
-    return (weight, bias) if is_product else None
+def _held(reader: fx.Node, x: fx.Node | None = None) -> tuple[Any, Any] | None:
+    """(weight, bias) of a product of ``x``, or of any value, with a parameter of its own; None for anything else: a
+    weight that is cast or sliced before stays with autograd.
+    """
+    value, *held = operands(reader) or (None, None, None)
+    is_held = all(n is None or (isinstance(n, fx.Node) and n.op == "get_attr") for n in held)
+    is_product = isinstance(value, fx.Node) and x in (value, None) and is_held
+    return (held[0], held[1]) if is_product else None
 
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
@@ -98,7 +100,7 @@ def own_linears(stage: StageGraph, context: LowerContext) -> None:
     owner, home = owners(stage, context), homes(context.regions)
     for node in stage.graph.nodes:
         _regroup(node)
-    found = [n for n in stage.graph.nodes if n.target in PRODUCTS or _is_product(n)]
+    found = [n for n in stage.graph.nodes if n.target in PRODUCTS or (_held(n) and not n.meta["val"].dtype.is_complex)]
     for node in found:
         at_once = region_of(node, owner) is not None or _reads_a_graph(node, stage, context, home)
         handle = AtOnce(context.weight_gradients) if at_once else context.weight_gradients
@@ -138,16 +140,6 @@ def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home
         return False
     lowering = context.lowering
     return lies_in_a_graph(lowering.program.node(name), stage.index, lowering.stages, lowering.sizes.pp_rank_of, home)
-
-
-def _is_product(node: fx.Node) -> bool:
-    """A product with a real weight of its own: a weight that is cast or sliced before stays with autograd."""
-    parts = operands(node)
-    if parts is None or node.meta["val"].dtype.is_complex:
-        return False
-    value, weight, bias = parts
-    held = [n for n in (weight, bias) if n is not None]
-    return isinstance(value, fx.Node) and all(isinstance(n, fx.Node) and n.op == "get_attr" for n in held)
 
 
 def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:

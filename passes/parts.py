@@ -71,7 +71,7 @@ def _call_region(root: nn.Module, graph: fx.Graph, region: Region, members: Sequ
     held = [v for v in read if v.op == "get_attr"]
     given = [v for v in read if v.op != "get_attr"]
     left = [node for node in members if any(user not in inside for user in node.users)]
-    through = [i for i, v in enumerate(given) if _key(v) in region.through]
+    through = [i for i, v in enumerate(given) if key_of_value(v) in region.through]
     call = RegionCall(
         region.index,
         module_of(members, [*given, *held], left),
@@ -89,11 +89,11 @@ def _call_region(root: nn.Module, graph: fx.Graph, region: Region, members: Sequ
 
 
 def _planned(listed: dict[Any, BoundaryPlan], node: fx.Node) -> BoundaryPlan:
-    assert _key(node) in listed, f"{node.name} crosses the border of a region, and the plan does not list it"
-    return listed[_key(node)]
+    assert key_of_value(node) in listed, f"{node.name} crosses the border of a region, and the plan does not list it"
+    return listed[key_of_value(node)]
 
 
-def _key(node: fx.Node) -> tuple[str, Placement]:
+def key_of_value(node: fx.Node) -> tuple[str, Placement]:
     """The captured name of a value, and the type in which it is here."""
     change = node.meta.get("change")
     return node.meta["origin"] if change is None else change.value, node.meta["placement"]

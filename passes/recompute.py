@@ -13,7 +13,6 @@ Leaves:  one call for each piece of the stage that frees a value, and its rerun.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from passes.ops.recompute import (
     watch_inside,
 )
 from passes.ops.region import run_piece
-from passes.parts import comes_of_region, regions_in
+from passes.parts import comes_of_region, key_of_value, regions_in
 from passes.pieces import Piece, PieceHomes
 from passes.program.ops.aten import tensors_of
 from passes.program.walks import walk
@@ -87,82 +86,61 @@ class _Part:
             return False
         return not self.piece.insides.isdisjoint(ops_of(node)) and _computes(node)
 
-    def has(self, keys: frozenset[Any], node: fx.Node) -> bool:
-        """Whether a node is one of the captured values with their types."""
-        change = node.meta.get("change")
-        return (node.meta["origin"] if change is None else change.value, node.meta["placement"]) in keys
-
 
 def _let_go(part: _Part, context: LowerContext) -> None:
-    members, piece = part.members(), part.piece
-    summed = {n.all_input_nodes[0] for n in members if n.target is g and n.args[2:] == (True,)}
-    tensors = [n for n in members if _is_tensor(n) and n not in summed]
-    firsts = (next((n for n in tensors if part.has(keys, n)), None) for keys in piece.needed)
-    dropped = sorted(n for n in firsts if n is not None)
-    insides = [n for n in members if part.has_insides(n)]
-    kept = {n for n in tensors if part.has(piece.kept, n)}
-    overwriting = [n for n in members if not piece.overwrites.isdisjoint(ops_of(n))]
-    rerun = _Rerun(members, dropped, insides, kept, overwriting)
-    if not dropped and not insides:
+    rerun = _Rerun(part)
+    if not rerun.dropped and not rerun.insides:
         return
     axes = [context.tp, context.data, *context.axes.values()]
-    name = f"recompute_{piece.index}"
+    name = f"recompute_{part.piece.index}"
     setattr(part.root, name, BlockCall(name, rerun.module(), context.random, axes))
-    _mark(part.graph, name, members, insides, dropped, rerun.sources)
+    _mark(part.graph, name, rerun)
 
 
-def _mark(
-    graph: fx.Graph,
-    name: str,
-    members: Sequence[fx.Node],
-    insides: Sequence[fx.Node],
-    dropped: Sequence[fx.Node],
-    sources: Sequence[fx.Node],
-) -> None:
+def _mark(graph: fx.Graph, name: str, rerun: _Rerun) -> None:
+    members = rerun.members
     with graph.inserting_before(next(iter(graph.nodes))):
         handle = graph.create_node("get_attr", name)
     with graph.inserting_before(members[0]):
         graph.call_function(begin_block, (handle,))
-    for number, node in enumerate(insides):
+    for node, number in rerun.insides.items():
         inputs: Any = list(node.all_input_nodes)
         with graph.inserting_before(node):
             graph.call_function(watch_inside, (handle, number, inputs))
         with graph.inserting_after(node):
             graph.call_function(unwatch_inside, (handle,))
-    last: Any = members[-1].next if members[-1] in insides else members[-1]
+    last: Any = members[-1].next if members[-1] in rerun.insides else members[-1]
     with graph.inserting_after(last):
-        graph.call_function(end_block, (handle, list(dropped), list(sources)))
+        graph.call_function(end_block, (handle, list(rerun.dropped), list(rerun.sources)))
 
 
 class _Rerun:
-    """The graph that recomputes ``dropped`` and reruns ``insides``, made of copies of the members that they need.
-
-    ``overwriting``: members that overwrite what they read: the backward reads their values, not the earlier ones.
-    ``sources``: its inputs, in the order of its arguments.
+    """The graph that recomputes ``dropped`` and reruns ``insides`` (with their numbers), made of copies of the
+    ``members`` of a part that they need. ``sources``: its inputs, in the order of its arguments.
     """
 
-    def __init__(
-        self,
-        members: Sequence[fx.Node],
-        dropped: Sequence[fx.Node],
-        insides: Sequence[fx.Node],
-        kept: set[fx.Node],
-        overwriting: Sequence[fx.Node],
-    ) -> None:
-        self.dropped, self.number = dropped, {node: number for number, node in enumerate(insides)}
-        inner = set(members) - kept
+    def __init__(self, part: _Part) -> None:
+        piece, members = part.piece, part.members()
+        summed = {n.all_input_nodes[0] for n in members if n.target is g and n.args[2:] == (True,)}
+        tensors = [n for n in members if _is_tensor(n) and n not in summed]
+        firsts = (next((n for n in tensors if key_of_value(n) in keys), None) for keys in piece.needed)
+        insides = [n for n in members if part.has_insides(n)]
+        self.members, self.dropped = members, sorted(n for n in firsts if n is not None)
+        self.insides = {node: number for number, node in enumerate(insides)}
+        # They overwrite what they read: the backward reads their values, not the earlier ones.
+        overwriting = [n for n in members if not piece.overwrites.isdisjoint(ops_of(n))]
+        inner = set(members) - {n for n in tensors if key_of_value(n) in piece.kept}
         # One of several results of a call outside is read itself: to hold the call's tuple would hold all of them.
         inner -= {n for n in inner if n.target is operator.getitem and n.args[0] not in inner}
-        targets = [*dropped, *overwriting, *(n for n in insides if n.target not in OF_SHAPE_ALONE)]
+        targets = [*self.dropped, *overwriting, *(n for n in insides if n.target not in OF_SHAPE_ALONE)]
         needed = set(walk(targets, lambda node: [v for v in node.all_input_nodes if v in inner]))
         self.blank = {n for n in insides if n not in needed}
         self.nodes = [n for n in members if n in needed or n in self.blank]
-        made = set(needed)
         read = dict.fromkeys(
             v
             for n in self.nodes
             for v in n.all_input_nodes
-            if v not in made and (n not in self.blank or not _is_tensor(v))
+            if v not in needed and (n not in self.blank or not _is_tensor(v))
         )
         self.sources = list(read)
 
@@ -173,7 +151,7 @@ class _Rerun:
             env[node] = graph.placeholder(node.name)
             env[node].meta = dict(node.meta)
         for node in self.nodes:
-            if node not in self.number:
+            if node not in self.insides:
                 env[node] = graph.node_copy(node, lambda n: env[n])
                 continue
             copy = self._inside(graph, rerun, node, env)
@@ -184,7 +162,7 @@ class _Rerun:
 
     def _inside(self, graph: fx.Graph, rerun: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         """The op between two calls that watch it, with the first one's results as inputs."""
-        number, inputs = self.number[node], list(node.all_input_nodes)
+        number, inputs = self.insides[node], list(node.all_input_nodes)
         if node in self.blank:
             given = [None if _is_tensor(v) else env[v] for v in inputs]
             leaves = graph.call_function(blank_inputs, (rerun, number, given))

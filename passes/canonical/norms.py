@@ -20,12 +20,11 @@ import torch
 from torch import fx
 
 from passes.program.builder import prune
-from passes.program.ops.aten import aten, packet_of
+from passes.program.ops.aten import HALF, aten, packet_of
 from passes.program.program import Program
 from passes.program.source_lines import origin_of, where_of
 
 _WIDE = (torch.float32, torch.float64)
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
     back = tuple(product.users)
     is_back = all(u.target is aten.to.dtype and u.args[1:] == (given,) and not u.kwargs for u in back)
     own = all(user is product or _is_square(user, v) for user in v.users)
-    return SpelledNorm(x, eps, back, 7) if given in _HALF and back and is_back and own else None
+    return SpelledNorm(x, eps, back, 7) if given in HALF and back and is_back and own else None
 
 
 def _eps_of(v: fx.Node | None, root: fx.Node | None) -> float | None:

@@ -88,7 +88,7 @@ def causal_attention(
     """q [b, h, s/cp, d] of this rank, k and v [b, g, s, d] in the order of the sequence → [b, h, s/cp, d]."""
     if dropout_p == 0.0 and is_in_parts(q, k, v, None, kernel):
         return attend_in_parts(q, k, v, axis, scale, kernel)
-    return masked_causal_attention(q, k, v, axis, dropout_p, scale, enable_gqa)
+    return masked_causal_attention(q, k, v, axis, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
 def shared_key_causal_attention(

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from passes.program.ops.aten import HALF
+
 # torch 2.13 deprecates the names that are the only ones in 2.11
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -33,7 +35,7 @@ def has_values(x: Tensor) -> bool:
 
 def widened(x: Tensor) -> Tensor:
     """``x`` in float32 if it is of half precision: sums over ranks are taken in no less."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in HALF else x
 
 
 class AxisHandle:
@@ -60,6 +62,12 @@ class AxisHandle:
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.rank}/{self.size}]"
+
+
+def own_part(length: int, axis: AxisHandle | None, size: int) -> tuple[int, int]:
+    """The first of ``size`` elements that this rank has, and how many of its ``length`` are no padding behind them."""
+    start = 0 if axis is None else axis.rank * length
+    return start, max(0, min(length, size - start))
 
 
 class Way(torch.autograd.Function):

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_HALF = (torch.bfloat16, torch.float16)
-_MOST_FEATURES = 256
+from passes.ops.flash import MOST_FEATURES
+from passes.program.ops.aten import HALF
+
 _OLDEST = (8, 0)  # compute capability of the first GPUs with flash kernels
 
 
@@ -178,7 +179,7 @@ def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     width = q.shape[3]
     alike = all(x.dtype == q.dtype and x.shape[3] == width for x in (k, v))
-    return alike and q.dtype in _HALF and width % 8 == 0 and width <= _MOST_FEATURES
+    return alike and q.dtype in HALF and width % 8 == 0 and width <= MOST_FEATURES
 
 
 def segments_of(blocks: Sequence[KeyBlock], sequences: int, keys: int, device: torch.device) -> Segments | None:

@@ -74,19 +74,23 @@ def runs_of_rows(mask: MaskRows, inputs: Sequence[Tensor]) -> Tensor:
 
 
 class Masked(NamedTuple):
-    """A mask: ``tensor`` itself, or ``rows`` of ``inputs`` and, as ``tensor``, its runs."""
+    """A mask: ``tensor`` itself, or ``rows`` of ``inputs`` and, as ``tensor``, its runs; of ``sequences``."""
 
     tensor: Tensor
     rows: MaskRows | None
     inputs: Sequence[Tensor]
+    sequences: slice = slice(None)
 
     @property
     def whole(self) -> Tensor:
         return self.tensor if self.rows is None else self.rows.at(self.inputs, self.rows.whole)
 
-    def at(self, sequence: slice, rows: slice, keys: slice) -> Tensor:
+    def of(self, sequences: slice) -> Masked:
+        return self._replace(sequences=sequences)
+
+    def at(self, rows: slice, keys: slice) -> Tensor:
         found = self.tensor[..., rows, :] if self.rows is None else self.rows.at(self.inputs, rows)
-        return (found if found.dim() < 4 or found.shape[0] == 1 else found[sequence])[..., keys]
+        return (found if found.dim() < 4 or found.shape[0] == 1 else found[self.sequences])[..., keys]
 
 
 class Known:
@@ -163,15 +167,15 @@ def _in_calls(
     found = []
     for sequence, of_sequence in groupby(blocks, lambda block: block.sequence):
         here = slice(None) if sequence < 0 else slice(sequence, sequence + 1)
-        operands = q[here], k[here], v[here], mask, here
-        found.append(torch.cat([_attended(block, *operands, options) for block in of_sequence], 2))
+        operands = (q[here], k[here], v[here])
+        found.append(torch.cat([_attended(block, operands, mask.of(here), options) for block in of_sequence], 2))
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def _attended(
-    block: KeyBlock, q: Tensor, k: Tensor, v: Tensor, mask: Masked, here: slice, options: dict[str, Any]
+    block: KeyBlock, operands: tuple[Tensor, Tensor, Tensor], mask: Masked, options: dict[str, Any]
 ) -> Tensor:
-    rows, keys = slice(block.first, block.stop), slice(block.keys, block.end)
+    (q, k, v), rows, keys = operands, slice(block.first, block.stop), slice(block.keys, block.end)
     given = q[:, :, rows], k[:, :, keys], v[:, :, keys]
     if block.band == WHOLE or (block.band == CAUSAL and block.is_square):
         return F.scaled_dot_product_attention(*given, is_causal=block.band == CAUSAL, **options)
@@ -179,7 +183,7 @@ def _attended(
         return _Suffix.apply(*given, options["scale"])
     found = []
     for rows, keys in block.tiles(max(1, TILE // block.num_keys)):
-        seen = mask.at(here, rows, keys) if block.band is None else block.mask(rows, keys, q.device)
+        seen = mask.at(rows, keys) if block.band is None else block.mask(rows, keys, q.device)
         found.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, **options))
     return torch.cat(found, 2) if len(found) > 1 else found[0]
 
@@ -190,10 +194,8 @@ class _Suffix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Any:
         every, before = slice(None), k.shape[2] - q.shape[2]
-        ctx.scale, ctx.chunks = (
-            scale,
-            [[AttentionPart(every, slice(0, before)), AttentionPart(every, slice(before, None), True)]],
-        )
+        ctx.scale = scale
+        ctx.chunks = [[AttentionPart(every, slice(0, before)), AttentionPart(every, slice(before, None), True)]]
         result = attended(AttentionCall(q, k, v, None, True, scale), FLASH, ctx.chunks)
         ctx.save_for_backward(q, k, v, *result)
         return result.out

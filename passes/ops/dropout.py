@@ -168,8 +168,12 @@ def numbers(random: RandomState, place: SampleElements, device: torch.device) ->
 
 def _key(random: RandomState, place: SampleElements, device: torch.device) -> Tensor:
     """Of all draws of one op in a step."""
-    digest = hashlib.blake2b(f"{random.seed}/{place.site}".encode(), digest_size=8).digest()
-    return random.counter(device)[0] * STEP + int.from_bytes(digest, "little", signed=True)
+    return _key_of(f"{random.seed}/{place.site}", random.counter(device)[0])
+
+
+def _key_of(name: str, step: Tensor) -> Tensor:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return step * STEP + int.from_bytes(digest, "little", signed=True)
 
 
 def mix(z: Tensor) -> Tensor:
@@ -202,7 +206,5 @@ def _names(place: SampleElements, microbatch: Tensor, device: torch.device) -> t
 
 def uniform_of(seed: int, name: str, step: Tensor, sample: Tensor, element: Tensor) -> Tensor:
     """In (0, 1), float64 with 52 bits: the number of each (step, sample, element), which together give the shape."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    key = step * STEP + int.from_bytes(digest, "little", signed=True)
-    z = mix(mix(key + sample * SAMPLE) + element * GOLDEN)
+    z = mix(mix(_key_of(f"{seed}/{name}", step) + sample * SAMPLE) + element * GOLDEN)
     return (_shifted(z, 12).to(torch.float64) + 0.5) * 2.0**-52

@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.backends import cuda
 
 from passes.ops.axis import widened
+from passes.program.ops.aten import HALF, aten
 
-aten = torch.ops.aten
-_HALF = (torch.bfloat16, torch.float16)
-_MOST_FEATURES, _STEP = 256, 8  # on CUDA
+MOST_FEATURES, _STEP = 256, 8  # on CUDA
 
 
 class AttentionCall(NamedTuple):
@@ -105,7 +104,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
     if not q.shape[0] == k.shape[0] == v.shape[0] or q.shape[3] != k.shape[3]:
         return False
     if q.is_cuda:
-        return mask is None and q.dtype in _HALF and _width(q, v) <= _MOST_FEATURES
+        return mask is None and q.dtype in HALF and _width(q, v) <= MOST_FEATURES
     return q.device.type == "cpu" and q.dtype.is_floating_point
 
 

@@ -65,14 +65,13 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: fl
     return _InParts.apply(q, k, v, None, axis, _How(scale, True, False, kernel))
 
 
-def masked_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, dropout_p: float, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """The same by plain attention: a mask for each chunk, of its rows and the keys that they may see."""
+def masked_causal_attention(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, **options: Any) -> Tensor:
+    """The same by plain attention, with its ``options``: a mask for each chunk, of its rows and the keys that they may
+    see.
+    """
     found = []
     for rows, (start, end) in zip(q.chunk(2, 2), facts.rows(k.shape[2], axis.size, axis.rank), strict=True):
         keys = torch.arange(end, device=q.device)
-        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         operands = (rows, k.narrow(2, 0, end), v.narrow(2, 0, end), keys[start:].view(-1, 1) >= keys)
         found.append(F.scaled_dot_product_attention(*operands, **options))
     return torch.cat(found, 2)
@@ -111,7 +110,7 @@ class _How(NamedTuple):
     def plain(self, q: Tensor, keys: Sequence[Tensor], mask: Tensor | None, axis: AxisHandle) -> Tensor:
         k, v = keys
         if self.is_causal:
-            return masked_causal_attention(q, k, v, axis, 0.0, self.scale, self.gqa)
+            return masked_causal_attention(q, k, v, axis, scale=self.scale, enable_gqa=self.gqa)
         if self.documents and mask is not None:
             options = (self.documents, self.scale, self.gqa, self.rows, self.inputs)
             return attention_by_documents(q, k, v, mask, *options)

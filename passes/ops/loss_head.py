@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, all_gather_single, has_values, widened
+from passes.ops.axis import AxisHandle, all_gather_single, has_values, own_part, widened
 from passes.ops.collectives import all_reduce, note, part
 from passes.ops.random_state import RandomState
 from passes.types.types import Placement
@@ -88,7 +88,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, target, log_total = ctx.saved_tensors
-        start, true_columns = _own_classes(rows.shape[1], ctx.axis, ctx.num_classes)
+        start, true_columns = own_part(rows.shape[1], ctx.axis, ctx.num_classes)
         each = grads[0].to(log_total.dtype)
         found = (widened(rows) - log_total.unsqueeze(1)).exp_().mul_(-each.unsqueeze(1))
         found[:, true_columns:] = 0.0
@@ -104,7 +104,7 @@ def log_probabilities(
     """log P [n] (float64), log Σ exp z [n] in the dtype of the sums, and with ``top`` whether the target is the arg max
     [n]; logits [n, v/tp], target [n] global ids."""
     handle, columns = AxisHandle("whole", 1, 0) if axis is None else axis, logits.shape[1]
-    start, true_columns = _own_classes(columns, axis, num_classes)
+    start, true_columns = own_part(columns, axis, num_classes)
     z = widened(logits)
     highest = z[:, :true_columns].amax(1) if true_columns else torch.full_like(z[:, 0], -torch.inf)
     highest = all_reduce(highest, handle, "forward", dist.ReduceOp.MAX, owned=True)
@@ -120,12 +120,6 @@ def log_probabilities(
     picked, *ahead, total = all_reduce(torch.stack(sums), handle, "forward", owned=True).unbind()
     is_top = [(picked == 0) & (num == 0) for num in ahead]
     return picked - total.log(), highest + total.log().to(highest.dtype), *is_top
-
-
-def _own_classes(columns: int, axis: AxisHandle | None, num_classes: int) -> tuple[int, int]:
-    """The first class of this rank, and how many of its columns are no padding."""
-    start = 0 if axis is None else axis.rank * columns
-    return start, max(0, min(columns, num_classes - start))
 
 
 # ---- labels and their places

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, widened
+from passes.ops.axis import AxisHandle, own_part, widened
 from passes.ops.collectives import all_reduce, f, g_f
 
 
@@ -61,8 +61,7 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: AxisHandle, size: int) -> Tensor:
-        columns = x.shape[dim]
-        true_columns = max(0, min(columns, size - axis.rank * columns))
+        _, true_columns = own_part(x.shape[dim], axis, size)
         wide = widened(x)
         z = wide.narrow(dim, 0, true_columns)
         lowest = torch.full_like(wide.narrow(dim, 0, 1), torch.finfo(wide.dtype).min)

@@ -9,13 +9,13 @@ in place    z, then exp(z − max), then the gradient of z lie in one memory: of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from passes.ops.axis import AxisHandle, widened
+from passes.ops.axis import AxisHandle, own_part, widened
 from passes.ops.collectives import all_reduce
 
 Tensor = torch.Tensor
@@ -74,8 +74,8 @@ def vocabulary_cross_entropy(
     """
     known = (target == ignore_index) | ((target >= 0) & (target < vocabulary))
     torch._assert_async(known.all(), f"a target is not in [0, {vocabulary}), the classes, nor ignored ({ignore_index})")
-    options = (ignore_index, label_smoothing, weight, in_place)
-    losses = _VocabularyCrossEntropy.apply(logits, target, axis, vocabulary, *options)
+    options = _Options(vocabulary, ignore_index, label_smoothing, in_place)
+    losses = _VocabularyCrossEntropy.apply(logits, target, axis, weight, options)
     if reduction == 0:
         return losses.to(logits.dtype)
     total = losses.sum()
@@ -84,22 +84,23 @@ def vocabulary_cross_entropy(
     return (total if reduction == 2 else total / count).to(logits.dtype)
 
 
+class _Options(NamedTuple):
+    """As of ``vocabulary_cross_entropy``."""
+
+    vocabulary: int
+    ignore_index: int
+    smoothing: float
+    in_place: bool
+
+
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        axis: AxisHandle | None,
-        vocabulary: int,
-        ignore_index: int,
-        smoothing: float,
-        weight: Tensor | None,
-        in_place: bool,
+        ctx: Any, logits: Tensor, target: Tensor, axis: AxisHandle | None, weight: Tensor | None, options: _Options
     ) -> Tensor:
+        vocabulary, ignore_index, smoothing, in_place = options
         columns = logits.shape[1]
-        start = 0 if axis is None else axis.rank * columns
-        true_columns = max(0, min(columns, vocabulary - start))
+        start, true_columns = own_part(columns, axis, vocabulary)
         # the one float32 copy of the logits, or the logits themselves; all steps run in place
         parts = logits.detach() if in_place else logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
         z = logits.detach()[:, :true_columns]
@@ -146,7 +147,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         gradient.scatter_add_(1, local.unsqueeze(1), one_hot.unsqueeze(1).neg())
         if smoothing:
             gradient[:, :true_columns] -= pulled.unsqueeze(1) * (smoothing / vocabulary * of_column)
-        return gradient.to(dtype), None, None, None, None, None, None, None
+        return gradient.to(dtype), None, None, None, None
 
 
 def _over_ranks(x: Tensor, axis: AxisHandle | None, op: Any = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
+from passes.program.ops.aten import aten, shape_of
 from passes.program.source_lines import origin_of
 
 
@@ -44,6 +45,13 @@ class Builder:
         if domain is not None:
             node.meta["domain"] = domain
         return node
+
+    def repeated(self, x: fx.Node, dim: int, times: int) -> fx.Node:
+        """Each index of a dim ``times`` in a row."""
+        before, (size, *rest) = shape_of(x)[:dim], shape_of(x)[dim:]
+        apart = self.call(aten.reshape.default, x, [*before, size, 1, *rest])
+        each = self.call(aten.expand.default, apart, [*before, size, times, *rest])
+        return self.call(aten.reshape.default, each, [*before, size * times, *rest])
 
 
 def arguments_with(node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,25 +23,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from passes.ops.axis import widened
-from passes.program.ops.aten import packet_of
+from passes.program.ops.aten import HALF, packet_of
 
 CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "flash", "memory-efficient", "math"
-_HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 256  # features of a head
 _ROWS = 32  # the memory-efficient kernel rounds up the rows of its sums
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, cudnn: bool = False) -> str:
     """Which kernel a GPU takes. ``cudnn``: it prefers cuDNN's."""
-    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or q.dtype not in (*_HALF, torch.float32):
+    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or q.dtype not in (*HALF, torch.float32):
         return MATH
     widths = {x.shape[-1] for x in (q, k, v)}
     is_long = min(q.shape[2], k.shape[2]) > 1 and not (mask is not None and mask.requires_grad)
-    if cudnn and is_long and q.dtype in _HALF and max(widths) <= _WIDEST and all(width % 8 == 0 for width in widths):
+    if cudnn and is_long and q.dtype in HALF and max(widths) <= _WIDEST and all(width % 8 == 0 for width in widths):
         return CUDNN
-    if q.dtype in _HALF and mask is None and len(widths) == 1 and q.shape[-1] <= _WIDEST:
+    if q.dtype in HALF and mask is None and len(widths) == 1 and q.shape[-1] <= _WIDEST:
         return FLASH
-    step = 8 if q.dtype in _HALF else 4
+    step = 8 if q.dtype in HALF else 4
     if q.shape[1] == k.shape[1] == v.shape[1] and all(width % step == 0 for width in widths):
         return EFFICIENT
     return MATH

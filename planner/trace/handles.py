@@ -18,8 +18,7 @@ from passes.ops import dropout
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
-
-_HALF = (torch.bfloat16, torch.float16)
+from passes.program.ops.aten import HALF
 
 
 class Sent(NamedTuple):
@@ -51,7 +50,7 @@ class _Sum:
     """The place of a gradient's sum. A product is added by the kernel that makes it, unless the sum is wider."""
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        _ = left @ right if left.dtype in _HALF else None
+        _ = left @ right if left.dtype in HALF else None
 
     def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
         for left, right in zip(lefts, rights, strict=True):

@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.canonical.products import NOTHING_IGNORED
 from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
-from passes.program.builder import bare
+from passes.program.builder import Builder, bare
 from passes.program.ops.aten import arguments, aten, named, packet_of, tensors_of
 from passes.program.ops.groups import LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data
@@ -84,9 +84,9 @@ class Counts:
         readers, value = list(node.users), node.meta["val"]
         scalars = [count] if not value.dim() else self._elements(count)
         holders = [self.holder(scalar) for scalar in scalars]
-        with self.graph.inserting_before(node.next):
-            cast = self.graph.call_function(aten.to.dtype, (self._joined(holders, value), value.dtype))
-        cast.meta = {**node.meta, "val": torch.empty(value.shape, dtype=value.dtype, device="meta"), "grad": False}
+        build = Builder(self.graph, node.next, holders[0])
+        cast = build.call(aten.to.dtype, _joined(build, holders, value), value.dtype)
+        cast.meta = {**node.meta, "val": cast.meta["val"], "grad": False}
         made = ancestors(scalars) - {node}
         for reader in readers:
             if reader not in made:
@@ -95,25 +95,11 @@ class Counts:
 
     def _elements(self, count: fx.Node) -> list[fx.Node]:
         """Each element of a count that is no scalar."""
-        value = count.meta["val"]
-        with self.graph.inserting_before(self.graph.output_node()):
-            flat = self._call(aten.reshape.default, (count, [value.numel()]), value.reshape(-1))
-            parts = [(flat, i) for i in range(value.numel())]
-            cut = [self._call(aten.slice.Tensor, (x, 0, i, i + 1), x.meta["val"][i : i + 1]) for x, i in parts]
-            return [self._call(aten.reshape.default, (x, []), x.meta["val"].reshape([])) for x in cut]
-
-    def _joined(self, holders: list[fx.Node], value: torch.Tensor) -> fx.Node:
-        """The holders of all elements in the shape of ``value``, in float64."""
-        if not value.dim():
-            return holders[0]
-        rows = [self._call(aten.reshape.default, (h, [1]), h.meta["val"].reshape(1)) for h in holders]
-        flat = self._call(aten.cat.default, (rows,), torch.cat([row.meta["val"] for row in rows]))
-        return self._call(aten.reshape.default, (flat, list(value.shape)), flat.meta["val"].reshape(value.shape))
-
-    def _call(self, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta = {"val": value, "grad": False}
-        return node
+        output, size = self.graph.output_node(), count.meta["val"].numel()
+        build = Builder(self.graph, output, output)
+        flat = build.call(aten.reshape.default, count, [size], grad=False)
+        cut = [build.call(aten.slice.Tensor, flat, 0, i, i + 1, grad=False) for i in range(size)]
+        return [build.call(aten.reshape.default, x, [], grad=False) for x in cut]
 
     def finish(self) -> None:
         """Split off the graph of the counts: it reads batch tensors (and constants) alone."""
@@ -127,6 +113,14 @@ class Counts:
         graph.output(tuple(env[n] for n in self.counted))
         self.terms.counts = fx.GraphModule(torch.nn.Module(), graph)
         self.terms.count_inputs = tuple(n.name for n in self.graph.nodes if n in needed and n.op == "placeholder")
+
+
+def _joined(build: Builder, holders: list[fx.Node], value: torch.Tensor) -> fx.Node:
+    """The holders of all elements in the shape of ``value``, in float64."""
+    if not value.dim():
+        return holders[0]
+    rows = [build.call(aten.reshape.default, holder, [1]) for holder in holders]
+    return build.call(aten.reshape.default, build.call(aten.cat.default, rows), list(value.shape))
 
 
 def input_only(program: Program) -> dict[str, bool]:

@@ -36,7 +36,7 @@ from passes.partition.loss.kinds import (
     whole,
 )
 from passes.program.known_values import Constants
-from passes.program.ops.aten import aten, is_pointwise, packet_of
+from passes.program.ops.aten import HALF, aten, is_pointwise, packet_of
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.walks import last_of_header, operands, walk
 
@@ -162,7 +162,6 @@ def numeric_places(node: fx.Node) -> Iterator[int | str]:
             yield argument.name
 
 
-HALF = (torch.float16, torch.bfloat16)
 WIDE = torch.float32
 
 

@@ -26,7 +26,16 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.partition.type_changes import Placements
-from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, reduced_dims, shape_of
+from passes.program.ops.aten import (
+    aten,
+    is_pointwise,
+    named,
+    packet_of,
+    position_of,
+    reduced_dims,
+    shape_of,
+    tensors_of,
+)
 from passes.program.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, JOINS, LOG_SOFTMAXES, MOVED, PADS, SPLITS, Ops
 from passes.program.ops.sequence import local_rows
 from passes.program.program import Program
@@ -253,9 +262,7 @@ class PlaceWriter:
 
 def is_integer(node: fx.Node) -> bool:
     """Also a list of integer tensors, as a split makes it."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    tensors = list(tensors_of(node))
     return bool(tensors) and not any(
         v.dtype.is_floating_point or v.dtype.is_complex or v.dtype == torch.bool for v in tensors
     )

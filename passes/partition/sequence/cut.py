@@ -42,7 +42,7 @@ from passes.partition.sequence.sorted_rows import sort_plainly
 from passes.partition.sequence.types import decide_types
 from passes.partition.typings.base import Form, Option, Site
 from passes.program.builder import Builder, erase_unread
-from passes.program.known_values import computed, is_made_of
+from passes.program.known_values import computed, follows
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of, value_bytes
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
@@ -139,10 +139,7 @@ def _count(graph: fx.Graph, node: fx.Node, types: Types) -> None:
 def repeat_rows(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place."""
     for node, rows, times in list(_repetitions(graph)):
-        build, (size, *rest) = Builder(graph, node, node), shape_of(rows)
-        apart = build.call(aten.reshape.default, rows, [size, 1, *rest])
-        each = build.call(aten.expand.default, apart, [size, times, *rest])
-        node.replace_all_uses_with(build.call(aten.reshape.default, each, [size * times, *rest]))
+        node.replace_all_uses_with(Builder(graph, node, node).repeated(rows, 0, times))
         graph.erase_node(node)
 
 
@@ -165,10 +162,11 @@ def _repetitions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
 
 def _value(index: fx.Node) -> Tensor | None:
     """Of a value that is made of numbers alone."""
-    if not is_made_of(index, ()) or any(n.op != "call_function" for n in in_order([index])):
+    order = in_order([index])
+    if not all(map(follows, order)):
         return None
     values: dict[fx.Node, Tensor] = {}
-    for node in in_order([index]):
+    for node in order:
         values[node] = computed(node, values.__getitem__)
     return values[index]
 

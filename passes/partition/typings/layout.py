@@ -23,7 +23,7 @@ from passes.partition.typings.base import Covers, Form, Option, Site
 from passes.partition.typings.by_factors import by_factors, each, linear
 from passes.program.ops.aten import dim_of_cat
 from passes.rules.rule import RESULT, OpRule
-from passes.types.types import Placement, R, Segment
+from passes.types.types import Placement, R, Segment, V
 
 aten = torch.ops.aten
 Ends = tuple[int, int]  # an operand, or RESULT, and the one that the cut is carried to
@@ -131,10 +131,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
     wanted = any(choices) or any(c.dim == dim for c in site.candidates())
     if wanted and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
-        cuts = [
-            c[0] if c else Placement("V", dim, (Segment(site.shape(n)[dim]),))
-            for c, n in zip(choices, operands, strict=True)
-        ]
+        cuts = [c[0] if c else V(dim, site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)]
         segments = tuple(s for c in cuts for s in c.segments)
         yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), Form.PARTS)
 
@@ -212,7 +209,7 @@ def _ranks(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp:
     for inner in inners:
         if (at := rule.carried(ends[0], cut.dim, inner, size // inner, ends[1])) is not None:
             run = size // inner * at[1]
-            return Placement("V", at[0], (Segment(run),) * (shape[at[0]] // run))
+            return V(at[0], *[run] * (shape[at[0]] // run))
     return None
 
 

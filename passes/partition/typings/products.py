@@ -28,7 +28,7 @@ from passes.program.ops.aten import aten, named, packet_of
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.program.weights import is_weight
 from passes.rules.rule import Role
-from passes.types.types import P, Placement, R, Segment, V
+from passes.types.types import P, Placement, R, V
 
 ROW_BYTES = 16  # PyTorch refuses other strides of operands of _grouped_mm
 
@@ -51,7 +51,7 @@ def _cuts(site: Site, dims: Dims) -> list[Placement]:
     for node, dim in dims.inputs.items():
         size = site.shape(node)[dim]
         if size and is_weight(node) and site.divides(size):
-            found.add(Placement("V", 0, (Segment(size),)))
+            found.add(V(0, size))
     return sorted(cut for cut in found if packet_of(site.node.target) is not aten._grouped_mm or _is_aligned(site, cut))
 
 
@@ -82,7 +82,7 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
         return
     cuts = {c.moved(0) for n in (x, site.node) for c in site.candidates(n) if c.dim == channel}
     cuts |= {c for c in site.candidates(weight) if c.dim == 0}
-    cuts |= {Placement("V", 0, (Segment(size),))} if site.divides(size) else set()
+    cuts |= {V(0, size)} if site.divides(size) else set()
     for cut in sorted(cuts):
         plain = len(cut.segments) == 1 and not cut.has_whole_segment and site.divides(groups)
         if not cut.padding and (groups == size or plain):
@@ -100,7 +100,7 @@ def group_norm(site: Site) -> Iterator[Option]:
         if cut.dim == 0:
             yield site.option(cut, {x: cut}, Form.PARTS)
         elif cut.dim == 1 and len(cut.segments) == 1 and site.divides(groups) and not cut.padding:
-            yield site.option(cut, {x: cut} | dict.fromkeys(others, Placement("V", 0, (Segment(size),))), Form.GROUPS)
+            yield site.option(cut, {x: cut} | dict.fromkeys(others, V(0, size)), Form.GROUPS)
 
 
 def batch_norm(site: Site) -> Iterator[Option]:

@@ -28,7 +28,7 @@ from passes.partition.typings.by_factors import by_factors
 from passes.program.ops.aten import named, reduced_dims
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import over_data
-from passes.types.types import I, P, Placement, R, Segment, V, padded_vocabulary
+from passes.types.types import I, P, Placement, R, V, padded_vocabulary
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def cross_entropy(site: Site) -> Iterator[Option]:
 def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
     """A plain cut if the rows divide; else the padded one, unless padding is most of the table."""
     if site.divides(rows):
-        return [Placement("V", dim, (Segment(rows),))]
+        return [V(dim, rows)]
     if rows > 16 * site.tp:
         padded = padded_vocabulary(rows, site.tp, site.vocabulary_multiple)
-        return [Placement("V", dim, (Segment(rows),), padded - rows)]
+        return [V(dim, rows, padding=padded - rows)]
     return []
 
 

@@ -19,6 +19,7 @@ from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import causal_attention
 
 aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)  # dtypes of half precision
 
 # ---- arguments
 

@@ -19,9 +19,9 @@ def _without_maximum(whole: Function) -> Function:
 def _padding_unmasked(whole: Any) -> Any:
     class Unmasked(whole):
         @staticmethod
-        def apply(logits: Tensor, target: Tensor, axis: Any, vocabulary_size: int, *rest: Any) -> Any:
-            columns = vocabulary_size if axis is None else logits.shape[1] * axis.size
-            return whole.apply(logits, target, axis, columns, *rest)
+        def apply(logits: Tensor, target: Tensor, axis: Any, weight: Tensor | None, options: Any) -> Any:
+            columns = options.vocabulary if axis is None else logits.shape[1] * axis.size
+            return whole.apply(logits, target, axis, weight, options._replace(vocabulary=columns))
 
     return Unmasked
 
