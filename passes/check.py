@@ -1,16 +1,7 @@
 """The facts of a stage's graph after each pass: each function has the name of the fact that it proves.
 
-    is_sound                                   after every pass
-    readers_get_the_type_that_they_want        so a partial sum reaches no reader that does not want one
-    values_have_their_local_shape              each op, tried on meta at the shapes that this rank holds of its inputs
-    no_op_draws_from_the_default_generator
-    no_op_names_another_device
-    regions_are_those_of_the_plan              each is one call, and its crossing values are listed in the plan
-    pieces_are_those_of_the_plan               the ops to compile, one by one
-    parameters_are_awaited                     if other ranks update them
-
-The runner (passes.lower.run_passes) calls them; the one that tries ops takes half the time of a lowering, and is called
-for a thorough lowering only. A violation is a bug of ours, never of the user's model.
+The runner (passes.lower.run_passes) calls them; the one that tries ops on meta takes half the time of a lowering, and
+is called for a thorough lowering only. A violation is a bug of ours, never of the user's model.
 """
 
 from __future__ import annotations

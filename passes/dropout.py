@@ -4,25 +4,21 @@
              … and the tp rank for V: each rank its own
              … and the cp rank if ranks hold different tokens of the value; values replicated on all of them draw alike
 
-If the plan has named each number (``dropout: layout_invariant``), its name decides it, the same for every layout:
+So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do
+not depend on tp either. If the plan has named each number (``dropout: layout_invariant``), its name decides it, the
+same for every layout:
 
     dropout(x, p)   →   counted_dropout(x, p, random, place)
 
-``place`` says which elements of the full value this rank has: of tp its slices, of cp its chunks of each sequence.
-
-The names are (site, sample, element of the sample), those of the full value, so every layout draws the same numbers:
-
     site      the number of the op among those that draw
     sample    a sequence of the global batch: by the batch dim of the value, and its stride
-    element   a place in one sequence's part of the value
+    element   a place in one sequence's part of the full value
 
-The fused attention draws inside of a kernel, in an order of its own. Spelled out it keeps its scores: that is the price
-of masks that are the same for every layout.
+``place`` says which elements of the full value this rank has: of tp its slices, of cp its chunks of each sequence. The
+fused attention draws inside of a kernel, in an order of its own. Spelled out it keeps its scores: that is the price of
+masks that are the same for every layout.
 
     y = dropout(softmax(q kᵀ · scale + mask)) v      q [b, h, s, d], k and v [b, g, t, d]
-
-So masks do not depend on pp or dp, recomputation and replay draw them again, and outside the parallel regions they do
-not depend on tp either.
 
 Needs:   ops of this rank's sizes (passes.localize), and ``meta["placement"]`` of every random one.
 Leaves:  no op that draws from the default generator.

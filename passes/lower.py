@@ -9,9 +9,8 @@ insert_collectives   44 → 49 nodes: + 2 collectives.f, + 2 collectives.g, + 1 
     2 ×  + f = collectives.f(layer_norm, tp)
     2 ×  + linear = aten.linear(f, blocks_0_up_weight)
 
-A stage's placeholders are received boundary values, batch tensors and loss denominators, in that order; its attributes
-parameters and buffers (on meta, filled by the runtime) and constants; it returns the values sent on, then the loss.
-Its nodes have ``meta["origin"]``, the name in the captured graph.
+A stage's attributes are parameters and buffers (on meta, filled by the runtime) and constants; ``meta["origin"]`` of
+its nodes is the name in the captured graph. Its arguments and results: passes.base.
 """
 
 from __future__ import annotations

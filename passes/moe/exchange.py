@@ -54,7 +54,6 @@ def meet(counts: Tensor, num_rows: int, token: Tensor | None = None, num_tokens:
 
 
 def dispatch(rows: Tensor, here: Tensor) -> Tensor:
-    """Rows by expert."""
     return rows
 
 
@@ -69,12 +68,10 @@ def combine(rows: Tensor, token: Tensor, here: Tensor, num_tokens: int, dtype: t
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Tensor) -> Tensor:
-    """Rows by expert, each times the matrix of its own."""
     return torch.cat([x @ w for x, w in zip(rows.split(here.tolist()), weights, strict=True)])
 
 
 def part(rows: Tensor, here: Tensor, number: int) -> Tensor:
-    """The rows of expert ``number``."""
     return rows.split(here.tolist())[number]
 
 
@@ -107,7 +104,6 @@ def join(*parts: Tensor, dim: int = 0) -> Tensor:
 
 
 def give_back(rows: Tensor, here: Tensor) -> Tensor:
-    """The results of the rows, at the rows' own places."""
     return rows
 
 
@@ -122,12 +118,10 @@ def send_slots(x: Tensor, experts: int, slots: int, counts: Tensor | None = None
 
 
 def slots_of(x: Tensor, experts: int, number: int, keepdim: bool) -> Tensor:
-    """Those of expert ``number``."""
     return x.narrow(experts, number, 1) if keepdim else x.select(experts, number)
 
 
 def return_slots(x: Tensor, experts: int, slots: int) -> Tensor:
-    """The results of the slots, at the slots' own places."""
     return x
 
 
@@ -143,7 +137,6 @@ def drop_rows(rows: Tensor, p: float, names: Tensor, sites: tuple[int, ...]) -> 
 
 
 def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:
-    """The ends of the rows of each expert."""
     return here.cumsum(0).to(dtype)
 
 

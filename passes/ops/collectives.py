@@ -179,60 +179,53 @@ class _G(torch.autograd.Function):
 
 
 def f(x: Tensor, axis: AxisHandle) -> Tensor:
-    """I → R: forward nothing, backward all-reduce (before a column-parallel linear)."""
+    """Before a column-parallel linear."""
     return Way.apply(x, _same, partial(all_reduce, axis=axis, phase="backward"))
 
 
 def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
-    """P → I: forward all-reduce, backward nothing (after a row-parallel linear, before its bias).
-
-    ``owned``: no other op reads x, nor does the backward of its producer, so it is summed in place.
+    """After a row-parallel linear, before its bias. ``owned``: no other op reads x, nor does the backward of its
+    producer, so it is summed in place.
     """
     return _G.apply(x, axis, owned)
 
 
 def g_f(x: Tensor, axis: AxisHandle) -> Tensor:
-    """P → R: all-reduce both ways."""
     there, back = (partial(all_reduce, axis=axis, phase=phase) for phase in ("forward", "backward"))
     return Way.apply(x, there, back)
 
 
 def slice_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """I → V: this rank's part, backward all-gather."""
     return Way.apply(x, partial(_own, cut=cut, axis=axis), partial(all_gather, axis=axis, cut=cut, phase="backward"))
 
 
 def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """R → V: this rank's part; the gradient elsewhere is zero, as another rank has it."""
+    """The gradient elsewhere is zero, as another rank has it."""
     own = part(x, cut, axis.size, axis.rank)
     return _copy(own) if cut.padding else own
 
 
 def gather(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """V → R: all-gather, backward reduce-scatter."""
     back = partial(reduce_scatter, axis=axis, cut=cut, phase="backward", of_gradient=True)
     return Way.apply(x, partial(all_gather, axis=axis, cut=cut, phase="forward"), back)
 
 
 def collect(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """V → I: all-gather, backward this rank's part."""
     back = partial(_own, cut=cut, axis=axis, beyond=0)
     return Way.apply(x, partial(all_gather, axis=axis, cut=cut, phase="forward"), back)
 
 
 def scatter(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """P → V: reduce-scatter, backward all-gather."""
     back = partial(all_gather, axis=axis, cut=cut, phase="backward")
     return Way.apply(x, partial(reduce_scatter, axis=axis, cut=cut, phase="forward"), back)
 
 
 def first(x: Tensor, axis: AxisHandle) -> Tensor:
-    """I → P: the value on rank 0, zeros elsewhere; the gradient is the same on all ranks already."""
+    """The gradient is the same on all ranks already."""
     return Way.apply(x, _same if axis.rank == 0 else torch.zeros_like, _same)
 
 
 def exchange(x: Tensor, axis: AxisHandle, before: Placement, after: Placement) -> Tensor:
-    """V → V on another dim: all-to-all both ways."""
     there = partial(all_to_all, axis=axis, before=before, after=after, phase="forward")
     return Way.apply(x, there, partial(all_to_all, axis=axis, before=after, after=before, phase="backward"))
 

@@ -4,8 +4,6 @@
 
 Each is tried on small random inputs when it is given, by values and by gradients: the op on the parts of a factor
 against the op on the full operands.
-
-Try a rule that a user gives: the op runs on an example, and on the parts of each factor of it.
 """
 
 from __future__ import annotations

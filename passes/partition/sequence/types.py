@@ -211,7 +211,7 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-# ---- ops that read whole sequences and make as much of them: each rank computes them for all tokens, and
+# ---- ops that read whole sequences and make as much of them
 
 
 def settle_whole(node: fx.Node, types: Types) -> None:
