@@ -67,9 +67,8 @@ def add_loss_head(want: str) -> Callable[[StageGraph, LowerContext], None]:
 
 def _head(stage: StageGraph, context: LowerContext, labels: fx.Node, pick: Pick, want: str) -> fx.Node:
     reader, tp = stage.env[pick.node], context.tp
-    logits, target = reader.args[0], reader.args[pick.target]
-    assert isinstance(logits, fx.Node)
-    assert isinstance(target, fx.Node)
+    args: Any = reader.args
+    logits, target = args[0], args[pick.target]
     over_classes = is_over_classes(context.lowering.placements, context.lowering.program.node(pick.node), pick)
     axis = stage.axis(tp) if over_classes else None
     are_rows_cut = logits.meta["placement"].is_sharded and not over_classes  # each rank has those of its own tokens

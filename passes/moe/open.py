@@ -28,15 +28,12 @@ from passes.moe.domain import ROWS, STACK, Domain, domain_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, check_draws
 from passes.moe.opening import (
     MIXED,
-    OF_ROWS,
-    OF_STACKS,
     Exchange,
     Layers,
     Opening,
     SlotExchange,
-    made_of,
+    StackOpening,
     read_outside,
-    stacks_of,
     take_own_slices,
 )
 from passes.moe.opening_branches import BranchOpening, SlotBranchOpening
@@ -156,17 +153,16 @@ def _divisors(number: int) -> list[int]:
 
 # ---- products with stacks, of sorted rows or filled slots
 
+OF_ROWS = "the result of one row depends on other rows"
 
-class _StackOpening(Opening):
-    """Owns the domain: ``stacks`` and values made of them alone, ``inside`` calls on rows or slots; ``read``: each call
-    that reads a value from outside, and the value."""
+
+class _RunsOpening(StackOpening):
+    """Owns ``inside``: calls on rows or slots; ``read``: each call that reads a value from outside, and the value."""
 
     HELD = ""
 
     def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
         super().__init__(program, layer, layers, mesh)
-        self.stacks = stacks_of(program, layer)
-        self.of_stacks = made_of(self.stacks)
         self.inside = self._inside()
         known = self.inside | self.of_stacks
         self.check_read(self.stacks, known | self.apart)
@@ -195,13 +191,13 @@ def _border_of(inside: set[fx.Node]) -> list[fx.Node]:
     return [n for n in sorted(inside) if any(u not in inside for u in n.users)]
 
 
-class RowOpening(_StackOpening):
+class RowOpening(_RunsOpening):
     FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
     HELD = "rows"
 
     def run(self) -> ExpertLayer:
         kinds = [self._kind(node, value) for node, value in self.read]
-        dims = follow(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS, every=True)
+        dims = self.stack_dims()
         given = {value: 0 for (_, value), kind in zip(self.read, kinds, strict=True) if kind != "ends"}
         in_rows, last = follow(given, self.inside, self.refusal, OF_ROWS, every=True), _border_of(self.inside)
         rows = Exchange(Builder(self.graph, min(self.inside), self.routing.chosen[0]), self.routing)
@@ -243,7 +239,7 @@ class RowOpening(_StackOpening):
         erase_unread(self.graph, {value for value, _ in brought})
 
 
-class SlotOpening(_StackOpening):
+class SlotOpening(_RunsOpening):
     FIX = SlotExchange.FIX
     HELD = "slots"
 

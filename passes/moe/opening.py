@@ -42,7 +42,6 @@ from passes.types.types import Sizes
 
 Layers = Iterable[ExpertLayer]
 MIXED = "the result of one slot of one expert depends on others"
-OF_ROWS = "the result of one row depends on other rows"
 OF_STACKS = "the stack of experts changes its layout"
 
 
@@ -85,6 +84,25 @@ class Opening:
         for stack in stacks:
             if any(u not in inside for u in stack.users):
                 raise self.refusal(stack, "a stack of experts is read outside the expert layer")
+
+
+class StackOpening(Opening):
+    """Owns ``stacks``, each with its dim of experts, and ``of_stacks``: these and values made of them alone."""
+
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
+        super().__init__(program, layer, layers, mesh)
+        self.stacks = _stacks_of(program, layer)
+        self.of_stacks = made_of(self.stacks)
+
+    def stack_dims(self) -> dict[fx.Node, int]:
+        """The dim of experts of all of these."""
+        return follow(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS, every=True)
+
+
+def _stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
+    """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
+    of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
+    return {program.node(name): dim for name, dim in (*of_weights, *layer.beside)}
 
 
 def read_outside(node: fx.Node, inside: Collection[fx.Node], back: fx.Node) -> None:
@@ -262,15 +280,9 @@ def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
     return known
 
 
-def stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
-    """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
-    of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
-    return {program.node(name): dim for name, dim in (*of_weights, *layer.beside)}
-
-
 def take_own_slices(program: Program, layer: ExpertLayer) -> ExpertLayer:
     """Rewrite ``program`` so that stacks are read with a rank's own slices; returns the layer with these."""
-    made, own = made_of(stacks_of(program, layer)), list[tuple[str, int]]()
+    made, own = made_of(_stacks_of(program, layer)), list[tuple[str, int]]()
     changed = walk([program.node(weight.nodes[0]) for weight in layer.weights], readers, into=made.__contains__)
     way = set(walk(changed, operands, into=made.__contains__))
     for name, dim in layer.beside:

@@ -17,7 +17,7 @@ from torch import fx
 from passes.moe import exchange
 from passes.moe.domain import STACK, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, check_draws
-from passes.moe.opening import OF_STACKS, Exchange, Layers, Opening, made_of, stacks_of
+from passes.moe.opening import Exchange, Layers, StackOpening
 from passes.moe.pair_ops import HeldRows, PairOps, stack_of
 from passes.moe.ties import is_number, lookup
 from passes.moe.token_rows import Counts, Layout, Part, followed
@@ -28,7 +28,7 @@ from passes.program.program import Program
 from passes.program.walks import between, in_order, readers, walk
 from passes.program.weights import is_weight
 from passes.rules.call import Call, operands_of
-from passes.rules.follow import follow, stays_zero
+from passes.rules.follow import stays_zero
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 from passes.rules.views import reshape
@@ -37,7 +37,7 @@ from passes.types.types import Sizes
 MOST = 400  # calls of one layer
 
 
-class PairOpening(Opening):
+class PairOpening(StackOpening):
     """Owns ``way``: calls that depend on the stacks; ``zero``: values that are zero for experts not chosen."""
 
     FIX = "compute each token with only its experts, weighted by its router weights"
@@ -45,8 +45,6 @@ class PairOpening(Opening):
     def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
         super().__init__(program, layer, layers, mesh)
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
-        self.stacks = stacks_of(program, layer)
-        self.of_stacks = made_of(self.stacks)
         self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
         read = {u for n in self.of_stacks | self.looked_up for u in n.users}
         self.seeds = read - self.of_stacks - self.looked_up - self.apart
@@ -119,8 +117,7 @@ class PairOpening(Opening):
 
     def _hold_stacks(self) -> None:
         """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        of_stacks = self.of_stacks - set(self.stacks)
-        dims = follow(self.stacks, of_stacks, self.refusal, OF_STACKS, every=True)
+        dims = self.stack_dims()
         for node, dim in dims.items():
             node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -66,7 +66,7 @@ def _pieces(sizes: Sequence[Fraction]) -> list[BatchPart]:
 EVERYTHING = BatchPart(Fraction(0), Fraction(1))
 
 
-class Typing(Joins):
+class Typing:
     """Owns the kinds. ``counts``: nodes that are counts. ``single``: values of the one sequence that the batch is."""
 
     def __init__(
@@ -75,9 +75,15 @@ class Typing(Joins):
         self.program, self.captures, self.scaling, self.region = program, captures, scaling, region
         self.kinds: dict[fx.Node, Kind] = {}
         self.counts: list[fx.Node] = []
-        self.apart: list[fx.Node] = []
         self.single: set[fx.Node] = set()
         self._parts, self._likeness = Parts(captures, program.graph.graph, second), Likeness()
+        self.joins = Joins(self._parts, self.kinds, self._given, self._by_rule)
+        self._of_ops = {
+            aten.add.Tensor: self.joins.sum,
+            aten.cat.default: self.joins.cat,
+            aten.index.Tensor: self._index,
+            aten.reshape.default: self._reshaped,
+        }
         self._from_inputs = input_only(program)
         self._counted: set[fx.Node] = set()  # readers of counts
         self._pieces: set[fx.Node] = set()  # cuts that equal a concatenated piece
@@ -120,7 +126,7 @@ class Typing(Joins):
             sums, one = join.target is aten.add.Tensor, replace(kind, like=1)
             if kind.name == SHARE and are_complete([one]):
                 return share if sums else Kind(LOOSE, int(join.args[1]))  # pyright: ignore[reportArgumentType]
-            if kind.name != UNIT or not self._goes_on(node, [kind], join):
+            if kind.name != UNIT or not self.joins.goes_on(node, [kind], join):
                 return unknown
             self.single.add(node)
             return share if sums else Kind(ROWS, int(join.args[1]))  # pyright: ignore[reportArgumentType]
@@ -155,8 +161,7 @@ class Typing(Joins):
             return self._cut(node, cut)
         if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node, given)
-        own = self._OF_OPS.get(node.target)
-        return own(self, node, given) if own is not None else self._by_rule(node, given)
+        return self._of_ops.get(node.target, self._by_rule)(node, given)  # pyright: ignore[reportArgumentType]
 
     def _by_rule(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         if any(k.name in (SHARE, LOOSE) for k in given):
@@ -244,7 +249,7 @@ class Typing(Joins):
         together = linear_in(node, moving, numbers=names == {SHARE})
         if not together or len(names) > 1:
             return unknown
-        kind = self._linear([self._given(node, n) for n in together])
+        kind = self.joins.linear([self._given(node, n) for n in together])
         if kind.name != SHARE:
             return self._of_loose(node, kind, moving)
         return unknown if kind.part is None and self.captures.changed(node) else kind
@@ -316,13 +321,6 @@ class Typing(Joins):
             return Kind(ROWS, dim, kind.part, kind.order[2])
         merged = before % outer == 0 and node.meta["val"].shape[dim] % (before // outer) == 0
         return Kind(ROWS, dim, kind.part, ("merged", before // outer, kind.order)) if merged else unknown
-
-    _OF_OPS: ClassVar[dict[Any, Any]] = {
-        aten.add.Tensor: Joins._sum,
-        aten.cat.default: Joins._cat,
-        aten.index.Tensor: _index,
-        aten.reshape.default: _reshaped,
-    }
 
 
 def sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:

@@ -114,10 +114,8 @@ def _pick(node: fx.Node) -> Pick | None:
             return None
         return Pick(node.name, 1, _class_dim(x), shape_of(x)[_class_dim(x)], int(given["ignore_index"]))
     if node.target is aten.gather.default:
-        x, dim, index = node.args[:3]
-        assert isinstance(x, fx.Node)
-        assert isinstance(index, fx.Node)
-        dim = int(dim) % max(1, len(shape_of(x)))  # pyright: ignore[reportArgumentType]
+        args: Any = node.args
+        x, index, dim = args[0], args[2], int(args[1]) % max(1, len(shape_of(args[0])))
         is_one_each = shape_of(index) == (*shape_of(x)[:dim], 1, *shape_of(x)[dim + 1 :])
         if is_one_each and (_is_normalised(x, dim) or _is_read_by_logsumexp(x, dim)):
             return Pick(node.name, 2, dim, shape_of(x)[dim], -1)

@@ -62,7 +62,7 @@ def _cuts_weights(site: Site, option: Option) -> bool:
 
 
 def attention(site: Site) -> Iterator[Option]:
-    q, k, v = (n for n in site.node.args[:3] if isinstance(n, fx.Node))
+    q, k, v = (n for n in site.args[:3] if isinstance(n, fx.Node))
     dim = len(site.shape()) - 2
     if q in (k, v) or len(site.shape(q)) != len(site.shape()):
         return
@@ -102,9 +102,8 @@ def loss_of_rows(site: Site) -> Iterator[Option]:
 
 def one_token(site: Site) -> Iterator[Option]:
     """x[:, i:i + 1]: the first token, say; one rank has it."""
-    x, dim, start, end, *step = site.node.args
-    assert isinstance(x, fx.Node)
-    if end - start == 1 and not step and site.grad(site.node):  # pyright: ignore
+    x, dim, start, end, *step = site.args
+    if end - start == 1 and not step and site.grad(site.node):
         for cut in (c for c in site.candidates(x) if c.dim == dim and len(c.segments) == 1):
             yield site.option(P, {x: cut}, Form.PICKED)
 

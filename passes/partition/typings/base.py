@@ -106,8 +106,8 @@ class Site:
         sizes: Mapping[str, int] | None = None,
         rules: dict[str, OpRule | None] | None = None,
     ) -> None:
-        self.node = node
-        self.tp = tp
+        self.node, self.tp = node, tp
+        self.args: Any = node.args
         self.sizes = sizes or {"tp": tp, "etp": tp}
         self.vocabulary_multiple = vocabulary_multiple
         self.inputs = tuple(node.all_input_nodes)

@@ -78,7 +78,7 @@ def own_backward(site: Site) -> Iterator[Option]:
     call = site.node.target
     assert isinstance(call, OwnBackward)
     for cut in call.facts.cuts:
-        inputs = _each_once(site.node.args, cut.inputs)
+        inputs = _each_once(site.args, cut.inputs)
         dims = Dims(inputs or {}, cut.dim)
         for placement in dims.candidates(site) if inputs is not None else ():
             if _bears(call, placement):

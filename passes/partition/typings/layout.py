@@ -54,8 +54,8 @@ def expand(site: Site) -> Iterator[Option]:
 def split(site: Site) -> Iterator[Option]:
     """The tuple's type is its input's; the pieces' types follow in ``getitem``."""
     (x,) = site.inputs
-    sizes: Any = site.node.args[1]
-    dim = int(site.node.args[2])  # pyright: ignore[reportArgumentType]
+    sizes = site.args[1]
+    dim = int(site.args[2])
     cuts = {c for c in (*site.candidates(x), *site.candidates()) if c.dim != dim or pieces_of(c, sizes) is not None}
     pieces = {u.args[1]: u for u in site.node.users if u.target is operator.getitem}
     cuts.update(_joint_cuts(site, [(n, pieces.get(i)) for i, n in enumerate(sizes)], dim))
@@ -68,7 +68,7 @@ def split(site: Site) -> Iterator[Option]:
 
 def getitem(site: Site) -> Iterator[Option]:
     (source,) = site.inputs
-    index = int(site.node.args[1])  # pyright: ignore[reportArgumentType]
+    index = int(site.args[1])
     if source.target is not aten.split_with_sizes.default:
         for cut in site.candidates(source):
             yield site.option(cut, {source: cut}, Form.PARTS)
@@ -85,18 +85,18 @@ def getitem(site: Site) -> Iterator[Option]:
 
 def slice_(site: Site) -> Iterator[Option]:
     x = site.inputs[0]
-    _, dim, start, end, *step = site.node.args
-    size = site.shape(x)[dim]  # pyright: ignore
+    _, dim, start, end, *step = site.args
+    size = site.shape(x)[dim]
     yield from by_factors(site)
     if not step:
-        along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))  # pyright: ignore
-        bounds = [start, end - start, size - end]  # pyright: ignore
+        along = {c for c in site.candidates(x) if c.dim == dim} | set(_sibling_cuts(site, x, dim))
+        bounds = [start, end - start, size - end]
         for cut in sorted(along):
             pieces = pieces_of(cut, bounds)
             if pieces is not None:
                 yield site.option(pieces[1], {x: cut}, Form.SEGMENT)
     else:
-        yield from _strided(site, x, dim, start, end, step[0])  # pyright: ignore[reportArgumentType]
+        yield from _strided(site, x, dim, start, end, step[0])
 
 
 def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) -> Iterator[Option]:
@@ -117,7 +117,7 @@ def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) 
 
 
 def cat(site: Site) -> Iterator[Option]:
-    dim, operands = dim_of_cat(site.node), list[fx.Node](site.node.args[0])  # pyright: ignore
+    dim, operands = dim_of_cat(site.node), list[fx.Node](site.args[0])
     yield from by_factors(site)
     if len(set(operands)) == len(operands):
         yield from _cat_along(site, operands, dim)

@@ -63,9 +63,7 @@ def _is_aligned(site: Site, cut: Placement) -> bool:
 def convolution(site: Site) -> Iterator[Option]:
     """conv1d, conv2d, conv3d, convolution(x, weight, bias=None, ..), not transposed."""
     given = named(site.node)
-    x, weight = site.node.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(weight, fx.Node)
+    x, weight = site.args[:2]
     if x is weight or len(site.inputs) > 2 or given.get("transposed"):
         return
     channel = len(site.shape()) - len(site.shape(weight)) + 1  # 0 without a batch dim
@@ -91,9 +89,7 @@ def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) 
 
 def group_norm(site: Site) -> Iterator[Option]:
     """group_norm(x [b, channels, ..], groups, weight, bias): sharded by complete groups; weight and bias alike."""
-    x, groups = site.node.args[:2]
-    assert isinstance(x, fx.Node)
-    assert isinstance(groups, int)
+    x, groups = site.args[:2]
     size = site.shape(x)[1]
     others = [n for n in site.inputs if n is not x]
     for cut in sorted({c for n in (x, site.node) for c in site.candidates(n)}):
@@ -115,10 +111,7 @@ def batch_norm(site: Site) -> Iterator[Option]:
 
 
 def attention(site: Site) -> Iterator[Option]:
-    q, k, v = site.node.args[:3]
-    assert isinstance(q, fx.Node)
-    assert isinstance(k, fx.Node)
-    assert isinstance(v, fx.Node)
+    q, k, v = site.args[:3]
     if len(site.shape(q)) != 4:
         return
     heads, groups = site.shape(q)[1], site.shape(k)[1]

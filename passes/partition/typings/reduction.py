@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from passes.partition.typings.base import Covers, Form, Option, Site, whole
 from passes.partition.typings.by_factors import by_factors
 from passes.program.ops.aten import named, reduced_dims
@@ -96,10 +94,9 @@ TABLE = (
 
 
 def embedding(site: Site) -> Iterator[Option]:
-    weight = site.node.args[0]
-    assert isinstance(weight, fx.Node)
+    weight = site.args[0]
     rows, columns = site.shape(weight)
-    if any(site.node.args[3:4]):
+    if any(site.args[3:4]):
         return  # gradients scaled by how often an id occurs
     for cut in vocabulary_cuts(site, rows, 0):
         yield site.option(P, {weight: cut}, Form.VOCABULARY)
@@ -109,9 +106,7 @@ def embedding(site: Site) -> Iterator[Option]:
 
 
 def cross_entropy(site: Site) -> Iterator[Option]:
-    logits, target = site.node.args[:2]
-    assert isinstance(logits, fx.Node)
-    assert isinstance(target, fx.Node)
+    logits, target = site.args[:2]
     shape = site.shape(logits)
     weights = [n for n in site.inputs if n not in (logits, target)]  # one for each class, replicated
     if len(shape) != 2 or len(site.shape(target)) != 1 or any(site.grad(n) for n in weights):
