@@ -50,7 +50,7 @@ from passes.partition.loss.kinds import (
     unknown,
     whole,
 )
-from passes.partition.loss.parts import UNITS, Joins, Likeness, Parts
+from passes.partition.loss.parts import UNITS, ByRule, Joins, Likeness, Parts
 from passes.partition.loss.scaling import Scaling
 from passes.program.ops.aten import arguments, aten, cut_of, shape_of, splits
 from passes.program.ops.groups import CROSS_ENTROPIES
@@ -78,7 +78,7 @@ class Typing:
         self.single: set[fx.Node] = set()
         self._parts, self._likeness = Parts(captures, program.graph.graph, second), Likeness()
         self.joins = Joins(self._parts, self.kinds, self._given, self._by_rule)
-        self._of_ops = {
+        self._of_ops: dict[Any, ByRule] = {
             aten.add.Tensor: self.joins.sum,
             aten.cat.default: self.joins.cat,
             aten.index.Tensor: self._index,
@@ -161,7 +161,7 @@ class Typing:
             return self._cut(node, cut)
         if node.target in CROSS_ENTROPIES:
             return self._cross_entropy(node, given)
-        return self._of_ops.get(node.target, self._by_rule)(node, given)  # pyright: ignore[reportArgumentType]
+        return self._of_ops.get(node.target, self._by_rule)(node, given)
 
     def _by_rule(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         if any(k.name in (SHARE, LOOSE) for k in given):
