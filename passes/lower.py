@@ -24,20 +24,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes import check
 from passes.attend_by_documents import attend_by_documents
 from passes.base import LowerContext, Pass, PassError, StageGraph, StageModule, kind_of, text_of
-from passes.check import (
-    is_sound,
-    no_cp_placeholder_is_left,
-    no_op_draws_from_the_default_generator,
-    no_op_names_another_device,
-    parameters_are_awaited,
-    pieces_are_those_of_the_plan,
-    readers_get_the_type_that_they_want,
-    regions_are_those_of_the_plan,
-    values_have_their_local_shape,
-    weights_are_whole,
-)
 from passes.dropout import name_streams
 from passes.exchanges import exchange_rows, exchange_sequence, keep_own_tokens, note_choices
 from passes.gather_weights import await_parameters, gather_weights
@@ -57,29 +46,29 @@ from passes.recompute import recompute
 
 # Up to the program of one rank, which planner.trace traces.
 LOCAL: tuple[Pass, ...] = (
-    Pass(insert_collectives, leaves=(readers_get_the_type_that_they_want,)),
+    Pass(insert_collectives, leaves=(check.readers_get_the_type_that_they_want,)),
     Pass(exchange_rows),
-    Pass(exchange_sequence, leaves=(no_cp_placeholder_is_left,)),
-    Pass(localize, leaves_slowly=(values_have_their_local_shape,)),
+    Pass(exchange_sequence, leaves=(check.no_cp_placeholder_is_left,)),
+    Pass(localize, leaves_slowly=(check.values_have_their_local_shape,)),
     Pass(keep_own_tokens),
-    Pass(name_streams, leaves=(no_op_draws_from_the_default_generator,)),
+    Pass(name_streams, leaves=(check.no_op_draws_from_the_default_generator,)),
     Pass(attend_by_documents),
     Pass(fuse_bias),
     Pass(sum_in_place),
     Pass(overwrite_logits),
     Pass(overlap_f),
     Pass(own_linears),
-    Pass(place_devices, leaves=(no_op_names_another_device,)),
+    Pass(place_devices, leaves=(check.no_op_names_another_device,)),
     Pass(drop_unread),
 )
 PASSES: tuple[Pass, ...] = (
     *LOCAL,
     Pass(note_choices),
-    Pass(cut_regions, leaves=(regions_are_those_of_the_plan,)),
-    Pass(compile_pieces, leaves=(pieces_are_those_of_the_plan,)),
+    Pass(cut_regions, leaves=(check.regions_are_those_of_the_plan,)),
+    Pass(compile_pieces, leaves=(check.pieces_are_those_of_the_plan,)),
     Pass(recompute),
-    Pass(await_parameters, leaves=(parameters_are_awaited,)),
-    Pass(gather_weights, leaves=(weights_are_whole,)),
+    Pass(await_parameters, leaves=(check.parameters_are_awaited,)),
+    Pass(gather_weights, leaves=(check.weights_are_whole,)),
 )
 _GRAPHS = (cut_regions, compile_pieces)
 _ONLY_TRAINING = (note_choices, *_GRAPHS, recompute, await_parameters)
@@ -124,9 +113,9 @@ def run_passes(
     """
     for step in PASSES if passes is None else passes:
         step.run(stage, context)
-        for check in (is_sound, *step.leaves, *(step.leaves_slowly if context.thorough else ())):
-            for violation in check(stage, context):
-                raise PassError(step.name, check.__name__, stage.index, violation)
+        for fact in (check.is_sound, *step.leaves, *(step.leaves_slowly if context.thorough else ())):
+            for violation in fact(stage, context):
+                raise PassError(step.name, fact.__name__, stage.index, violation)
         if seen is not None:
             seen(step.name, stage)
 

@@ -22,25 +22,9 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from passes.moe import paths
 from passes.moe.expert_dims import Space, spaces, takings
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
-from passes.moe.paths import (
-    Product,
-    carrying,
-    choices_of,
-    combined_of,
-    dispatch_of,
-    ends,
-    is_taken,
-    names_of,
-    probs_of,
-    product_of,
-    products_of,
-    read_with_stacks,
-    stacks_in,
-    tokens_of,
-    weights_of,
-)
 from passes.moe.ties import base, pick_of, pick_of_weight, picks
 from passes.program.ops.aten import aten, draws, shape_of
 from passes.program.ops.groups import JOINS
@@ -66,7 +50,7 @@ def _found(program: Program) -> Experts:
     asked = [(s, _layer) for s in sorted(spaces(graph), key=lambda s: s.root, reverse=True)]
     for space, layer_of in (*asked, *((space, _of_takers) for space in reversed(takings(graph)))):
         found = layer_of(
-            space, [p for p in products_of(space) if p.node not in space.above and p.node.name not in known]
+            space, [p for p in paths.products_of(space) if p.node not in space.above and p.node.name not in known]
         )
         if isinstance(found, ExpertLayer):
             layers.append(found)
@@ -76,7 +60,7 @@ def _found(program: Program) -> Experts:
     return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(reversed(doubts)))
 
 
-def _layer(space: Space, products: list[Product]) -> ExpertLayer | str:
+def _layer(space: Space, products: list[paths.Product]) -> ExpertLayer | str:
     """The layer, or the reason why a candidate is none; "" without a candidate."""
     if products:
         return _of_stacks(space, products)
@@ -85,22 +69,22 @@ def _layer(space: Space, products: list[Product]) -> ExpertLayer | str:
         return found or ""
     dispatch = (Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN, found.capacity)
     made = _made(space, found, lambda _: dispatch, "branches")
-    return made if isinstance(made, str) else replace(made, tips=names_of(found.last))
+    return made if isinstance(made, str) else replace(made, tips=paths.names_of(found.last))
 
 
-def _of_stacks(space: Space, products: list[Product], takes: bool = False) -> ExpertLayer | str:
+def _of_stacks(space: Space, products: list[paths.Product], takes: bool = False) -> ExpertLayer | str:
     """``takes``: experts take tokens."""
-    first, last = ends(products, space.above)
-    held = [((w,), space.dim(w)) for w in sorted({*stacks_in(space), *(p.weight for p in products)})]
-    weights = weights_of(held, products, first, last)
+    first, last = paths.ends(products, space.above)
+    held = [((w,), space.dim(w)) for w in sorted({*paths.stacks_in(space), *(p.weight for p in products)})]
+    weights = paths.weights_of(held, products, first, last)
     parts = Branches([p.x for p in first], [p.node for p in last], [p.node for p in products], weights)
-    found = _made(space, parts, lambda tokens: dispatch_of(space, first, tokens, takes))
-    return found if isinstance(found, str) else replace(found, beside=tuple(read_with_stacks(space)))
+    found = _made(space, parts, lambda tokens: paths.dispatch_of(space, first, tokens, takes))
+    return found if isinstance(found, str) else replace(found, beside=tuple(paths.read_with_stacks(space)))
 
 
-def _of_takers(space: Space, products: list[Product]) -> ExpertLayer | str:
+def _of_takers(space: Space, products: list[paths.Product]) -> ExpertLayer | str:
     """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
-    if not products or not all(is_taken(p.x, space) for p in ends(products, space.above)[0]):
+    if not products or not all(paths.is_taken(p.x, space) for p in paths.ends(products, space.above)[0]):
         return ""
     found = _of_stacks(space, products, takes=True)
     return found if isinstance(found, ExpertLayer) and found.dispatch is Dispatch.TAKEN else ""
@@ -109,20 +93,20 @@ def _of_takers(space: Space, products: list[Product]) -> ExpertLayer | str:
 def _made(
     space: Space, parts: Branches, dispatch_by: Callable[[fx.Node], tuple[Dispatch, int]], kind: str = "experts"
 ) -> ExpertLayer | str:
-    tokens = tokens_of(space, parts.first)
+    tokens = paths.tokens_of(space, parts.first)
     if len(tokens) != 1:
         return f"its {space.size} {kind} read {len(tokens)} values, not only the tokens"
-    combined = combined_of(space, parts.last, tokens[0], joins=kind == "branches")
+    combined = paths.combined_of(space, parts.last, tokens[0], joins=kind == "branches")
     if combined is None:
         return f"the results of its {space.size} {kind} are not summed to one value per token"
     dispatch, capacity = dispatch_by(tokens[0])
     takes = dispatch is Dispatch.TAKEN
-    chosen, top_k = (space.chosen, 0) if takes else choices_of(space, combined)
+    chosen, top_k = (space.chosen, 0) if takes else paths.choices_of(space, combined)
     if not takes and not 0 < top_k <= space.size:
         return f"the number of its {space.size} experts per token is unknown"
-    carried, before = between(parts.products, [combined]), carrying(space, tokens[0], parts.products)
-    probs = probs_of(space, carried.difference(parts.products), carried)
-    stacks = stacks_in(space)
+    carried, before = between(parts.products, [combined]), paths.carrying(space, tokens[0], parts.products)
+    probs = paths.probs_of(space, carried.difference(parts.products), carried)
+    stacks = paths.stacks_in(space)
     scoring = [n for n in space.places if is_parameter(n) and n in space.scored and n not in stacks]
     return ExpertLayer(
         space.size,
@@ -130,11 +114,11 @@ def _made(
         dispatch,
         capacity,
         logits=space.root.name,
-        router=names_of(n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1),
-        chosen=names_of(chosen),
-        probs=names_of(probs or probs_of(space, before, before | {tokens[0]})),
+        router=paths.names_of(n for n in scoring if sum(d > 1 for d in shape_of(n)) > 1),
+        chosen=paths.names_of(chosen),
+        probs=paths.names_of(probs or paths.probs_of(space, before, before | {tokens[0]})),
         weights=tuple(parts.weights),
-        products=names_of(parts.products),
+        products=paths.names_of(parts.products),
         tokens=tokens[0].name,
         combined=combined.name,
     )
@@ -308,9 +292,11 @@ def _branches(
     space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
 ) -> Branches:
     """``columns``: each weight of the branches, in the order of the numbers."""
-    whole = [[p for n in order if n.op == "call_function" and (p := product_of(n, lambda _: -1))] for order in orders]
-    edges = [ends(products, space.above) for products in whole]
-    weights = weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
+    whole = [
+        [p for n in order if n.op == "call_function" and (p := paths.product_of(n, lambda _: -1))] for order in orders
+    ]
+    edges = [paths.ends(products, space.above) for products in whole]
+    weights = paths.weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
     given = [
         _from_outside(p.x, own) for (ones, _), own in zip(edges, map(_made_of_own, orders), strict=True) for p in ones
     ]
