@@ -37,20 +37,7 @@ from torch import fx
 from passes.base import LowerContext, StageGraph
 from passes.errors import PlanError
 from passes.moe import exchange
-from passes.ops.dropout import (
-    OWN_ATTENTION,
-    Ranges,
-    SampleElements,
-    counted_bernoulli,
-    counted_dropout,
-    counted_normal,
-    counted_uniform,
-    dropout_of_rows,
-    row_names,
-    stream_attention,
-    stream_dropout,
-    stream_random,
-)
+from passes.ops import dropout as ops
 from passes.partition.batch.mixing import batch_runs
 from passes.partition.sequence import facts
 from passes.partition.sequence.partition import scores_of
@@ -88,17 +75,17 @@ def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
     """The call that draws from the stream of that number."""
     graph, stream = node.graph, (number, node.meta["placement"].is_sharded)
     if node.target is aten.dropout.default:
-        return graph.call_function(stream_dropout, (node.args[0], node.args[1], random, *stream))
+        return graph.call_function(ops.stream_dropout, (node.args[0], node.args[1], random, *stream))
     target: Any = node.target
-    is_own = target in OWN_ATTENTION
-    draw = stream_attention if is_own or target is aten.scaled_dot_product_attention.default else stream_random
+    is_own = target in ops.OWN_ATTENTION
+    draw = ops.stream_attention if is_own or target is aten.scaled_dot_product_attention.default else ops.stream_random
     called = target.__name__ if is_own else target
     return graph.call_function(draw, (called, random, *stream, node.args, dict(node.kwargs)))
 
 
 def is_draw(node: fx.Node) -> bool:
     """Dropout, attention with dropout, and other ops that PyTorch tags as random: rand, randn_like, bernoulli …"""
-    if node.target in OWN_ATTENTION:
+    if node.target in ops.OWN_ATTENTION:
         return bool(node.kwargs.get("dropout_p"))
     return node.target in OF_ROWS or is_random(node)
 
@@ -125,29 +112,29 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
         return None
     graph = node.graph
     if node.target is exchange.name_rows:
-        return graph.call_function(row_names, (random, place_of(draw, node, context), torch.device(context.device)))
+        return graph.call_function(ops.row_names, (random, place_of(draw, node, context), torch.device(context.device)))
     if node.target is exchange.drop_rows:
         args: Any = node.args
         rows, p, names, sites = args
         draw = replace(draw, site=sites[context.place.get("ep", 0)])
         place = place_of(draw, node, context, first=len(shape_of(node)) - len(draw.shape))
-        return graph.call_function(dropout_of_rows, (rows, p, random, place, names))
+        return graph.call_function(ops.dropout_of_rows, (rows, p, random, place, names))
     place = place_of(draw, node, context)
     given = named(node)
     if node.target is aten.dropout.default:
-        return graph.call_function(counted_dropout, (node.args[0], node.args[1], random, place))
+        return graph.call_function(ops.counted_dropout, (node.args[0], node.args[1], random, place))
     kind = KINDS[node.target]
     like: Any = given.get("self", given.get("input"))
     if kind == BERNOULLI:
-        return graph.call_function(counted_bernoulli, (given.get("p", like), random, place, like))
+        return graph.call_function(ops.counted_bernoulli, (given.get("p", like), random, place, like))
     value = node.meta["val"]
-    function = counted_uniform if kind == UNIFORM else counted_normal
+    function = ops.counted_uniform if kind == UNIFORM else ops.counted_normal
     return graph.call_function(function, (random, place, value.dtype, torch.device(context.device)))
 
 
-def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -> SampleElements:
+def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -> ops.SampleElements:
     """Which elements of the full microbatch this rank has. ``first``: the dim of ``node`` that is the draw's first."""
-    ranges: list[Ranges] = [((0, size),) for size in draw.shape]
+    ranges: list[ops.Ranges] = [((0, size),) for size in draw.shape]
     if draw.cut is not None:
         cp = context.axes["cp"]
         ranges[draw.cut.dim] = _chunks(draw.cut, cp.size, cp.rank)
@@ -156,10 +143,10 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -
         axis = context.axis_of(node)
         dim = placement.dim - first
         ranges[dim] = _of(ranges[dim], _held(placement, axis.size, axis.rank))
-    return SampleElements(draw.site, draw.shape, tuple(ranges), draw.batch, draw.by_sample)
+    return ops.SampleElements(draw.site, draw.shape, tuple(ranges), draw.batch, draw.by_sample)
 
 
-def _held(placement: Placement, tp: int, rank: int) -> Ranges:
+def _held(placement: Placement, tp: int, rank: int) -> ops.Ranges:
     """This rank's ranges of the sharded dim. Padding, a copy of the last element, has that element's numbers."""
     end, found = sum(placement.sizes), []
     for (start, stop), num_data in zip(placement.slices(tp, rank), placement.data_sizes(tp, rank), strict=True):
@@ -168,7 +155,7 @@ def _held(placement: Placement, tp: int, rank: int) -> Ranges:
     return tuple(found)
 
 
-def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
+def _chunks(cut: Placement, cp: int, rank: int) -> ops.Ranges:
     """The chunks of each of the sequences that are concatenated in a dim."""
     found, start = [], 0
     for segment in cut.segments:
@@ -177,7 +164,7 @@ def _chunks(cut: Placement, cp: int, rank: int) -> Ranges:
     return tuple(found)
 
 
-def _of(whole: Ranges, parts: Ranges) -> Ranges:
+def _of(whole: ops.Ranges, parts: ops.Ranges) -> ops.Ranges:
     """``parts``, in their order, of the concatenation of the ranges ``whole``."""
     found = []
     for a, b in parts:

@@ -29,13 +29,7 @@ from torch.fx.graph import _register_custom_builtin
 
 from passes.base import LowerContext, StageGraph
 from passes.moe.domain import domain_of, in_domain
-from passes.ops import collectives, over_ranks
-from passes.ops.attention import (
-    attention_arguments,
-    causal_attention,
-    shared_key_attention,
-    shared_key_causal_attention,
-)
+from passes.ops import attention, collectives, over_ranks
 from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.partition.type_changes import type_at
 from passes.partition.typings.base import Form
@@ -141,12 +135,12 @@ def _over_ranks(scene: Scene) -> None:
 
 
 def _attention(scene: Scene) -> None:
-    if scene.node.target is causal_attention:
+    if scene.node.target is attention.causal_attention:
         *operands, cp = scene.node.args
-        scene.become(shared_key_causal_attention, (*operands, AXIS, cp), dict(scene.node.kwargs))
+        scene.become(attention.shared_key_causal_attention, (*operands, AXIS, cp), dict(scene.node.kwargs))
         return
-    given = attention_arguments(scene.node.args, scene.node.kwargs)
-    scene.become(shared_key_attention, (*scene.node.args[:3], AXIS), given)
+    given = attention.attention_arguments(scene.node.args, scene.node.kwargs)
+    scene.become(attention.shared_key_attention, (*scene.node.args[:3], AXIS), given)
 
 
 OVER_TP: dict[Form, Rewrite] = {

@@ -19,19 +19,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from passes.base import LowerContext, StageGraph, ops_of
+from passes.ops import recompute as ops
 from passes.ops.collectives import g
 from passes.ops.dropout import counted_dropout, stream_dropout
 from passes.ops.linear import gathered_linears
-from passes.ops.recompute import (
-    BlockCall,
-    begin_block,
-    blank_inputs,
-    end_block,
-    enter_inside,
-    leave_inside,
-    unwatch_inside,
-    watch_inside,
-)
 from passes.ops.region import run_piece
 from passes.parts import comes_of_region, key_of_value, regions_in
 from passes.pieces import Piece, PieceHomes
@@ -93,7 +84,7 @@ def _let_go(part: _Part, context: LowerContext) -> None:
         return
     axes = [context.tp, context.data, *context.axes.values()]
     name = f"recompute_{part.piece.index}"
-    setattr(part.root, name, BlockCall(name, rerun.module(), context.random, axes))
+    setattr(part.root, name, ops.BlockCall(name, rerun.module(), context.random, axes))
     _mark(part.graph, name, rerun)
 
 
@@ -102,16 +93,16 @@ def _mark(graph: fx.Graph, name: str, rerun: _Rerun) -> None:
     with graph.inserting_before(next(iter(graph.nodes))):
         handle = graph.create_node("get_attr", name)
     with graph.inserting_before(members[0]):
-        graph.call_function(begin_block, (handle,))
+        graph.call_function(ops.begin_block, (handle,))
     for node, number in rerun.insides.items():
         inputs: Any = list(node.all_input_nodes)
         with graph.inserting_before(node):
-            graph.call_function(watch_inside, (handle, number, inputs))
+            graph.call_function(ops.watch_inside, (handle, number, inputs))
         with graph.inserting_after(node):
-            graph.call_function(unwatch_inside, (handle,))
+            graph.call_function(ops.unwatch_inside, (handle,))
     last: Any = members[-1].next if members[-1] in rerun.insides else members[-1]
     with graph.inserting_after(last):
-        graph.call_function(end_block, (handle, list(rerun.dropped), list(rerun.sources)))
+        graph.call_function(ops.end_block, (handle, list(rerun.dropped), list(rerun.sources)))
 
 
 class _Rerun:
@@ -165,12 +156,12 @@ class _Rerun:
         number, inputs = self.insides[node], list(node.all_input_nodes)
         if node in self.blank:
             given = [None if _is_tensor(v) else env[v] for v in inputs]
-            leaves = graph.call_function(blank_inputs, (rerun, number, given))
+            leaves = graph.call_function(ops.blank_inputs, (rerun, number, given))
         else:
-            leaves = graph.call_function(enter_inside, (rerun, number, [env[v] for v in inputs]))
+            leaves = graph.call_function(ops.enter_inside, (rerun, number, [env[v] for v in inputs]))
         read = {v: graph.call_function(operator.getitem, (leaves, i)) for i, v in enumerate(inputs)}
         copy = graph.node_copy(node, lambda n: read[n])
-        result = graph.call_function(leave_inside, (rerun, copy))
+        result = graph.call_function(ops.leave_inside, (rerun, copy))
         result.meta = dict(node.meta)
         return result
 

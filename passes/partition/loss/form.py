@@ -12,16 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import fx
 
-from passes.partition.batch.mixing import (
-    Runs,
-    batch_size,
-    computed_along,
-    dims_of,
-    may_mix,
-    may_repeat_batch,
-    may_run_along,
-    mixes_along_a_dim,
-)
+from passes.partition.batch import mixing
 from passes.partition.loss.counts import input_only, places_rows
 from passes.partition.loss.kinds import (
     ROWS,
@@ -123,21 +114,23 @@ def is_certain(
     on_batch: Collection[fx.Node],
     constants: Collection[fx.Node],
     region: Collection[fx.Node],
-    runs: Callable[[], Runs],
+    runs: Callable[[], mixing.Runs],
 ) -> bool:
     """Whether the kinds by form hold however many sequences there are. ``runs``: of the batch, asked for if needed."""
-    size = batch_size(program)
+    size = mixing.batch_size(program)
     if kinds[program.node(program.loss)].name != SHARE:
         return False
-    inner = computed_along(program, on_batch, region)
+    inner = mixing.computed_along(program, on_batch, region)
     if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
         return False
-    flow = dims_of(runs()) if size > 1 else {}
-    known = [n for n in inner if mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)]
-    if size == 1 and any(may_repeat_batch(n) for n in inner):
+    flow = mixing.dims_of(runs()) if size > 1 else {}
+    known = [
+        n for n in inner if mixing.mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)
+    ]
+    if size == 1 and any(mixing.may_repeat_batch(n) for n in inner):
         return False
-    mixing = dict.fromkeys([*(n for n in inner if may_mix(n, on_batch)), *known])
-    return not any(may_run_along(n, flow) for n in mixing)
+    asked = dict.fromkeys([*(n for n in inner if mixing.may_mix(n, on_batch)), *known])
+    return not any(mixing.may_run_along(n, flow) for n in asked)
 
 
 def _is_doubtful(
@@ -147,7 +140,7 @@ def _is_doubtful(
         return True
     if any(n in constants for n in node.all_input_nodes) or kinds[node] is unknown:
         return True
-    if kinds[node].name == ROWS and may_mix(node, on_batch):
+    if kinds[node].name == ROWS and mixing.may_mix(node, on_batch):
         return True
     if any("selected" in n.meta for n in (node, *node.all_input_nodes)):
         return True  # the first sequences, or each in turn
