@@ -23,19 +23,9 @@ import torch
 from torch import fx
 
 from passes.errors import PlanError
-from passes.moe import exchange
+from passes.moe import exchange, opening
 from passes.moe.domain import ROWS, STACK, Domain, domain_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, check_draws
-from passes.moe.opening import (
-    MIXED,
-    Exchange,
-    Layers,
-    Opening,
-    SlotExchange,
-    StackOpening,
-    read_outside,
-    take_own_slices,
-)
 from passes.moe.opening_branches import BranchOpening, SlotBranchOpening
 from passes.moe.opening_pairs import PairOpening
 from passes.moe.ties import is_grouped, is_number, is_product, lookup
@@ -78,7 +68,7 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
         _check_sizes(program, layer, mesh)
     layers = list(experts.layers)
     for place, layer in enumerate(layers):
-        own = take_own_slices(program, layer) if layer.beside else layer
+        own = opening.take_own_slices(program, layer) if layer.beside else layer
         layers[place] = _opening_of(own)(program, own, layers, mesh).run()
     opened = tuple(
         send_tokens_once(program, layer, nodes) if layer.num_experts > mesh.ep > 1 or nodes > 1 else layer
@@ -115,7 +105,7 @@ def _opened_here(program: Program, layer: ExpertLayer, layers: list[ExpertLayer]
     return opened
 
 
-def _opening_of(layer: ExpertLayer) -> type[Opening]:
+def _opening_of(layer: ExpertLayer) -> type[opening.Opening]:
     if layer.dispatch is Dispatch.OFFSETS:
         return RowOpening
     if layer.capacity:
@@ -156,12 +146,12 @@ def _divisors(number: int) -> list[int]:
 OF_ROWS = "the result of one row depends on other rows"
 
 
-class _RunsOpening(StackOpening):
+class _RunsOpening(opening.StackOpening):
     """Owns ``inside``: calls on rows or slots; ``read``: each call that reads a value from outside, and the value."""
 
     HELD = ""
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
+    def __init__(self, program: Program, layer: ExpertLayer, layers: opening.Layers, mesh: Sizes) -> None:
         super().__init__(program, layer, layers, mesh)
         self.inside = self._inside()
         known = self.inside | self.of_stacks
@@ -200,10 +190,10 @@ class RowOpening(_RunsOpening):
         dims = self.stack_dims()
         given = {value: 0 for (_, value), kind in zip(self.read, kinds, strict=True) if kind != "ends"}
         in_rows, last = follow(given, self.inside, self.refusal, OF_ROWS, every=True), _border_of(self.inside)
-        rows = Exchange(Builder(self.graph, min(self.inside), self.routing.chosen[0]), self.routing)
+        rows = opening.Exchange(Builder(self.graph, min(self.inside), self.routing.chosen[0]), self.routing)
         self._bring(rows, kinds)
         for node in last:
-            read_outside(node, self.inside, rows.give_back(node, Builder(self.graph, node.next, node)))
+            opening.read_outside(node, self.inside, rows.give_back(node, Builder(self.graph, node.next, node)))
         for node in self.of_stacks | self.inside:
             node.meta["domain"] = Domain(rows=in_rows[node]) if node in self.inside else Domain(experts=dims[node])
         return self.layer
@@ -223,7 +213,7 @@ class RowOpening(_RunsOpening):
             raise self.refusal(node, f"{value.name} {list(shape)} has neither a dim of rows nor one of experts")
         return "rows"
 
-    def _bring(self, rows: Exchange, kinds: list[str]) -> None:
+    def _bring(self, rows: opening.Exchange, kinds: list[str]) -> None:
         brought: dict[tuple[fx.Node, str], fx.Node] = {}
         for (node, value), kind in zip(self.read, kinds, strict=True):
             if (value, kind) not in brought:
@@ -240,15 +230,15 @@ class RowOpening(_RunsOpening):
 
 
 class SlotOpening(_RunsOpening):
-    FIX = SlotExchange.FIX
+    FIX = opening.SlotExchange.FIX
     HELD = "slots"
 
     def run(self) -> ExpertLayer:
         self.entries: dict[fx.Node, fx.Node] = {}  # the first call that reads each
         for node, value in self.read:
             self.entries.setdefault(value, node)
-        exchanged = SlotExchange(self)
-        experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
+        exchanged = opening.SlotExchange(self)
+        experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, opening.MIXED)
         self._check_known(experts, "has no dim of experts")
         first, kept = next(self._products())
         no_slots = "has no slots, or only some of them"
@@ -278,5 +268,5 @@ class SlotOpening(_RunsOpening):
         for value in (*sorted(self.inside), *self.entries):
             if value not in known:
                 is_lost = value not in self.entries and any(n in known for n in value.all_input_nodes)
-                told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
+                told = opening.MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
                 raise self.refusal(self.entries.get(value, value), told)

@@ -24,22 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from passes.program.ops import groups
 from passes.program.ops.aten import aten, packet_of, permutation
-from passes.program.ops.groups import (
-    ATTENTION,
-    CASTS,
-    COPIES,
-    CUTS,
-    JOINS,
-    LAID_OUT,
-    LOOKUPS,
-    PERMUTES,
-    PRODUCTS,
-    RESHAPES,
-    SPLITS,
-    WITH_WEIGHT,
-    is_grouped,
-)
 from passes.program.walks import readers, walk
 from passes.program.weights import is_weight
 
@@ -92,11 +78,11 @@ class Read(NamedTuple):
 def _reads(node: fx.Node, rows: int | None) -> Iterator[Read | None]:
     """Of a weight, or a value with its elements: the products that read it; None for a reader of another kind."""
     for user in node.users:
-        if user.target in PRODUCTS or is_grouped(user.target):
+        if user.target in groups.PRODUCTS or groups.is_grouped(user.target):
             yield Read(user, node, rows)
-        elif user.target in PERMUTES:
+        elif user.target in groups.PERMUTES:
             yield from _reads(user, None if rows is None else _moved(user, node, rows))
-        elif user.target in RESHAPES:
+        elif user.target in groups.RESHAPES:
             yield from _reads(user, None)
         elif user.target is getitem or user.target in _ELEMENTS:
             yield from _reads(user, rows)
@@ -104,7 +90,7 @@ def _reads(node: fx.Node, rows: int | None) -> Iterator[Read | None]:
             yield None
 
 
-_ELEMENTS = CASTS | COPIES | CUTS | SPLITS | LOOKUPS
+_ELEMENTS = groups.CASTS | groups.COPIES | groups.CUTS | groups.SPLITS | groups.LOOKUPS
 
 
 def _moved(permute: fx.Node, given: fx.Node, dim: int) -> int:
@@ -119,7 +105,7 @@ def _has_weights_after(product: fx.Node) -> bool:
 
 
 def _is_of_weight(node: fx.Node) -> bool:
-    if node.target not in PRODUCTS and not is_grouped(node.target):
+    if node.target not in groups.PRODUCTS and not groups.is_grouped(node.target):
         return False
     return any(is_weight(operand) and operand.meta["val"].dim() > 1 for operand in node.all_input_nodes)
 
@@ -171,14 +157,14 @@ def _parts(node: fx.Node, rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
 
 def _seen(user: fx.Node, rows: Tensor) -> Tensor | None:
     """``rows`` behind a reader that only lays the elements out, or adds a bias."""
-    if user.target in RESHAPES:
+    if user.target in groups.RESHAPES:
         try:
             return rows.view(user.meta["val"].shape)
         except RuntimeError:
             return None
-    if user.target in PERMUTES:
+    if user.target in groups.PERMUTES:
         return user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
-    if user.target in LAID_OUT and user.meta["val"].shape == rows.shape:
+    if user.target in groups.LAID_OUT and user.meta["val"].shape == rows.shape:
         return rows
     is_bias = user.target is aten.add.Tensor and any(is_weight(n) for n in user.all_input_nodes)
     return rows if is_bias and user.meta["val"].shape == rows.shape else None
@@ -186,9 +172,9 @@ def _seen(user: fx.Node, rows: Tensor) -> Tensor | None:
 
 def _cuts(users: list[fx.Node], rows: Tensor) -> Iterator[tuple[fx.Node, Tensor] | None]:
     for user in users:
-        if user.target in CUTS:
+        if user.target in groups.CUTS:
             yield user, user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
-        elif user.target in SPLITS:
+        elif user.target in groups.SPLITS:
             parts = user.target(rows, *user.args[1:], **user.kwargs)  # pyright: ignore[reportCallIssue]
             for part in user.users:
                 yield (part, parts[part.args[1]]) if part.target is getitem else None
@@ -205,7 +191,7 @@ def _heads(part: fx.Node, rows: Tensor) -> list[Tensor]:
 
 def _is_of_heads(node: fx.Node) -> bool:
     """Attention, or a product of two activations, which is half of one."""
-    return node.target in ATTENTION or (node.target in PRODUCTS and not _is_of_weight(node))
+    return node.target in groups.ATTENTION or (node.target in groups.PRODUCTS and not _is_of_weight(node))
 
 
 def _distinct(rows: Tensor) -> Tensor:
@@ -231,11 +217,11 @@ def _meet_again(parts: list[fx.Node]) -> bool:
 
 
 def _is_join(node: fx.Node) -> bool:
-    return node.target in JOINS or node.target is aten.stack.default
+    return node.target in groups.JOINS or node.target is aten.stack.default
 
 
 def _is_product(node: fx.Node) -> bool:
-    return node.target in PRODUCTS or node.target in ATTENTION or is_grouped(node.target)
+    return node.target in groups.PRODUCTS or node.target in groups.ATTENTION or groups.is_grouped(node.target)
 
 
 def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:
@@ -273,15 +259,15 @@ def _role(node: fx.Node) -> str:
 
 def _writes_residual(node: fx.Node) -> bool:
     """Whether the output of this linear reaches, through views, dropout and its bias, a sum of two activations."""
-    if node.target in PERMUTES:
+    if node.target in groups.PERMUTES:
         return any(_writes_residual(user) for user in node.users)
-    if node.target not in WITH_WEIGHT and node.target is not aten.matmul.default:
+    if node.target not in groups.WITH_WEIGHT and node.target is not aten.matmul.default:
         return False
     while len(node.users) == 1:
         (node,) = node.users
         packet = packet_of(node.target)
         if packet is aten.add and all(isinstance(a, fx.Node) and a.op != "placeholder" for a in node.args[:2]):
             return True
-        if packet not in LAID_OUT and packet not in (aten.add, aten.dropout, aten.native_dropout, getitem):
+        if packet not in groups.LAID_OUT and packet not in (aten.add, aten.dropout, aten.native_dropout, getitem):
             return False
     return False

@@ -23,18 +23,7 @@ import torch
 from torch import fx
 
 from passes.partition.batch.align_exports import TwoCaptures, is_number
-from passes.partition.loss.kinds import (
-    MEAN,
-    PLACES,
-    ROWS,
-    SUM,
-    Kind,
-    call_like,
-    reduction_of,
-    unknown,
-    unreduced,
-    whole,
-)
+from passes.partition.loss import kinds
 from passes.program.known_values import Constants
 from passes.program.ops.aten import HALF, aten, is_pointwise, packet_of
 from passes.program.ops.groups import CROSS_ENTROPIES
@@ -53,26 +42,26 @@ class Scaling:
         self.numbers: dict[tuple[fx.Node, int | str], float] = {}
         self.unknown: list[fx.Node] = []
 
-    def constant(self, node: fx.Node) -> Kind:
+    def constant(self, node: fx.Node) -> kinds.Kind:
         """The kind of a constant, once it is corrected."""
         other = self.captures.others.get(node)
         if other is None or not isinstance(node.meta.get("val"), torch.Tensor):
-            return whole if other is not None else unknown
+            return kinds.whole if other is not None else kinds.unknown
         changed = self.captures.changed(node)
         if changed is None or len(changed) > 1 or other not in self.second.nodes:
-            return unknown
+            return kinds.unknown
         a, b = self.first.value(node), self.second.value(other)
         dim = next(iter(changed), None)
-        kind = whole if dim is None else Kind(ROWS, dim)
+        kind = kinds.whole if dim is None else kinds.Kind(kinds.ROWS, dim)
         if a is None or b is None:
-            return kind if dim is not None else unknown
+            return kind if dim is not None else kinds.unknown
         if dim is not None and all(t.dim() == 1 and t.tolist() == list(range(len(t))) for t in (a, b)):
-            return Kind(ROWS, order=PLACES)
+            return kinds.Kind(kinds.ROWS, order=kinds.PLACES)
         if dim is not None:
             repeats = [1] * a.dim()
             repeats[dim] = b.shape[dim] // max(1, a.shape[dim])
             a = a.repeat(repeats)
-        return kind if a.shape == b.shape and self._corrected(node, a, b) else unknown
+        return kind if a.shape == b.shape and self._corrected(node, a, b) else kinds.unknown
 
     def _corrected(self, node: fx.Node, a: torch.Tensor, b: torch.Tensor) -> bool:
         if torch.equal(a, b):
@@ -136,7 +125,7 @@ def _computed(node: fx.Node, op: Any, number: float) -> fx.Node:
     """``node`` times, or plus, a number; behind all placeholders."""
     dtype = node.meta["val"].dtype
     with node.graph.inserting_after(last_of_header(node)):
-        return call_like(node, op, (node, number if dtype.is_floating_point else round(number)))
+        return kinds.call_like(node, op, (node, number if dtype.is_floating_point else round(number)))
 
 
 def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, Any]]:
@@ -180,7 +169,7 @@ def widen(graph: fx.Graph, ends: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
         readers = [reader for reader in old.users if reader not in wide and reader is not new]
         if readers:
             with graph.inserting_after(new):
-                cast = call_like(old, aten.to.dtype, (new, old.meta["val"].dtype))
+                cast = kinds.call_like(old, aten.to.dtype, (new, old.meta["val"].dtype))
             for reader in readers:
                 reader.replace_input_with(old, cast)
     return wide
@@ -192,7 +181,7 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _in_float32(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    if reduction_of(node):
+    if kinds.reduction_of(node):
         return _unreduced(node)
     if packet_of(node.target) in (aten.sum, aten.mean):
         return _wide_call(node, node.target, node.args, {**node.kwargs, "dtype": WIDE})
@@ -209,16 +198,16 @@ def _in_float32(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node | None:
 
 def _unreduced(node: fx.Node) -> fx.Node | None:
     """The loss of each row, then their sum or mean in float32; None for a mean over rows that do not all count."""
-    reduction = reduction_of(node)
-    if reduction == MEAN and node.target in CROSS_ENTROPIES:
+    reduction = kinds.reduction_of(node)
+    if reduction == kinds.MEAN and node.target in CROSS_ENTROPIES:
         return None
-    args, kwargs, shape = unreduced(node)
+    args, kwargs, shape = kinds.unreduced(node)
     value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
-    each = call_like(node, node.target, args, kwargs, value)
+    each = kinds.call_like(node, node.target, args, kwargs, value)
     with node.graph.inserting_after(each):
-        op = aten.sum.default if reduction == SUM else aten.mean.default
+        op = aten.sum.default if reduction == kinds.SUM else aten.mean.default
         return _wide_call(node, op, (each,), {"dtype": WIDE})
 
 
 def _wide_call(like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-    return call_like(like, target, args, kwargs, torch.empty((), dtype=WIDE, device="meta"))
+    return kinds.call_like(like, target, args, kwargs, torch.empty((), dtype=WIDE, device="meta"))
