@@ -28,23 +28,18 @@ class SumPlace(Protocol):
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right, of the parameter's shape; it ends one contribution."""
-        ...
 
     def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
         """Add each left @ right to its part, for a parameter [parts, m, n]; it ends one contribution."""
-        ...
 
     def add_whole(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape; it ends one contribution."""
-        ...
 
     def add_rows(self, rows: Tensor) -> None:
         """Add the sum over dim 0 of ``rows`` [.., m], for a parameter [m]; it ends one contribution."""
-        ...
 
     def add_nothing(self) -> None:
         """End a contribution without a gradient."""
-        ...
 
 
 class Places(Protocol):

@@ -10,6 +10,7 @@ If the check reads only the batch and is small, the host evaluates it for each m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,25 +138,11 @@ def copied(program: Program) -> Program:
 def program_of(program: Program, graph: fx.Graph) -> Program:
     """``program`` with ``graph``, which holds copies of all or some of its nodes under their names."""
     there = {node.name for node in graph.nodes}
-
-    def left(names: dict) -> dict:
-        return {name: value for name, value in names.items() if name in there}
-
-    return replace(
-        program,
-        graph=Unwritten(program.graph, graph),
-        parameters=left(program.parameters),
-        aliases=dict(program.aliases),
-        buffers=left(program.buffers),
-        constants=left(program.constants),
-        inputs=dict(program.inputs),
-        outputs=dict(program.outputs),
-        notes=list(program.notes),
-        rewrites=list(program.rewrites),
-        traced=list(program.traced),
-        untrained=list(program.untrained),
-        assumptions=list(program.assumptions),
-    )
+    of_nodes = {name: getattr(program, name) for name in ("parameters", "buffers", "constants")}
+    left = {name: {k: v for k, v in held.items() if k in there} for name, held in of_nodes.items()}
+    others = ("aliases", "inputs", "outputs", "notes", "rewrites", "traced", "untrained", "assumptions")
+    own = {name: copy(getattr(program, name)) for name in others}
+    return replace(program, graph=Unwritten(program.graph, graph), **left, **own)
 
 
 class Unwritten(fx.GraphModule):
