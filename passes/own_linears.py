@@ -36,7 +36,7 @@ from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.parts import owners, region_of
 from passes.pieces import homes, lies_in_a_graph
 from passes.program import walks
-from passes.program.ops.aten import aten, packet_of, tensors_of
+from passes.program.ops.aten import aten, has_floats, packet_of, tensors_of
 from passes.program.ops.groups import VALUED, WITH_WEIGHT
 
 PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
@@ -168,9 +168,9 @@ def _ends_the_gradient(node: fx.Node) -> bool:
     """Comparisons, positions, detached values and those of a shape alone. Unsure: False."""
     if node.op != "call_function":
         return False
-    made, packet = list(tensors_of(node)), packet_of(node.target)
-    has_no_floats = bool(made) and not any(v.is_floating_point() or v.is_complex() for v in made)
-    return has_no_floats or packet is aten.detach or packet in VALUED
+    packet = packet_of(node.target)
+    has_tensors = next(tensors_of(node), None) is not None
+    return (has_tensors and not has_floats(node)) or packet is aten.detach or packet in VALUED
 
 
 def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:

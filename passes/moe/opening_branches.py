@@ -33,13 +33,15 @@ from passes.moe.opening import MIXED, Exchange, Layers, Opening, SlotExchange, m
 from passes.moe.ties import Pick, pick_of, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
 from passes.program.builder import Builder, erase_unread
-from passes.program.ops.aten import aten, named, shape_of, without_reshapes
-from passes.program.ops.groups import JOINS, LAID_OUT, PRODUCTS
+from passes.program.ops.aten import aten, has_floats, named, shape_of, without_reshapes
+from passes.program.ops.groups import FILLED, JOINS, LAID_OUT, PRODUCTS, Ops
 from passes.program.program import Program
 from passes.program.walks import between
 from passes.program.weights import is_weight
 from passes.rules.follow import stays_zero
 from passes.types.types import Sizes
+
+STOPPING = FILLED | Ops("detach")  # no gradient goes through them
 
 
 class _LoopOpening(Opening):
@@ -76,12 +78,7 @@ class _LoopOpening(Opening):
 
     def own_members(self, place: fx.Node, number: int) -> dict[fx.Node, fx.Node]:
         """The parameters of one of the rank's experts, each with its likes on all ranks: read by what is made of it,
-        and to be read by the branch. ``place``: where it is read at the latest.
-
-        Values of the branch have a gradient if those of any of its likes do.
-        """
-        for node, *likes in zip(*self.bodies[number :: self.num_here], strict=False):
-            node.meta["grad"] |= any(like.meta["grad"] for like in likes)
+        and to be read by the branch. ``place``: where it is read at the latest."""
         found: dict[fx.Node, fx.Node] = {}
         for weight in self.layer.weights if self.num_here < self.layer.num_experts else ():
             if weight.dim < 0:
@@ -93,7 +90,15 @@ class _LoopOpening(Opening):
                     found[own] = build.call(exchange.with_gradient, found[own], domain=Domain())
                 for node in made:
                     node.replace_input_with(own, found[own])
+        self._pass_gradients({own for own, read in found.items() if read.target is exchange.with_gradient}, number)
         return found
+
+    def _pass_gradients(self, weights: set[fx.Node], number: int) -> None:
+        """What is made of weights that train on other ranks has a gradient on all."""
+        for node in sorted({*self.weights[number], *self.bodies[number]}) if weights else ():
+            passes = node.op == "call_function" and node.target not in STOPPING and "stopped" not in node.meta
+            if passes and has_floats(node) and any(n in weights or n.meta["grad"] for n in node.all_input_nodes):
+                node.meta["grad"] = True
 
     def mark_weights(self) -> None:
         for node in set().union(*self.weights):

@@ -118,6 +118,11 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
+def has_floats(node: fx.Node) -> bool:
+    """Whether a value has elements that may have a gradient."""
+    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+
+
 def value_bytes(node: fx.Node) -> int:
     """Bytes of a node's value (of all its tensors, for a tuple)."""
     return sum(t.numel() * t.element_size() for t in tensors_of(node))
