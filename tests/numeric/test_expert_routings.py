@@ -13,7 +13,6 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planner import PlanError
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
 from tests.tools.examples import examples
 from tests.tools.simulated_mesh import Batch, Ran, counted, run_mesh
