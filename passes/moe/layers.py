@@ -104,21 +104,6 @@ class Experts:
     doubts: tuple[Doubt, ...] = ()
 
 
-# ---- why a layer cannot be distributed
-
-NAMED = "set dropout: layout_invariant for experts in a loop; or "  # its numbers then follow their tokens
-Refusal = Callable[[fx.Node, str], PlanError]
-
-
-def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
-    """Raise if one of the calls on ``held``, rows or slots, draws random numbers."""
-    for node in sorted(calls):
-        if is_random(node):
-            error = refusal(node, f"dropout inside experts draws for {held} that other ranks hold")
-            named = "" if "draw" in node.meta or node.target is not aten.dropout.default else NAMED
-            raise PlanError(error.what, where=error.where, fix=f"{named}{error.fix}")
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
     """A parameter of ``num_experts`` experts: stacked on ``dim``, or (``dim`` is -1) of expert ``number`` alone.
@@ -156,6 +141,21 @@ def expert_parts(experts: Experts) -> dict[str, ExpertPart]:
         for weight in layer.weights
         for number, name in enumerate(weight.nodes)
     }
+
+
+# ---- why a layer cannot be distributed
+
+NAMED = "set dropout: layout_invariant for experts in a loop; or "  # its numbers then follow their tokens
+Refusal = Callable[[fx.Node, str], PlanError]
+
+
+def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
+    """Raise if one of the calls on ``held``, rows or slots, draws random numbers."""
+    for node in sorted(calls):
+        if is_random(node):
+            error = refusal(node, f"dropout inside experts draws for {held} that other ranks hold")
+            named = "" if "draw" in node.meta or node.target is not aten.dropout.default else NAMED
+            raise PlanError(error.what, where=error.where, fix=f"{named}{error.fix}")
 
 
 # ---- weights that rest
