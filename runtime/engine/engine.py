@@ -25,16 +25,7 @@ from runtime.data.batches import num_tokens
 from runtime.distributed.faults.activity import BATCH, BETWEEN, DENOMINATORS, FORWARD, GRADIENTS, SEARCH, UPDATE
 from runtime.distributed.faults.faults import shared_call
 from runtime.distributed.groups import RankMesh
-from runtime.engine.build import (
-    Mode,
-    Running,
-    build,
-    check_mode,
-    errors_of_file,
-    need_training,
-    open_rank,
-    spec_of,
-)
+from runtime.engine.build import Mode, Running, build, check_mode, errors_of_file, need_training, open_rank, spec_of
 from runtime.engine.find_nonfinite import find_nonfinite
 from runtime.engine.generation import EngineGeneration
 from runtime.engine.length_variants import Variant, Variants
