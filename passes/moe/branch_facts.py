@@ -12,7 +12,7 @@ write them in any way:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from passes.moe.layers import Refusal
 from passes.moe.routing import Routing, leaves_of
-from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import meetings, readers, walk
 
@@ -203,7 +203,25 @@ def hides_nothing(node: fx.Node, true: fx.Node) -> fx.Node | None:
     """The value that a call gives where ``true`` is True, if the call only chooses by it."""
     if packet_of(node.target) is not aten.where or len(node.args) < 2 or node.args[0] is not true:
         return None
-    kept = node.args[1]
-    if not isinstance(kept, fx.Node) or shape_of(kept) != shape_of(node):
+    kept, whole = node.args[1], shape_of(node)
+    mask = (1,) * (len(whole) - len(shape_of(true))) + shape_of(true)
+    by_row = any(mask == whole[:d] + (1,) * (len(whole) - d) for d in range(1, len(whole) + 1))
+    if not isinstance(kept, fx.Node) or shape_of(kept) != whole or not by_row:
         return None
     return kept if kept.meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def bared(routing: Routing, num_tokens: int, column: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """The values under masks that are True at all rows of an expert: float16 hides the other rows wherever it reads."""
+    covers = [without_reshapes(node) for node in column]
+    masks = [n.args[0] for n in covers if packet_of(n.target) is aten.where and isinstance(n.args[0], fx.Node)]
+    found = [n for pair in zip(covers, masks, strict=False) if (n := hides_nothing(*pair)) is not None]
+    if len(found) < len(column) or not Chosen(routing, num_tokens, masks).is_true():
+        return column
+    return bared(routing, num_tokens, found)
+
+
+def without_repeats(column: Iterable[fx.Node]) -> list[fx.Node]:
+    """The inputs of the branches, each that is another in a shape of its own replaced by the first that is so too."""
+    firsts: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+    return [firsts.setdefault((without_reshapes(node), shape_of(node)), node) for node in column]

@@ -30,7 +30,7 @@ from passes.program.ops.aten import aten, draws, shape_of
 from passes.program.ops.groups import JOINS
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from passes.program.walks import between, in_order, operands, readers, walk
+from passes.program.walks import between, in_order, leads_out, operands, readers, walk
 from passes.program.weights import is_parameter, is_weight
 from passes.rules.follow import stays_zero
 from passes.rules.table import rule_of
@@ -176,7 +176,7 @@ class Branches:
 def branches_of(space: Space) -> Branches | str | None:
     """The experts' branches; why they are none; None if weights do not belong to numbers."""
     values = _values_of_one(space)
-    tips = {n: e for n, e in values.items() if any(u not in values for u in n.users) or not n.users}
+    tips = {n: e for n, e in values.items() if leads_out(n, values)}
     own = _own(space, tips)
     tips = {n: e for n, e in tips.items() if any(_is_own_weight(w, own[n]) and len(shape_of(w)) > 1 for w in own[n])}
     if len(set(tips.values())) < 2:

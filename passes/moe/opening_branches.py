@@ -19,21 +19,21 @@ stacks are known:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.branch_facts import Chosen, check_hidden, end_of, hides_nothing
+from passes.moe.branch_facts import Chosen, bared, check_hidden, end_of, hides_nothing, without_repeats
 from passes.moe.domain import ROWS, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight, check_draws
 from passes.moe.opening import MIXED, Exchange, Layers, Opening, SlotExchange, made_of
 from passes.moe.ties import Pick, pick_of, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
 from passes.program.builder import Builder, erase_unread
-from passes.program.ops.aten import aten, has_floats, named, shape_of, without_reshapes
+from passes.program.ops.aten import aten, has_floats, named, shape_of
 from passes.program.ops.groups import FILLED, JOINS, LAID_OUT, PRODUCTS, Ops
 from passes.program.program import Program
 from passes.program.walks import between
@@ -143,7 +143,7 @@ class BranchOpening(_LoopOpening):
         self.exchange = Exchange(build, self.routing, self.top_k)
         self.here = self.exchange.here
         self.shared = {n: n if self.alone else build.call(exchange.share, n, domain=Domain()) for n in sorted(shared)}
-        brought = [self._bring(_without_repeats(column)) for column in columns]
+        brought = [self._bring(list(column)) for column in columns]
         names = self.dropped.names(build)
         names = names and self._bring([names])
         parts = []
@@ -221,6 +221,7 @@ class BranchOpening(_LoopOpening):
     def _bring(self, column: list[fx.Node]) -> fx.Node:
         """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
         shape, x = self.tokens.flat(column[0]), self.exchange
+        column = without_repeats(bared(self.routing, self.tokens.num_tokens, column))
         if len(set(column)) == 1:
             return x.bring(column[0], shape, x.token)
         weight = Chosen(self.routing, self.tokens.num_tokens, column).weight()
@@ -269,12 +270,6 @@ class BranchOpening(_LoopOpening):
 def _members_led(weight: fx.Node) -> list[fx.Node]:
     """The calls of a layer applied before that read it as the first of its likes."""
     return [user for user in weight.users if user.target is exchange.own_member and user.args[0] is weight]
-
-
-def _without_repeats(column: Iterable[fx.Node]) -> list[fx.Node]:
-    """The inputs of the branches, each that is another in a shape of its own replaced by the first that is so too."""
-    firsts: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
-    return [firsts.setdefault((without_reshapes(node), shape_of(node)), node) for node in column]
 
 
 class SlotBranchOpening(_LoopOpening):

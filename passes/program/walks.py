@@ -73,6 +73,17 @@ def between(
     return set(walk(ends, operands, into=below.__contains__))
 
 
+def leads_out(node: fx.Node, groups: Mapping[fx.Node, T]) -> bool:
+    """Whether a node leads to others than those of its group: y + zeros(n), which y's mask hides again, does not."""
+    group = groups[node]
+
+    def comes_back(n: fx.Node) -> bool:
+        return bool(n.users) and all(groups.get(m, group) == group for m in (*n.all_input_nodes, *n.users))
+
+    outside = walk([n for n in node.users if n not in groups], readers, into=lambda n: n not in groups)
+    return not node.users or not all(map(comes_back, outside))
+
+
 def meetings(tips: Collection[fx.Node], *, most: int) -> Iterator[fx.Node]:
     """Calls that every one of ``tips`` leads to, in the graph's order. ``most``: how many calls are looked at."""
     reached: dict[fx.Node, set[fx.Node]] = {tip: {tip} for tip in tips}

@@ -27,6 +27,7 @@ from passes.program.builder import prune
 from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from planner.capture.branch_trials import agrees_on_both_sides
 from planner.capture.data_dependence import (
     calls_in,
     depends_on_data,
@@ -127,7 +128,8 @@ def _as_in_eager_mode(asked: _Asked) -> Program:
             if asked.earlier is not None and program.traced:
                 asked.earlier.first = None
             is_checked = asked.dtype is None and not asked.is_known
-            if not (is_checked and refuse_another_forward(asked.model, asked.inputs, program)):
+            is_same = is_checked and refuse_another_forward(asked.model, asked.inputs, program)
+            if answers.notes and not is_same and not agrees_on_both_sides(asked.model, asked.inputs, program):
                 program.notes += answers.notes
             return program
 

@@ -172,7 +172,7 @@ def fingerprint(value: Tensor) -> str:
     return digest.hexdigest()
 
 
-class _Truths(TorchDispatchMode):
+class Truths(TorchDispatchMode):
     """The truths that a forward reads from tensors in eager mode, by line."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -192,21 +192,21 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
     """
     if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
         return False
-    truths, are_compared = _Truths(model), True
-    for fill in (_ones, _mixed) if program.traced else (_mixed,):
+    truths, are_compared = Truths(model), True
+    for fill in (ones, mixed) if program.traced else (mixed,):
         batch = {name: fill(tensor) for name, tensor in inputs.items()}
-        with _put_back(model), in_eager_mode(), truths:
+        with put_back(model), in_eager_mode(), truths:
             before = torch.get_rng_state()
-            eager = _scalars(lambda b=batch: model(**b))
+            eager = scalars(lambda b=batch: model(**b))
             draws = not torch.equal(before, torch.get_rng_state())
         if not eager or draws:  # it fails on these values, or its loss is another in each call
             are_compared = False
             continue
-        captured = _scalars(lambda b=batch: _interpret(program, model, b))
+        captured = scalars(lambda b=batch: _interpret(program, model, b))
         are_compared &= bool(captured)
         if captured and not any(_close([loss], captured) for loss in eager):
-            with _put_back(model), in_eager_mode(), caches_off(model):
-                without_cache = _scalars(lambda b=batch: model(**b))
+            with put_back(model), in_eager_mode(), caches_off(model):
+                without_cache = scalars(lambda b=batch: model(**b))
             if any(_close([loss], captured) for loss in without_cache):
                 raise PlanError(
                     f"with its key-value cache on, the model's loss is {float(eager[0]):.6g}; with it off, as in a "
@@ -233,11 +233,11 @@ def _can_run(model: nn.Module, inputs: Mapping[str, Tensor], most: int) -> bool:
     return plain and floating <= set(TOLERANCE) and size * tokens <= most
 
 
-def _ones(tensor: Tensor) -> Tensor:
+def ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-def _mixed(tensor: Tensor) -> Tensor:
+def mixed(tensor: Tensor) -> Tensor:
     """Integers 0 and 1, which are ids, labels and masks alike."""
     generator = torch.Generator().manual_seed(0)
     if tensor.is_floating_point():
@@ -245,7 +245,7 @@ def _mixed(tensor: Tensor) -> Tensor:
     return torch.randint(2, tensor.shape, generator=generator).to(tensor.dtype)
 
 
-def _scalars(run: Callable[[], Any]) -> list[Tensor]:
+def scalars(run: Callable[[], Any]) -> list[Tensor]:
     """The numbers among the outputs; none if it fails, as it may on unusual values."""
     try:
         found = tensors_in(plain_structure(run()))
@@ -279,7 +279,7 @@ def _interpret(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) 
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
+def put_back(model: nn.Module) -> Iterator[None]:
     """The model, and all generators of random numbers, as they were."""
     state, buffers = PythonState(model), [(b, b.detach().clone()) for b in model.buffers()]
     generators = random.getstate(), np.random.get_state()

@@ -135,14 +135,14 @@ class OneProcess:
         self.spec = spec
         self._module, self._wanted = apply_loss(model, spec.loss)
         self.rate = LearningRate(spec.optimizer)
-        self.optimizer = optimizer_of(
-            self.model, spec.optimizer, {p.name: p.matrices for p in parameters if p.matrices}
-        )
+        self._mains = Mains(self.model)
+        matrices = {p.name: p.matrices for p in parameters if p.matrices}
+        self.optimizer = optimizer_of(self.model, spec.optimizer, matrices, self._mains)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of the global batch; gradients are left in ``.grad``."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         draws = self.draws
         # caches are for generation: with one, some models mask otherwise
         rows = self.spec.in_rows(batch)
@@ -154,8 +154,9 @@ class OneProcess:
         return loss.item()
 
     def update(self) -> float:
-        """Clip, one AdamW step at this update's learning rate; returns the gradient norm before clipping."""
+        """Clip, one update at this update's learning rate; returns the gradient norm before clipping."""
         o = self.spec.optimizer
+        self._mains.read()
         groups = self.optimizer.param_groups
         parameters = [p for group in groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
@@ -163,6 +164,7 @@ class OneProcess:
         for group in groups:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()
+        self._mains.write()
         self.num_updates += 1
         return norm.item()
 
@@ -170,6 +172,32 @@ class OneProcess:
         loss = self.forward_backward(batch)
         self.update()
         return loss
+
+
+class Mains:
+    """Owns a float32 copy of each trained float16 parameter, which is updated in its place: in float16 AdamW's eps is
+    zero, so a gradient of zero would make the weight NaN."""
+
+    def __init__(self, model: nn.Module) -> None:
+        halves = (p for p in model.parameters() if p.dtype == torch.float16 and p.requires_grad)
+        self._of = {p: nn.Parameter(p.detach().float()) for p in halves}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The tensor that is updated."""
+        return self._of.get(parameter, parameter)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """The gradients, and weights that have changed since ``write``."""
+        for parameter, main in self._of.items():
+            main.copy_(torch.where(main.to(parameter.dtype) == parameter, main, parameter.float()))
+            main.grad = None if parameter.grad is None else parameter.grad.float()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """The updated weights, rounded."""
+        for parameter, main in self._of.items():
+            parameter.copy_(main)
 
 
 class _Own(torch.optim.Optimizer):
@@ -262,22 +290,18 @@ class Several:
         self._parts = parts
         self.param_groups = [group for part in parts for group in part.param_groups]
 
-    def zero_grad(self) -> None:
-        for part in self._parts:
-            part.zero_grad()
-
     def step(self) -> None:
         for part in self._parts:
             part.step()
 
 
-def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices]) -> Several:
-    """Over the trained parameters; each group also has the ``factor`` of its learning rate.
+def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains) -> Several:
+    """Over the trained parameters, or ``mains`` of them; each group also has the ``factor`` of its learning rate.
 
     ``matrices``: of the weights that a rule of matrices updates, by name.
     """
     by_rule: dict[str, list[dict[str, Any]]] = {}
-    for settings, group in _groups(model, o, matrices):
+    for settings, group in _groups(model, o, matrices, mains):
         by_rule.setdefault(settings.rule, []).append(group)
     return Several([_of_rule(rule, groups, o) for rule, groups in by_rule.items()])
 
@@ -302,7 +326,7 @@ class _Parameter:
 
 
 def _groups(
-    model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices]
+    model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains
 ) -> Iterator[tuple[Settings, dict[str, Any]]]:
     """The trained parameters, by their settings, as torch takes them."""
     names: dict[int, list[str]] = {}
@@ -317,6 +341,6 @@ def _groups(
             found.setdefault(own.get(name, base), []).append(name)
     keys = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust_lr")
     for settings, held in found.items():
-        made = {"params": [named[name] for name in held], "factor": settings.factor(base)}
+        made = {"params": [mains.of(named[name]) for name in held], "factor": settings.factor(base)}
         made |= {key: getattr(settings, key) for key in keys}
         yield settings, made | {"matrices": [matrices.get(name) for name in held]}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
+import torch
+from torch import Tensor
 
 from passes.moe import exchange
 from planner import Plan
 from planner.exchanges.collectives import exchanges_of
-from tests.models import hugging_face
+from tests.models import experts, hugging_face, selected_rows
 from tests.models.hugging_face import MOE
+from tests.numeric.test_expert_layouts import batch_of
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import spec_of
 
@@ -58,3 +61,30 @@ def test_a_family_decides_alike_in_each_dtype(name: str, dtype: str) -> None:
     is_wide = name in IN_FLOAT32 and dtype != "float32"
     words = OTHERWISE.get(name, TOKENS).replace(" {weights}", " float32" if is_wide else "")
     assert decisions(name, dtype) == (1 if name in BEHIND_A_DENSE_LAYER else 2, words)
+
+
+def residual(layer: experts.Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """Beside an expert's result stand its own rows and a constant."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(layer.experts):
+        token, choice = torch.where(chosen == e)
+        y = x[token] + expert(x[token]) + torch.full((token.shape[0], x.shape[-1]), 0.5, dtype=x.dtype)
+        out.index_add_(0, token, y * probs[token, choice, None])
+    return out
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", [residual, *selected_rows.WAYS], ids=lambda w: w.__name__)
+def test_a_loop_over_selected_rows_is_distributed_alike_in_half_precision(way: experts.Way) -> None:
+    """In float16 the capture hides unselected rows wherever they are read, and not just at the end. A mask of one of a
+    token's choices is not True at all rows of an expert, so each expert has its own tokens there.
+    """
+    said: set[tuple[str, str]] = set()
+    for dtype in ("bfloat16", "float16"):
+        given = {"parameters": dtype} | ({"loss_scale": "dynamic"} if dtype == "float16" else {})
+        model = experts.Net(selected_rows.Selecting(way))
+        made = plan_again(model, spec_of(batch_of(4), {"dp": 2, "ep": 2}, precision=given))
+        said |= {(row.how, row.sends) for row in made.experts}
+    by_one_choice = way in (selected_rows.columns, selected_rows.of_batches)
+    rows, once = ("the rows that chose it", "rows"), ("the rows that chose it", "tokens, once to a rank")
+    assert said == ({rows, once} if by_one_choice else {rows} if way is selected_rows.every_copy else {once})

@@ -54,6 +54,31 @@ def test_floats_of_a_batch_are_read_in_the_dtype_of_the_parameters(dtype):
     assert model.up.weight.grad.dtype == getattr(torch, dtype)
 
 
+class Shifted(nn.Module):
+    """Softmax hides a shift of all its logits: its gradient is exactly zero, as that of a key's bias is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shift = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.up(x) * 2**-10).sum() + 0 * self.shift
+
+
+def test_float16_parameters_are_updated_in_float32():
+    """In float16 eps is zero, and so is the square of a small gradient: AdamW would make NaN and Inf of them."""
+    spec = Spec.load({**SPEC, "precision": {"parameters": "float16"}})
+    half, full = Shifted().half(), Shifted()
+    full.load_state_dict(half.state_dict())
+    ones = OneProcess(half, spec), OneProcess(full, Spec.load(SPEC))
+    for _ in range(3):
+        x = torch.randint(-2, 3, (4, 4)).float()
+        for one in ones:
+            one.train_step({"x": x})
+    for found, truth in zip(half.parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(found, truth.half())
+
+
 def test_it_runs_without_a_key_cache_and_the_config_is_as_it_was():
     model = Closed().eval()
     OneProcess(model, Spec.load(SPEC)).train_step({"x": torch.randn(4, 4)})

@@ -17,7 +17,7 @@ from torch.fx import _symbolic_trace
 from transformers.utils import import_utils
 
 from passes.program.program import Program
-from planner import PlanError
+from planner import PlanError, meta_parameters
 from tests.tools.captured import capture
 
 
@@ -114,6 +114,40 @@ class Masked(nn.Module):
 def test_a_branch_of_eager_mode_that_computes_the_same_is_not_reported() -> None:
     ids = torch.empty((2, 5), dtype=torch.int64, device="meta")
     assert not capture(Masked(), {"ids": ids, "labels": ids, "mask": ids}).notes
+
+
+class Packed(nn.Module):
+    """Attention within documents, or plain where eager mode sees but one, as in transformers."""
+
+    def __init__(self, *, is_same: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.head, self.is_same = nn.Embedding(20, 8), nn.Linear(8, 20), is_same
+
+    def forward(self, ids: Tensor, labels: Tensor, position_ids: Tensor) -> Tensor:
+        x, mask = self.tokens(ids)[:, None], None
+        documents = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        if torch.compiler.is_compiling() or not (documents[:, -1] == 0).all():
+            mask = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = mask.tril() if self.is_same else mask
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=mask is None)
+        return F.cross_entropy(self.head(x).flatten(0, 2), labels.flatten())
+
+
+def packed(*, is_same: bool = True, dtype: torch.dtype | None = None) -> Program:
+    with meta_parameters():
+        model = Packed(is_same=is_same)
+    ids = torch.empty((2, 5), dtype=torch.int64, device="meta")
+    return capture(model, {"ids": ids, "labels": ids, "position_ids": ids}, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_model_without_values_is_tried_with_drawn_ones(dtype: torch.dtype | None) -> None:
+    assert not packed(dtype=dtype).notes
+
+
+def test_a_model_without_values_whose_sides_differ_is_reported() -> None:
+    (note,) = packed(is_same=False).notes
+    assert "captured as traced" in note
 
 
 def halves_where_seen(x: Tensor) -> Tensor:
