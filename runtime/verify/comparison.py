@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.gradients.applications import LowestPrecision
-from planner.spec.optimizer import OptimizerSpec
 from runtime.audit.own_module import Tolerance
 from runtime.verify.reference import OneProcess
+from runtime.verify.rounding import greatest_rate, noise_of_matrices, noise_of_updates
 
 Named = Mapping[str, Tensor]
 
@@ -91,25 +91,6 @@ def compare_gradients(
                 difference = min(difference, 2 * _distance(mine, true, _norm) / size)
             rows.append(Row("gradient", name, difference, limit, step))
     return rows
-
-
-def noise_of_updates(
-    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], o: OptimizerSpec, norm: float
-) -> dict[str, Tensor]:
-    """By element how far apart AdamW's first update drives the two sides, by nothing but their gradients.
-
-    It moves an element by lr · g / (|g| + eps): if g is no larger than eps, its rounding is as large as the update.
-    ``norm``: of all gradients, before clipping. Whether the gradients go together, ``compare_gradients`` says.
-    """
-    lr = greatest_rate(o)
-    scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
-
-    def update(gradient: Tensor) -> Tensor:
-        scaled = gradient.detach().double().cpu() * scale
-        return lr * scaled / (scaled.abs() + o.eps)
-
-    both = {n: (found[n], t) for n, t in truth.items() if t is not None and n in found and found[n].shape == t.shape}
-    return {name: (update(mine) - update(true)).abs().nan_to_num(0.0) for name, (mine, true) in both.items()}
 
 
 def compare_parameters(
@@ -210,12 +191,16 @@ class Beside:
         self.rows.append(compare_value("norm", made.norm, norm, allowed.gradient, step))
         self._note(made.gradients, unscaled, norm)
 
+    @property
+    def _is_rounded(self) -> bool:
+        return self.precision != torch.float64
+
     def _adopt(self, found: Named) -> None:
         """Below float64 each step begins with the engine's parameters: its gradients differ by that step alone.
 
         AdamW makes an update of lr from a gradient near zero, so rounding, amplified, would move the next gradients.
         """
-        if self.precision == torch.float64:
+        if not self._is_rounded:
             return
         with torch.no_grad():
             for name, parameter in named_parameters(self._one.model):
@@ -236,13 +221,10 @@ class Beside:
         """Note the facts of this step's gradients that the comparison of parameters needs."""
         unreached = {name for name, gradient in gradients.items() if gradient is None}
         self._still = unreached if self._still is None else self._still & unreached
-        for name, noise in noise_of_updates(found, gradients, self._one.spec.optimizer, norm).items():
+        optimizer = self._one.spec.optimizer
+        of_matrices = noise_of_matrices(gradients, self._one.matrices, optimizer) if self._is_rounded else {}
+        for name, noise in (noise_of_updates(found, gradients, optimizer, norm) | of_matrices).items():
             self._noise[name] = torch.maximum(self._noise.get(name, noise), noise)
-
-
-def greatest_rate(o: OptimizerSpec) -> float:
-    """The greatest learning rate of all groups."""
-    return max(o.lr, *(group.lr or 0.0 for group in o.groups.values()), 0.0)
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -136,8 +136,8 @@ class OneProcess:
         self._module, self._wanted = apply_loss(model, spec.loss)
         self.rate = LearningRate(spec.optimizer)
         self._mains = Mains(self.model)
-        matrices = {p.name: p.matrices for p in parameters if p.matrices}
-        self.optimizer = optimizer_of(self.model, spec.optimizer, matrices, self._mains)
+        self.matrices = {p.name: p.matrices for p in parameters if p.matrices}
+        self.optimizer = optimizer_of(self.model, spec.optimizer, self.matrices, self._mains)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -256,7 +256,7 @@ class WholeMatrices(_Own):
                     self._update(p, matrices, group)
 
     def _update(self, p: Tensor, matrices: Matrices, group: dict[str, Any]) -> None:
-        places = list(_places(tuple(p.shape), matrices))
+        places = list(places_of(tuple(p.shape), matrices))
         parts = [torch.cat([p[box] for box in boxes], dim) for dim, boxes in places]
         if "own" not in self.state[p]:
             given = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
@@ -274,7 +274,7 @@ class WholeMatrices(_Own):
                 p[box] = value
 
 
-def _places(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+def places_of(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
     """Of each matrix its boxes of the weight, and the dim along which they lie one after another."""
     dim = matrices.dim - (len(shape) - 2)
     for place in product(*(range(n) for n in shape[:-2])):

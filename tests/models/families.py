@@ -74,6 +74,7 @@ def build(name: str) -> Entry:
         signals,
         uneven,
         untrained,
+        windowed,
     )
 
     torch.manual_seed(11)
@@ -88,6 +89,7 @@ def build(name: str) -> Entry:
         | patches.MODELS
         | {"fragile": fragile.fragile}
         | adapted.ADAPTED
+        | windowed.WINDOWED
     )
     entry = models[name]()
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from passes.program.walks import ancestors, in_order, operands, readers, walk
+from passes.program.walks import ancestors, in_order, leads_out, operands, readers, walk
 
 
 @pytest.fixture
@@ -51,3 +51,12 @@ def test_in_order_every_node_comes_after_its_operands(nodes: dict[str, fx.Node])
 def test_what_is_given_is_left_out_with_all_that_stands_behind_it_alone(nodes: dict[str, fx.Node]):
     assert names(in_order([nodes["e"]], {nodes["d"]})) == "e"
     assert set(names(in_order([nodes["e"]], {nodes["b"]}))) == set("acde")
+
+
+def test_a_value_that_all_ways_bring_back_to_its_group_does_not_lead_out(nodes: dict[str, fx.Node]):
+    """b → d → e beside c → d: with d and c in no group, b comes back if e is of its group, unless e is of another."""
+    assert not leads_out(nodes["b"], {nodes["b"]: 1, nodes["e"]: 1})
+    assert leads_out(nodes["b"], {nodes["b"]: 1, nodes["e"]: 2})
+    assert leads_out(nodes["b"], {nodes["b"]: 1})
+    assert leads_out(nodes["b"], {nodes["b"]: 1, nodes["c"]: 2, nodes["e"]: 1})
+    assert leads_out(nodes["e"], {nodes["e"]: 1})

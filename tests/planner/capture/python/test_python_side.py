@@ -425,6 +425,24 @@ def test_a_buffer_that_the_first_batch_fills_is_refused() -> None:
     assert model.scaled.scale is None
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_first_call_that_divides_a_weight_is_refused_unless_it_divides_by_one(factor: int) -> None:
+    def rescaled(m: Any, x: Tensor) -> Tensor:
+        if not m.ready:
+            with torch.no_grad():
+                m.up.weight.div_(factor)
+            m.ready = True
+        return F.linear(x, m.up.weight)
+
+    model = Model(rescaled)
+    if factor == 1:
+        assert not [row for row in plan(model, SPEC).diagnostics if "earlier" in row.what]
+    else:
+        with pytest.raises(PlanError, match=r"up\.weight|\(ready\)"):
+            plan(model, SPEC)
+    assert not model.ready
+
+
 def test_a_buffer_that_a_forward_registers_is_gone_again() -> None:
     def tabled(m: Any, x: Tensor) -> Tensor:
         if m.table is None:
