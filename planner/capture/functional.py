@@ -105,8 +105,6 @@ class _Rewriter:
                 self._region(module, node)
             elif node.target is operator.getitem and node.args[0] in self.regions:
                 self.views[node] = self.views[self.regions[node.args[0]][node.args[1]]]
-            elif (same := _left_as_it_is(node)) is not None and same in self.views:
-                self.views[node] = self.views[same]
             elif is_write(node):
                 self._write(node)
             elif node.op != "get_attr" or not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
@@ -212,13 +210,6 @@ class _Rewriter:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=origin.name)
         new.meta = {**origin.meta, "val": val}
         return new
-
-
-def _left_as_it_is(node: fx.Node) -> fx.Node | None:
-    """The tensor into which a call writes the values that it has: x.div_(1)."""
-    is_scaling = node.target in (aten.div_.Tensor, aten.mul_.Tensor, aten.div_.Scalar, aten.mul_.Scalar)
-    x, *rest = node.args if is_scaling and not node.kwargs else (None,)
-    return x if isinstance(x, fx.Node) and rest in ([1], [1.0]) else None
 
 
 def viewed(node: fx.Node) -> fx.Node | None:

@@ -46,21 +46,28 @@ HOOK_FIX = (
 
 
 def drop_writes_of_itself(module: fx.GraphModule) -> None:
-    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward.
+    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward, and
+    ``x.div_(1)``, by which a first call may rescale weights.
 
     Where a region without gradients does so, the value behind it is ``x`` itself, with its gradient.
     """
     graphs = graph_modules(module)
     for inner in graphs:
-        for node in inner.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
-            value, source = node.args
-            if value is source:
-                node.replace_all_uses_with(source)
-                inner.graph.erase_node(node)
+        for node in [n for n in inner.graph.nodes if _leaves_it_as_it_is(n)]:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            inner.graph.erase_node(node)
     for inner in graphs:
         for node in inner.graph.find_nodes(op="call_function", target=operator.getitem):
             if (same := _passed_through(inner, node)) is not None:
                 node.replace_all_uses_with(same)
+
+
+def _leaves_it_as_it_is(node: fx.Node) -> bool:
+    """Whether a call writes into its first operand what that holds."""
+    if node.target is torch.ops.aten.set_.source_Tensor:
+        return node.args[0] is node.args[1]
+    is_scaling = node.target in (torch.ops.aten.div_.Tensor, torch.ops.aten.mul_.Tensor)
+    return is_scaling and not node.kwargs and node.args[1] in (1, 1.0)
 
 
 def _passed_through(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
