@@ -1,4 +1,4 @@
-"""A branch on tracing whose sides compute the same loss: seen with drawn values, where the model has none of its own.
+"""Do both sides of a branch on tracing compute the same loss? Seen with drawn values, also for a model without any.
 
     if not is_tracing(x) and (x == 0).all(): mask = None        eager mode skips a mask that masks nothing
 
