@@ -199,6 +199,8 @@ ROLES: tuple[str, ...] = get_args(Role)
 _LONGEST_NGRAM = 64
 NAMES = {
     "input_ids": "tokens",
+    "token_ids": "tokens",
+    "ids": "tokens",
     "tokens": "tokens",
     "idx": "tokens",
     "x": "tokens",

@@ -169,7 +169,10 @@ class Stream:
         assert self._items is not None
         if not self._waiting:
             item = self._next(self._items)
-            self._is_whole = item.keys() == self._inputs.keys()
+            # a model may name its inputs as samples do: of {"ids", "labels"}, one row is a sample
+            ids = item.get("ids")
+            is_sample = ids is not None and not (isinstance(ids, Tensor) and ids.dim() > 1)
+            self._is_whole = item.keys() == self._inputs.keys() and not is_sample
             if self._is_whole:
                 if not all(isinstance(value, Tensor) for value in item.values()):
                     raise self._bad("has values that are no tensors")

@@ -23,12 +23,14 @@ from runtime.data.token_file import BEGIN, Header, is_token_file
 from runtime.data.tokens import Encoder, Piece, Tokenization, id_dtype, with_end
 
 _SECTIONS = ("ids", "marks", "ends", "words")
+_DTYPES = {name: np.dtype(kind) for name, kind in (("marks", "u1"), ("files", "u1"), ("ends", "<i8"), ("words", "<i8"))}
 
 
 class TokenWriter:
     """One token file. Owns a file beside it until that is complete and takes its name; a failed one is removed.
 
     Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
+    A section is written by the MiB: samples are short, and a write takes longer than to tokenize one.
     ``files``: of samples with labels, those of their tokenizer by name. ``on_bytes`` gets counts of read bytes.
     """
 
@@ -43,6 +45,9 @@ class TokenWriter:
         self.num_tokens = self.num_documents = self.num_words = self._num_bytes = 0
         self._largest = self._words_open = self._tokens_open = 0
         self._sections = _SECTIONS if files is None else (*_SECTIONS, "files")
+        self._dtypes = _DTYPES | {"ids": id_dtype(tokenization).newbyteorder("<")}
+        self._waiting: dict[str, list[bytes]] = {name: [] for name in self._sections}
+        self._num_waiting = dict.fromkeys(self._sections, 0)
         self._digests = {name: xxhash.xxh3_128() for name in self._sections}
         self._files: dict[str, IO[bytes]] = {}
         self._stack = ExitStack()
@@ -69,10 +74,9 @@ class TokenWriter:
             self._tokens_open += len(piece.ids)
             self._words_open += piece.num_words
             if self._tokens_open:
-                self._write("ids", whole.ids, id_dtype(self.tokenization))
-                self._write("marks", whole.marks, np.dtype(np.uint8))
+                self._write("ids", whole.ids)
+                self._write("marks", whole.marks)
                 self.num_tokens += len(whole.ids)
-                self._largest = max(self._largest, int(whole.ids.max(initial=0)))
                 if piece.closes:
                     self._close_document()
             if piece.closes:
@@ -88,7 +92,9 @@ class TokenWriter:
         if not self.num_documents:
             raise PlanError("the text is empty", where="TEXT", fix="give a text that is not empty")
         for content in (self._more or {}).values():
-            self._write("files", np.frombuffer(content, np.uint8), np.dtype(np.uint8))
+            self._write("files", np.frombuffer(content, np.uint8))
+        for name in self._sections:
+            self._flush(name)
         header = self._header(made)
         with self._told():
             whole = self._files["ids"]
@@ -123,13 +129,24 @@ class TokenWriter:
         )
 
     def _close_document(self) -> None:
-        self._write("ends", np.array([self.num_tokens]), np.dtype(np.int64))
-        self._write("words", np.array([self._words_open]), np.dtype(np.int64))
+        self._write("ends", np.array([self.num_tokens]))
+        self._write("words", np.array([self._words_open]))
         self.num_documents += 1
         self.num_words += self._words_open
 
-    def _write(self, name: str, values: np.ndarray, dtype: np.dtype) -> None:
-        content = values.astype(dtype.newbyteorder("<"), copy=False).tobytes()
+    def _write(self, name: str, values: np.ndarray) -> None:
+        content = values.astype(self._dtypes[name], copy=False).tobytes()
+        self._waiting[name].append(content)
+        self._num_waiting[name] += len(content)
+        if self._num_waiting[name] >= MIB:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        content = b"".join(self._waiting[name])
+        self._waiting[name], self._num_waiting[name] = [], 0
+        if name == "ids":
+            largest = np.frombuffer(content, self._dtypes[name]).max(initial=0)
+            self._largest = max(self._largest, int(largest))
         self._digests[name].update(content)
         with self._told():
             self._files[name].write(content)

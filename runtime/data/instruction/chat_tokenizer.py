@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import date, datetime
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
 from runtime.data.instruction.conversation import Message
-from runtime.data.text.documents import RowError
+from runtime.data.instruction.template import Case, ChatTemplate
 from runtime.data.text.encoders import end_ids
 
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
 _NEAR, _SEGMENTS = 24, 64  # characters beside a border; texts between special tokens that are kept
-_MOST_SECONDS, _MOST_BYTES = 10.0, 1 << 29  # of one rendering: a template may loop, or write 'x' * 999999999
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
@@ -60,8 +55,9 @@ class ChatTokenizer:
         self.config_ends = tuple(end_ids(self.path))
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*self.config_ends, *of_eos]))
         self.template = None if template is None else self._named(template)
-        self._arguments = {} if date is None else {"date_string": self.day.strftime("%d %b %Y")}
-        self._arguments |= arguments or {}
+        day = {} if date is None else {"date_string": self.day.strftime("%d %b %Y")}
+        self._rendering = ChatTemplate(self.tokenizer, self.template, day | dict(arguments or {}), self.day.strftime)
+        self.seen = self._rendering.seen
 
     @property
     def vocabulary_size(self) -> int:
@@ -69,35 +65,21 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None, *, generates: bool = False) -> str:
         """The template's text. Raises RowError if the template fails."""
+        return self.render_seen([([self.seen(message) for message in messages], generates)], tools)[0]
+
+    def render_seen(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
+        """Those of several conversations, of messages of ``seen``."""
         if self.template is None and not self.tokenizer.chat_template:
             what = f"{shorten(self.path)} has no chat template"
             raise PlanError(what, where="--tokenizer", fix=f"add --chat-template FILE, or {_DIRECTORY}")
-        try:
-            with _at_most(_MOST_SECONDS), _within(_MOST_BYTES):
-                chosen = self.tokenizer.get_chat_template(self.template, tools)
-                _compiled(chosen).globals["strftime_now"] = self.day.strftime
-                return self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=chosen,
-                    add_generation_prompt=generates,
-                    tokenize=False,
-                    **self._arguments,
-                )
-        except KeyboardInterrupt:
-            raise
-        except Exception as error:
-            is_large = isinstance(error, MemoryError)
-            words = f"it takes more than {_MOST_BYTES >> 20} MiB" if is_large else shorten(first_line(error), 300)
-            fix = "correct the row, or choose another template with --chat-template"
-            raise RowError(f"the chat template fails: {words}", fix=fix) from None
+        return self._rendering.render(cases, tools)
 
     def ids(self, text: str) -> list[int]:
         """As generation tokenizes the text of a template."""
         if not self._is_cut:
             return self._encoded(text)
         places = [0, *(found.start() for found in self.special_in(text, 1)), len(text)]
-        return [i for begin, end in pairwise(places) for i in self._encoded(text[begin:end])]
+        return list(chain.from_iterable(self._encoded(text[begin:end]) for begin, end in pairwise(places)))
 
     def begun_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
@@ -189,54 +171,3 @@ def _bare(part: Any) -> Any:
 def _ids(tokenizer: Any, text: str) -> list[int]:
     """By the one call that tracks no offsets."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-def _compiled(template: str) -> Any:
-    """The compiled template that transformers renders: the only place through which its clock can be set."""
-    from transformers.utils import chat_template_utils
-
-    return chat_template_utils._compile_jinja_template(template)
-
-
-@lru_cache(1)
-def _statm(pid: int) -> int:
-    """The open file with the sizes of this process; to open it takes longer than to render a short row."""
-    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-
-@contextmanager
-def _within(num_bytes: int) -> Iterator[None]:
-    """Raise MemoryError inside the block when the process takes that much more; only on Linux."""
-    try:
-        import resource
-
-        now = int(os.pread(_statm(os.getpid()), 32, 0).split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [n for n in (now + num_bytes, soft, hard) if n != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside the block when it takes longer; only in a main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it takes longer than {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, stop)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
-        signal.signal(signal.SIGALRM, handler)

@@ -8,7 +8,7 @@ alpaca     {"instruction": …, "input": …, "output": …, "system": …}
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,9 +120,27 @@ def _called(call: Any) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def is_plain(message: Message) -> bool:
-    """Whether it is a text and no more."""
-    return not message.get("tool_calls") and not _has_reasoning(message) and bool(texts_of([message]))
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message, its ``texts`` with their fields (of ``texts_of``), and ``atoms`` of its tool calls."""
+
+    message: Message
+    texts: list[tuple[str, str]]
+    atoms: list[str]
+
+    @classmethod
+    def of(cls, message: Message) -> Said:
+        return cls(message, texts_of(message), atoms_of(message))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a text and no more."""
+        return not self.message.get("tool_calls") and not _has_reasoning(self.message) and bool(self.texts)
+
+    def without_reasoning(self) -> Said:
+        if not _has_reasoning(self.message):
+            return self
+        return Said.of({name: value for name, value in self.message.items() if name not in REASONING})
 
 
 def mapped(message: Message, change: Callable[[str, str], str]) -> Message:
@@ -158,7 +176,7 @@ def _mapped_tree(value: Any, change: Callable[[str], str]) -> Any:
     return [_mapped_tree(each, change) for each in value] if isinstance(value, list) else value
 
 
-def texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
+def texts_of(message: Message) -> list[tuple[str, str]]:
     """(field, text without outer white space) of each text that is not empty, in the order of ``mapped``."""
     found: list[tuple[str, str]] = []
 
@@ -166,20 +184,18 @@ def texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
         found.append((field, text.strip()))
         return text
 
-    for message in messages:
-        mapped(message, note)
+    mapped(message, note)
     return [each for each in found if each[1]]
 
 
-def atoms_of(messages: Sequence[Message]) -> list[str]:
+def atoms_of(message: Message) -> list[str]:
     """The names and numbers in the arguments of tool calls: no template writes them otherwise than JSON does."""
     found: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> None:
         found.extend(name for name, _ in pairs)
 
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            text = json.dumps(_called(call).get("arguments"), default=str)
-            json.loads(text, object_pairs_hook=note, parse_int=found.append, parse_float=found.append)
+    for call in message.get("tool_calls") or ():
+        text = json.dumps(_called(call).get("arguments"), default=str)
+        json.loads(text, object_pairs_hook=note, parse_int=found.append, parse_float=found.append)
     return found

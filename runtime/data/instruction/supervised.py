@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 
 from planner.files.text import shorten
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
-from runtime.data.instruction.conversation import REASONING, Conversation, Message, atoms_of, is_plain, mapped, texts_of
+from runtime.data.instruction.conversation import Conversation, Message, Said, mapped
+from runtime.data.instruction.template import Case
 from runtime.data.text.documents import RowError
 
 MERGED, OTHER, BEHIND = (
@@ -100,18 +101,23 @@ class _Turns:
         self.talk, self.rule, self.chat = talk, rule, rule.chat
         self.told: Counter[str] = Counter()
         self._presence = Presence(rule.ignored, self.told)
+        self._seen = {id(message): self.chat.seen(message) for message in talk.messages}
+        self._said = [Said.of(message) for message in talk.messages]
+        trained = set(talk.trained)
+        # reasoning of an answer that is trained on has to stand in that answer, and may be left out of later contexts
+        self._before = [said.without_reasoning() if n in trained else said for n, said in enumerate(self._said)]
 
     def turn(self, number: int) -> Sample:
         """The sample of the assistant's message ``number`` alone. Raises RowError."""
-        before, message, where = self.talk.messages[:number], self.talk.messages[number], f"message {number}"
-        for field_name, text in texts_of([message]):
+        before, said, where = self.talk.messages[:number], self._said[number], f"message {number}"
+        for field_name, text in said.texts:
             _check_own(text, f"{where}, {field_name}", self.chat)
-        context, whole = self._render(before, generates=True), self._render([*before, message])
+        context, whole = self._renders((before, True), ([*before, said.message], False))
         self._check_context(before, context, number)
         is_behind = whole.startswith(context)
         begin = len(context) if is_behind else self._common(context, whole, where)
-        last = self._presence.end_of([message], whole, lambda marked: self._render([*before, *marked]), where, begin)
-        stop, end = self._end(before, message, whole, last)
+        last = self._presence.end_of([said], whole, lambda marked: self._render([*before, *marked]), where, begin)
+        stop, end = self._end(before, said, whole, last)
         return (
             self._by_itself(context, whole[begin:stop], end) if is_behind else self._other(context, whole[:stop], end)
         )
@@ -132,16 +138,12 @@ class _Turns:
 
     def _check_context(self, before: list[Message], context: str, number: int) -> None:
         """Raise RowError if a text of an earlier message stands neither here nor, of reasoning, in its own answer."""
-        messages = [
-            {name: value for name, value in m.items() if n not in self.talk.trained or name not in REASONING}
-            for n, m in enumerate(before)
-        ]
 
         def render(marked: Sequence[Message]) -> str:
             return self._render([m | new for m, new in zip(before, marked, strict=True)], generates=True)
 
         where = f"the context of message {number}"
-        self._presence.end_of(messages, context, render, where)
+        self._presence.end_of(self._before[:number], context, render, where)
         functions = [tool.get("function", tool) for tool in self.talk.tools or ()]
         told = [f.get(name) for f in functions if isinstance(f, dict) for name in ("name", "description")]
         self._presence.require("tools", (text.strip() for text in told if isinstance(text, str)), context, where)
@@ -159,17 +161,17 @@ class _Turns:
         pairs = enumerate(zip(context, whole, strict=False))
         return next((n for n, (a, b) in pairs if a != b), min(len(context), len(whole)))
 
-    def _end(self, before: list[Message], message: Message, whole: str, last: int) -> tuple[int, int | None]:
+    def _end(self, before: list[Message], said: Said, whole: str, last: int) -> tuple[int, int | None]:
         """Where the answer's text stops, and the end token to add, None if the text has it."""
         behind, plain = list(self.chat.special_in(whole, last)), None
         found = behind[0] if behind else None
-        if not is_plain(message):  # markers of tool calls and reasoning end nothing
+        if not said.is_plain:  # markers of tool calls and reasoning end nothing
             plain = self._behind_probe(before, [])
             wanted = {text for text, i in self.chat.special.items() if i in self.chat.ends} | {plain}
             found = next((m for m in behind if m[0] in wanted), None)
         if found is not None:
             return found.end(), None
-        followers = [{"role": "tool", "content": "y"}] if message.get("tool_calls") else []
+        followers = [{"role": "tool", "content": "y"}] if said.message.get("tool_calls") else []
         for follower in (*followers, {"role": "user", "content": "y"}):
             end = self.chat.special.get(self._behind_probe(before, [follower]) or "")
             if end in self.chat.ends:
@@ -193,7 +195,11 @@ class _Turns:
         return next((found[0] for found in self.chat.special_in(text, text.rfind(mark) + 1)), None)
 
     def _render(self, messages: Sequence[Message], *, generates: bool = False) -> str:
-        return self.chat.render(messages, self.talk.tools, generates=generates)
+        return self._renders((messages, generates))[0]
+
+    def _renders(self, *cases: Case) -> list[str]:
+        seen = [([self._seen.get(id(m)) or self.chat.seen(m) for m in messages], how) for messages, how in cases]
+        return self.chat.render_seen(seen, self.talk.tools)
 
 
 def _check_own(text: str, where: str, chat: ChatTokenizer) -> None:
@@ -208,23 +214,24 @@ class Presence:
     def __init__(self, ignored: Collection[str], told: Counter[str]) -> None:
         self._ignored, self._told = ignored, told
 
-    def end_of(self, messages: Sequence[Message], rendered: str, render: Render, where: str, begin: int = 0) -> int:
+    def end_of(self, said: Sequence[Said], rendered: str, render: Render, where: str, begin: int = 0) -> int:
         """Where the last character of the messages' texts ends in ``rendered``, which ``render`` made of them, and in
         which all of them stand behind ``begin``.
 
         Raises RowError if one does not.
         """
-        texts = texts_of(messages)
+        texts = [each for one in said for each in one.texts]
         end = _end_in_order(texts, rendered, begin)
         if end is None:
             end = begin
-            marked = _marked_ends(texts, rendered, render(_marked(messages)))
+            marked = _marked_ends(texts, rendered, render(_marked([one.message for one in said])))
             for (field, text), places in zip(texts, marked, strict=True):
                 here = [place for place in places if place - len(text) >= begin]
                 end = max([end, *here])
                 if not here:
                     self._lacks(field, text, where)
-        self.require("tool_calls", atoms_of(messages), rendered[begin:], where)
+        if any(one.atoms for one in said):
+            self.require("tool_calls", (atom for one in said for atom in one.atoms), rendered[begin:], where)
         return end
 
     def require(self, field: str, texts: Iterable[str], rendered: str, where: str) -> None:

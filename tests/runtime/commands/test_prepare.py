@@ -77,7 +77,7 @@ def test_many_texts_make_one_file(text: Path, tmp_path: Path) -> None:
         (["latin", "-o", "out", "--tokenizer", "tokenizer.json"], "latin is not UTF-8"),
         (["zeros", "-o", "out"], "zeros contains the byte 0, which cannot occur in text"),
         (["tokens", "-o", "out"], "tokens is already a token file"),
-        (["text.txt", "-o", "out", "--split-documents", "json"], "a line of JSON cannot be read"),
+        (["text.txt", "-o", "out", "--split-documents", "json"], "a row cannot be read"),
         (["text.txt", "-o", "out", "--field", "body"], "--field applies only to JSON"),
         (["text.txt", "-o", "out", "--bucket", "9" * 5000], "these are no ascending lengths"),
         (["text.txt", "-o", "out", "--bucket", "9" * 20], "these are no ascending lengths"),

@@ -73,6 +73,25 @@ def rest(made: Stream, step: int = 0) -> list[dict[str, Tensor]]:
         return found
 
 
+@pytest.mark.parametrize("values", [list, torch.tensor])
+def test_a_model_may_name_its_inputs_as_samples_do(tmp_path: Path, values: Any) -> None:
+    """An item of one row is a sample, one of several rows is a whole batch."""
+    ids = {"shape": [LENGTH], "dtype": "int64", "high": 64}
+    inputs = {"ids": ids, "labels": {"like": "ids"}}
+    data = {"inputs": inputs, "mesh": {}, "batch": {"global": 2, "micro": 1}, "data": {"packing": False}}
+    (tmp_path / "own.py").write_text(
+        f"from torch import tensor, ones\nmade = {'list' if values is list else 'tensor'}\n"
+        "def samples(rank, size):\n    while True: yield {'ids': made([1, 2, 3]), 'labels': made([-100, 2, 3])}\n"
+        "def rows(rank, size):\n    while True: yield {'ids': ones(2, 6).long(), 'labels': ones(2, 6).long()}\n"
+    )
+    layout = BatchLayout({name: ((LENGTH,), torch.int64) for name in inputs}, 2, 1, 1, 0)
+    made = Stream(f"{tmp_path}/own.py:samples", Spec.load(data), layout, keeps=False).batch(0)
+    assert made["ids"].tolist() == [[1, 2, 3, 0, 0, 0]] * 2
+    assert made["labels"].tolist() == [[-100, 2, 3, -100, -100, -100]] * 2
+    whole = Stream(f"{tmp_path}/own.py:rows", Spec.load(data), layout, keeps=False).batch(0)
+    assert whole["ids"].tolist() == [[1] * 6] * 2
+
+
 def test_samples_fill_the_sequences_of_a_step_and_labels_are_those_that_were_asked_for(tmp_path: Path) -> None:
     marked = [
         {"ids": [1, 2, 3], "labels": [-100, 2, 3]},

@@ -73,6 +73,11 @@ def test_inputs_are_fed_by_what_their_names_say() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 4
 
 
+@pytest.mark.parametrize("name", ["ids", "token_ids", "tokens", "x"])
+def test_each_usual_name_of_ids_is_fed_the_tokens(name: str) -> None:
+    assert torch.equal(batches(inputs={name: TOKENS}).batch(3)[name], batches().batch(3)["input_ids"])
+
+
 def test_the_spec_says_what_other_names_are() -> None:
     inputs = {"query": TOKENS, "input_ids": {"like": "query"}}
     batch = batches(inputs=inputs, data={"inputs": {"query": "next_tokens", "input_ids": "tokens"}}).batch(0)

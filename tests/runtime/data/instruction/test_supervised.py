@@ -215,7 +215,7 @@ def test_rows_with_a_border_that_would_merge_are_counted(chats: Any) -> None:
 def test_a_row_that_would_lose_something_is_refused(
     chats: Any, monkeypatch: pytest.MonkeyPatch, template: str, row: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("runtime.data.instruction.chat_tokenizer._MOST_SECONDS", 0.2)
+    monkeypatch.setattr("runtime.data.instruction.template._MOST_SECONDS", 0.2)
     assert words in refused(chats, template, {"messages": [], **row} if "messages" in row else {"other": 1}).what
 
 
