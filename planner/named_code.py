@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +51,28 @@ class NamedCode:
         name, attribute = self.parts
         kept = _kept_module(Path(name)) if name.endswith(".py") else None
         return self.found(kept or self.module(name, is_alone=True), attribute)
+
+    def function(self, *counts: int) -> tuple[Callable[..., Any], int]:
+        """A function, and the first of ``counts`` of arguments that it takes; the last if it has no signature.
+
+        Raises PlanError if it is none, or takes another number.
+        """
+        found, numbers = self.load(), " or ".join(map(str, counts))
+        if not callable(found):
+            what = f"{self.label} {shorten(self.text)} is a {type(found).__name__}, not a function"
+            raise PlanError(what, where=self._key, fix=f"name a function of {numbers} arguments")
+        try:
+            signature = inspect.signature(found)
+        except (TypeError, ValueError):
+            return found, counts[-1]
+        for count in counts:
+            with suppress(TypeError):
+                signature.bind(*range(count))
+                return found, count
+        code = getattr(found, "__code__", None)
+        place = None if code is None else Where(file=code.co_filename, line=code.co_firstlineno)
+        what = f"{self.label} {shorten(self.text)} takes {shorten(signature)}, and gets {numbers} arguments"
+        raise PlanError(what, where=place or self._key, fix=f"give it {numbers} parameters")
 
     def module(self, name: str, *, is_alone: bool = False) -> ModuleType:
         """The module of this name, or of this file, which is run. ``is_alone``: ``sys.modules`` has it by its own name,

@@ -46,11 +46,7 @@ def is_stream(source: str) -> bool:
 
 def stream_function(source: str) -> Callable[[int, int], Any]:
     """Raises PlanError if there is no such function."""
-    found = NamedCode(source, "--data").load()
-    if not callable(found):
-        fix = "name a function of (rank, size) that returns an iterator"
-        raise PlanError(f"--data {source} is a {type(found).__name__}", where="--data", fix=fix)
-    return found
+    return NamedCode(source, "--data").function(2)[0]
 
 
 class Stream:

@@ -82,6 +82,16 @@ class TokenWriter:
             if piece.closes:
                 self._words_open = self._tokens_open = 0
 
+    def add_documents(self, ids: np.ndarray, marks: np.ndarray, sizes: np.ndarray, words: np.ndarray) -> None:
+        """Whole documents, with their ends: ids and marks [tokens], sizes and words [documents]. Raises PlanError."""
+        self._write("ids", ids)
+        self._write("marks", marks)
+        self._write("ends", self.num_tokens + np.cumsum(sizes))
+        self._write("words", words)
+        self.num_tokens += len(ids)
+        self.num_documents += len(sizes)
+        self.num_words += int(words.sum())
+
     def note_read(self, num_bytes: int) -> None:
         """So many bytes more of the text were read."""
         self._num_bytes += num_bytes

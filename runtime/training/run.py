@@ -177,7 +177,7 @@ def check_outputs(job: Job) -> None:
         _check_replaceable(job.plot, "the picture")
     if job.tensorboard is not None:
         _check_package("tensorboard", "--tensorboard", "tensorboard")
-        with writing("the directory for TensorBoard", Where(file=job.tensorboard)):
+        with writing(f"the directory {shorten(job.tensorboard)}", "--tensorboard", "give a writable directory"):
             os.makedirs(job.tensorboard, exist_ok=True)
             try_new_file(Path(job.tensorboard) / "try")
     if job.wandb is not None:

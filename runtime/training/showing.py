@@ -10,15 +10,13 @@ Rank 0 alone knows what was asked; the sum of the next update says that somethin
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from passes.errors import PlanError, first_line
 from planner.frozen_plan import Plan
@@ -247,8 +245,8 @@ class Callback:
 
     def __init__(self, reference: str) -> None:
         """Runs the file. Raises PlanError if that fails, or has no such function."""
-        self._function: Callable[..., Any] = NamedCode(reference, "--callback", FORMS).load()
-        self._takes_run = _takes_two(self._function)
+        self._function, num_arguments = NamedCode(reference, "--callback", FORMS).function(2, 1)
+        self._takes_run = num_arguments == 2
 
     def __call__(self, row: StepRow, run: Run) -> None:
         try:
@@ -257,15 +255,3 @@ class Callback:
             what = f"the callback failed after step {row.step}: {first_line(error)}"
             fix = "correct it, or remove --callback"
             raise PlanError(what, where=line_of(error) or "--callback", fix=fix) from error
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a builtin
-        return False
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        return False
-    return True

@@ -109,7 +109,7 @@ def check_metric(job: Job, spec: Spec) -> None:
 
 
 def _function_of(reference: str) -> Callable[..., Any]:
-    return NamedCode(reference.removesuffix(TEXTS), "--metric").load()
+    return NamedCode(reference.removesuffix(TEXTS), "--metric").function(3)[0]
 
 
 def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:

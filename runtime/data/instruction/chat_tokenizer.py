@@ -19,6 +19,7 @@ from runtime.data.text.encoders import end_ids
 
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
 _NEAR, _SEGMENTS = 24, 64  # characters beside a border; texts between special tokens that are kept
+_FIRST_WORD, _BORDERS = re.compile(r"\s*\S*\s*"), 4096  # behind a border; answers often begin with the same one
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
@@ -48,6 +49,7 @@ class ChatTokenizer:
         cut = [token for token in added.values() if token.special and token.content]
         self._is_cut = not any(token.lstrip or token.single_word or token.normalized for token in cut)
         self._encoded = lru_cache(_SEGMENTS)(lambda text: _ids(self._fast, text))
+        self._crossed = lru_cache(_BORDERS)(self._crosses)
         self.special |= dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
         self.eos: int | None = self.tokenizer.eos_token_id
@@ -93,8 +95,12 @@ class ChatTokenizer:
         """Whether a token of the joined text would hold the end of one and the begin of the other."""
         markers = self.special_in(before, max(0, len(before) - 4 * _NEAR))
         head = before[max((found.start() for found in markers), default=0) :][-_NEAR:]
-        found = self._fast.encode(head + answer[:_NEAR], add_special_tokens=False)
-        last = found.char_to_token(len(head) - 1) if head and answer else None
+        begin = _FIRST_WORD.match(answer[:_NEAR])
+        return self._crossed(head, begin[0] if begin else "")
+
+    def _crosses(self, head: str, begin: str) -> bool:
+        found = self._fast.encode(head + begin, add_special_tokens=False)
+        last = found.char_to_token(len(head) - 1) if head and begin else None
         return last is not None and last == found.char_to_token(len(head))
 
     def special_in(self, text: str, begin: int = 0) -> Iterator[re.Match[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,12 @@ from runtime.data.text.documents import Row, RowError, rows_of, text_of
 from runtime.data.text.encoders import GENERATION_CONFIG
 from runtime.data.token_file import Header
 from runtime.data.token_writer import TokenWriter
-from runtime.data.tokens import LABEL, PAIRS, ROW, Piece, Tokenization, id_dtype
+from runtime.data.tokens import LABEL, PAIRS, ROW, Tokenization, id_dtype
 
 TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += (TEMPLATE, GENERATION_CONFIG)
+_TOKENS = 1 << 15  # of rows whose arrays are made together
 UNLABELLED, BAD = "rows without an answer to train on, left out", "rows that cannot be used, left out"
 
 
@@ -41,8 +42,8 @@ def prepare_samples(
     made = _Samples(tokenizer, asked)
     files, tokenization = _files_of(made.chat, asked), _tokenization(made.chat)
     with TokenWriter(output, tokenization, files, on_bytes) as writer:
-        for row in rows_of(paths, asked.split, writer.note_read):
-            writer.add(_pieces(made.of(row), id_dtype(tokenization)))
+        for rows in _by_tokens(made.of(row) for row in rows_of(paths, asked.split, writer.note_read)):
+            writer.add_documents(*_joined(rows, id_dtype(tokenization)))
         if not made.sizes:
             raise made.first_bad or PlanError("the texts have no row to train on", where="TEXT", fix="give rows")
         files |= _generation_config(files, made.rule.ends, made.chat)
@@ -166,13 +167,33 @@ class _Samples:
         return found
 
 
-def _pieces(samples: Sequence[Sample], dtype: np.dtype) -> Iterator[Piece]:
-    for number, sample in enumerate(samples):
-        marks = np.zeros(len(sample.ids), np.uint8)
+def _by_tokens(samples: Iterable[list[Sample]]) -> Iterator[list[list[Sample]]]:
+    """The samples of rows, some rows at once: to make arrays of one short sample takes as long as to tokenize it."""
+    rows, num_tokens = list[list[Sample]](), 0
+    for row in samples:
+        rows.append(row)
+        num_tokens += sum(len(sample.ids) for sample in row)
+        if num_tokens >= _TOKENS:
+            yield rows
+            rows, num_tokens = [], 0
+    yield rows
+
+
+def _joined(rows: Sequence[Sequence[Sample]], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and marks of all tokens; sizes, and numbers of labels, of the samples."""
+    samples = [sample for row in rows for sample in row]
+    sizes = np.array([len(sample.ids) for sample in samples], np.int64)
+    begins = (np.cumsum(sizes) - sizes).tolist()
+    ids = np.fromiter(chain.from_iterable(sample.ids for sample in samples), dtype, int(sizes.sum()))
+    marks = np.zeros(len(ids), np.uint8)
+    for begin, sample in zip(begins, samples, strict=True):
         for start, stop in sample.answers:
-            marks[start:stop] = LABEL
-        marks[0] |= 0 if number else ROW
-        yield Piece(np.array(sample.ids, dtype), marks, int(np.count_nonzero(marks & LABEL)), has_end=True)
+            marks[begin + start : begin + stop] = LABEL
+    labels = np.concatenate([[0], np.cumsum(marks == LABEL)])
+    at = np.array([*begins, len(ids)], np.int64)
+    firsts = np.cumsum([0, *(len(row) for row in rows)])
+    marks[at[[first for first, row in zip(firsts, rows, strict=False) if row]]] |= ROW
+    return ids, marks, sizes, np.diff(labels[at])
 
 
 def _tokenization(chat: ChatTokenizer) -> Tokenization:

@@ -52,6 +52,9 @@ def hangs(log_probs, labels, batch):
 
 def fails_of_texts(prompts, texts, rows):
     raise KeyError("no answer")
+
+def no_number_of_texts(prompts, texts, rows):
+    return {"mine": (float("nan"), len(texts))}
 """
 
 
@@ -156,10 +159,19 @@ def test_a_metric_of_texts_gets_each_prompt_with_its_text_and_row(files: Path, p
     assert logged[0] > 0
 
 
-def test_a_metric_of_texts_that_fails_ends_the_run_with_a_save(files: Path, prompts: Path) -> None:
-    with pytest.raises(PlanError, match="--metric failed: KeyError: 'no answer'") as caught:
-        run(files, 2, "fails_of_texts:texts", save=str(files / "run"), prompts=str(prompts))
-    assert "metrics.py" in str(caught.value)
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fails_of_texts", "--metric failed: KeyError: 'no answer'\n  at:  metrics.py"),
+        ("no_number_of_texts", "--metric: mine is nan / 2"),
+    ],
+)
+def test_a_metric_of_texts_that_fails_ends_the_run_with_a_save(
+    files: Path, prompts: Path, function: str, words: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        run(files, 2, f"{function}:texts", save=str(files / "run"), prompts=str(prompts))
+    assert words in str(caught.value)
     assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
 
 
