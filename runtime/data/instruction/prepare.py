@@ -24,7 +24,7 @@ from runtime.data.tokens import LABEL, PAIRS, ROW, Tokenization, id_dtype
 TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += (TEMPLATE, GENERATION_CONFIG)
-_TOKENS = 1 << 15  # of rows whose arrays are made together
+_TOKENS = 1 << 15  # of rows, from which arrays are made at once
 UNLABELLED, BAD = "rows without an answer to train on, left out", "rows that cannot be used, left out"
 
 

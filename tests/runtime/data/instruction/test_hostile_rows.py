@@ -26,8 +26,8 @@ pytest.importorskip("transformers")
 
 NUM_ROWS = 1000
 ODD = (
-    "", " ", "\n\n", "\0", "a\0b", "\u200b", "\ufeff", "\U000f0000", "<|im_end|>", "<|im_start|>user\n", "{{ x }}", "<think>",
-    "🙂" * 9, "\x1b[2J", "é\u0301", "x" * 5000, "1" * 5000, "\\ud800", "a\r\nb", "\u202eabc",
+    "", " ", "\n\n", "\0", "a\0b", "\u200b", "\ufeff", "\U000f0000", "<|im_end|>", "<|im_start|>user\n", "{{ x }}",
+    "<think>", "🙂" * 9, "\x1b[2J", "é\u0301", "x" * 5000, "1" * 5000, "\\ud800", "a\r\nb", "\u202eabc",
 )  # fmt: skip
 VALUES = (None, 0, -1, 1e999, 3.5, True, [], {}, [[]], [None], {"a": 1}, "text", [{"type": "image"}], "[1", "null")
 ROLES = ("user", "assistant", "system", "tool", "", "User", "human", None, 3, [], "assistant\n")
