@@ -53,7 +53,8 @@ def main() -> None:
 
 
 def row(member: Member, directory: Path) -> tuple[Any, ...]:
-    made(member).save_pretrained(directory)
+    written: Any = made(member)
+    written.save_pretrained(directory)
     model, transformers_seconds = timed(lambda: load_model(f"hf:{directory}", materialize=True))
     wanted = model.state_dict()
     (stored, conversions), seconds = timed(lambda: read_all(load_model(f"hf:{directory}"), directory, wanted))
