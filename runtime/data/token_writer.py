@@ -47,7 +47,7 @@ class TokenWriter:
         self._sections = _SECTIONS if files is None else (*_SECTIONS, "files")
         self._dtypes = _DTYPES | {"ids": id_dtype(tokenization).newbyteorder("<")}
         self._waiting: dict[str, list[bytes]] = {name: [] for name in self._sections}
-        self._num_waiting = dict.fromkeys(self._sections, 0)
+        self._num_waiting: dict[str, int] = dict.fromkeys(self._sections, 0)
         self._digests = {name: xxhash.xxh3_128() for name in self._sections}
         self._files: dict[str, IO[bytes]] = {}
         self._stack = ExitStack()

@@ -180,7 +180,7 @@ class Mains:
 
     def __init__(self, model: nn.Module) -> None:
         halves = (p for p in model.parameters() if p.dtype == torch.float16 and p.requires_grad)
-        self._of = {p: nn.Parameter(p.detach().float()) for p in halves}
+        self._of: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().float()) for p in halves}
 
     def of(self, parameter: Tensor) -> Tensor:
         """The tensor that is updated."""
