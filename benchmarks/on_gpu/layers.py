@@ -30,6 +30,7 @@ from benchmarks.on_gpu.profile import cluster, kernels_in, release
 from benchmarks.on_gpu.table import Table
 from planner import Plan, plan
 from runtime import Engine
+from runtime.data.batches import BatchChecks
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 
@@ -149,7 +150,8 @@ def alone(decided: Plan, device: torch.device) -> Iterator[Engine]:
         opening._make_axis_groups(groups, ("tp",))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, None))
+            checks = BatchChecks(None, 0, mesh.world_size, groups.timeout)
+            patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, checks))
             patch.setattr("runtime.engine.build.differing", lambda *_: [])  # no peers to compare weights and code with
             patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)
             yield Engine(decided, device=device)

@@ -236,7 +236,7 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
         sizes = by_stage(split, fold) if _is_rows(split) else list(split)
         _check_sizes(split, sizes, pp * vpp, num_blocks)
         return layout_of_sizes(sizes)
-    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, Ends(**split)), fold))
+    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, Ends(**dict(split))), fold))
 
 
 def may_be_alone(split: Any) -> bool:

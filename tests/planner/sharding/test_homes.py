@@ -86,7 +86,7 @@ def test_exchanges_are_counted_without_a_look_at_each_piece(mesh: str, bucket: i
     for found in homes(made):
         for number in range(len(found.buckets)):
             counted = exchanged_elements(found, number, made.mesh, 0)
-            assert not found.axis or counted == _of_all_ranks(found, number, made.mesh, 0, 0)
+            assert not found.axis or counted == _of_all_ranks(found, number, made.mesh, 0)
 
 
 def test_groups_of_several_axes_are_those_of_the_plan() -> None:

@@ -38,8 +38,8 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path):
         ({"profile": "1", "profile_to": "none/trace.json"}, "cannot write the trace: No such file or directory"),
         ({"profile": "3"}, "ends at step 4, but the run has 3 steps"),
         ({"profile_to": "trace.json"}, "no step is profiled"),
-        ({"tensorboard": "file"}, "cannot write the directory for TensorBoard: File exists"),
-        ({"tensorboard": "file/board"}, "cannot write the directory for TensorBoard: Not a directory"),
+        ({"tensorboard": "file"}, "cannot write the directory .*: File exists\n  at:  --tensorboard"),
+        ({"tensorboard": "file/board"}, "cannot write the directory .*: Not a directory\n  at:  --tensorboard"),
     ],
 )
 def test_what_cannot_be_written_is_one_error(tmp_path: Path, outputs: dict[str, str], words: str):
