@@ -31,6 +31,7 @@ from passes.ops.random_state import RandomState
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from runtime import Engine
+from runtime.data.batches import BatchChecks
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
 from runtime.distributed.opening import make_links
@@ -156,7 +157,8 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     """Build the rank's engine on the device and take two steps; the second one is watched."""
     device = torch.device("gpu", 0)
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, None))  # there is nobody to meet
+        checks = BatchChecks(None, rank, plan.mesh.world_size, groups.timeout)
+        patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, checks))  # there is nobody to meet
         patch.setattr("runtime.engine.length_variants.Intake", PretendedIntake)
         patch.setattr("runtime.engine.build.differing", lambda *_: [])  # nor to compare weights with
         patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)  # nor code
