@@ -409,6 +409,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("redirected", STREAMS)
 def test_streams_that_cannot_be_written_end_in_no_traceback(redirected):

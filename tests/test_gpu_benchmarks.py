@@ -101,6 +101,7 @@ def test_the_exit_code_is_that_of_the_first_part_that_broke_and_all_are_named(
     assert "time was up before half, dropout" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_after_an_error_of_ranks_the_cases_behind_it_get_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = nccl.Case(2, "a model that is not there", {"tp": 2})

@@ -122,6 +122,7 @@ def test_pieces_of_recomputed_blocks_and_captured_regions_train_as_without(lab: 
     assert any(rank["own"] for rank in found)
 
 
+@pytest.mark.thorough
 def test_an_emulated_graph_of_an_iteration_has_the_ops_of_pieces(lab: Lab) -> None:
     """What is compiled would run at its capture alone."""
     (eager,) = lab.run(Case("gpt", {}, {}, job=trained))

@@ -221,6 +221,7 @@ def family(name: str | Member) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("folding", FEW)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -232,6 +233,7 @@ def test_a_family_with_stacks_of_experts(name, folding):
     check(lambda: family(name), batch, mesh, 1e-5, 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "ep2·dp2"])

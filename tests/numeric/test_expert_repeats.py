@@ -63,6 +63,7 @@ def test_rows_sorted_by_expert(way: Callable[..., Tensor]) -> None:
     check(lambda: built(partial(Repeated, layer)), batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", slots.WAYS, ids=lambda w: w.__name__)
 def test_slots(way: Callable[..., Tensor]) -> None:

@@ -108,6 +108,7 @@ def test_a_family(name: str, layout: str) -> None:
     of_family(name, LAYOUTS[layout])
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [CUT, {"recompute": "full"}, {"recompute": "selective"}], ids=["sp", "full", "some"])
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])

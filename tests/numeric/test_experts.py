@@ -49,6 +49,7 @@ def test_slots_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> N
     assert lab.check(Case("slots", mesh)).wrong == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), zip(cycle(MODELS), OF_EIGHT, strict=False), ids=name_of)

@@ -78,6 +78,7 @@ def test_families_with_experts(name: str, dtype: torch.dtype) -> None:
     check(lambda: hugging_face.made(MOE[name]), [batch], {"dp": 2, "ep": 2}, dtype, torch.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -54,6 +54,7 @@ def _ran(name: str, mesh: dict[str, int], **more: Any) -> Ran:
     return run_mesh(lambda: build(name).model.train(), batch, mesh, dropout="layout_invariant", **more)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(dropping.MODELS.keys() - {"dropping:integers"}))
 def test_masks_follow_elements_not_ranks(name: str) -> None:

@@ -139,6 +139,7 @@ def test_runs_train_on_the_same_losses_as_plain_pytorch(tmp_path: Path, mesh: di
     assert [row.loss for row in rows] == pytest.approx(losses_of_plain_pytorch(), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_labels_are_the_same_behind_a_resume_inside_an_epoch(tmp_path: Path) -> None:
     whole = run_rank(job_in(tmp_path, {"dp": 1}, size=2, num_steps=5)).rows
     for number in (1, 5):

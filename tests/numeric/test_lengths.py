@@ -135,6 +135,7 @@ def test_lengths_that_do_not_go_together_are_refused(shape: Any, batch: dict[str
         plan(entry.model, spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("lengths", "odd", "sizes"), [([8, 12, 16], 12, "1, 2"), ([8, 12], 12, "1, 2")])
 def test_cp_divides_every_length(lengths: list[int], odd: int, sizes: str) -> None:
     entry = families.build("gpt")

@@ -128,6 +128,7 @@ def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: st
         assert (ran.gradients[fqn] - wanted).norm() <= limit * norm, fqn
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["own", "own, of ends", "modernbert"])

@@ -11,6 +11,7 @@ from tests.tools.simulated_mesh import run_mesh
 CLOSE = {"llava": 1e-6}  # its logits are cast to float32
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=["cp2", "cp2·tp2"])
 @pytest.mark.parametrize("name", PICTURES)

@@ -86,6 +86,7 @@ def test_alone_it_rests_as_in_torch() -> None:
     assert all(".experts.experts." in name for name in counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -95,6 +95,7 @@ def test_sharded_weights_beside_other_features_equal_one_process(lab: Lab, name:
     assert lab.check(Case("gpt", layout, rest)).wrong == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
 def test_files_of_weights_bring_one_bucket_at_a_time(lab: Lab, tmp_path: Path, layout: dict[str, int]) -> None:

@@ -129,6 +129,7 @@ FORGOTTEN: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mutant", FORGOTTEN)
 def test_padding_of_another_kind_gives_other_gradients(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     alone = _ran("uneven:decoder of 15", {})

@@ -62,6 +62,7 @@ def test_a_step_without_any_one_sum_of_partial_gradients_differs(
     assert [name for name, mutant in mutants.items() if not mutant.of("gradient")] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1}], ids=str)

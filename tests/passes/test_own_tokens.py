@@ -58,6 +58,7 @@ def test_recomputed_blocks_keep_their_gathers() -> None:
     assert of_gathered not in targets
 
 
+@pytest.mark.thorough
 def test_the_plan_knows_to_the_byte_what_is_kept() -> None:
     for name in ("bloom", "t5"):
         made, kept = measured(lambda name=name: build(name).model, entry_of(name).batch(2, 3), {"cp": 2})

@@ -160,6 +160,7 @@ def family(kind: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | ids | more | FAMILIES[kind][0])))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_of_transformers_those_with_other_mixers_are_refused(kind: str) -> None:
@@ -172,6 +173,7 @@ def test_of_transformers_those_with_other_mixers_are_refused(kind: str) -> None:
     assert "modeling_" in str(error.value.where)
 
 
+@pytest.mark.thorough
 def test_an_attention_of_the_width_of_a_large_model_is_tried() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 4096, "intermediate_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8}

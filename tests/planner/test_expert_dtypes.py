@@ -55,6 +55,7 @@ def _exchanges(made: Plan, dtype: str) -> list[str]:
     return [n.target.__name__ + (f" {own}" if own != dtype else "") for n, own in zip(nodes, dtypes, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_family_decides_alike_in_each_dtype(name: str, dtype: str) -> None:

@@ -57,6 +57,7 @@ def test_the_kernel_of_the_spec_stands_at_each_attention_over_cp() -> None:
     assert kernels(planned(**CUDNN)[0]) == {"cudnn"}
 
 
+@pytest.mark.thorough
 def test_attention_with_dropout_has_no_kernel_of_the_spec_as_nobody_asks_torch_about_it() -> None:
     plan, _ = planned("gpt2-dropout", trains=True, **CUDNN)
     calls = [c for n in nodes_of(plan) for c in (n.target, *n.args)]  # a stream of random numbers calls it
@@ -97,6 +98,7 @@ def with_cudnn(plan: Any, batches: list[dict[str, Tensor]], refusing: int | None
             return error.what
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_by_cudnn_trains_as_by_flash_and_one_rank_that_cannot_is_an_error_on_all() -> None:
     def run(rest: dict[str, Any], refusing: int | None = None) -> list[Any]:

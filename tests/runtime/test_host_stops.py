@@ -79,6 +79,7 @@ def test_a_step_with_dropout_and_clip_stops_the_host_nowhere(model: str, precisi
     assert sights_of_a_step(model, precision) == []
 
 
+@pytest.mark.thorough
 def test_a_save_waits_for_the_device_as_often_however_many_buckets_there_are() -> None:
     waits = []
     for bucket_size in (1000, 10**9):

@@ -63,6 +63,7 @@ def words(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*LISTED, *MORE])
 def test_stacks_of_a_family_are_cut_between_experts_and_along_their_width(name):

@@ -121,6 +121,7 @@ def test_random_is_dropout_and_attention_with_dropout() -> None:
     assert not is_random(call(aten.softmax.int, q, -1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
 def test_a_family_costs_what_the_counter_of_pytorch_counts(family: str) -> None:
     program = hugging_face(family)

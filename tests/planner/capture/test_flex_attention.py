@@ -131,6 +131,7 @@ def test_blocks_that_are_not_those_of_the_mask_are_refused(blocks: Any, mask_mod
     assert "return flex_attention(q, k, v" in str(refused.value)
 
 
+@pytest.mark.thorough
 def test_a_mask_made_before_the_forward_may_list_its_blocks() -> None:
     assert plan(Outside(listed([[0], [0, 1]], before)), SPEC).parameters
     assert plan(Outside(create_block_mask(before, None, None, LENGTH, LENGTH, device="cpu")), SPEC).parameters

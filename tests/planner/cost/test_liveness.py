@@ -49,6 +49,7 @@ def told(made: Any) -> StageBytes:
     return walked(Lowered(made.decisions, made.shards).trace(0)).bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bloom"])
 def test_predicted_peaks_are_those_of_the_storages_that_live(family: str) -> None:

@@ -103,6 +103,7 @@ def test_a_capture_of_two_sequences_at_another_size_is_a_capture_of_that_size(
         assert ours.total == pytest.approx(theirs.total, rel=0.005)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (1, 4, 1)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ def why(made: Plan, name: str) -> list[Section]:
     return sections_of(made, made.to_run()[0], name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_the_chosen_style_is_the_cheapest(name: str) -> None:
     made = planned(name)

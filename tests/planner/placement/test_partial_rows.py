@@ -11,6 +11,7 @@ from tests.tools.laboratory import Case, spec_of
 MESH = {"tp": 2, "dp": 2, "ep": 2, "etp": 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("along_the_sequence", [True, False])
 def test_one_row_of_each_token_is_summed_over_ranks_and_not_k(along_the_sequence: bool) -> None:
     entry = build("mixtral")

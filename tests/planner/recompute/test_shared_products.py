@@ -14,6 +14,7 @@ def planned(tp: int) -> Plan:
     return plan(hugging_face.build("t5"), spec_of(hugging_face.batch("t5"), {"tp": tp}, recompute="full"))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("tp", "let_go"), [(1, True), (2, False)])
 def test_keys_of_an_encoders_output_are_kept_where_one_op_makes_those_of_all_blocks(tp: int, let_go: bool) -> None:

@@ -85,6 +85,7 @@ def test_the_router_ends_with_choices_and_the_rest_before_the_experts(name, mesh
             assert weights.isdisjoint(n.name for n in node.all_input_nodes)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*FAMILIES, selected_rows.index_add, experts.masks], ids=called)
 def test_what_ranks_tell_each_other_and_the_rows_that_leave_are_made_in_front_of_the_cut(name):
@@ -100,6 +101,7 @@ def test_what_ranks_tell_each_other_and_the_rows_that_leave_are_made_in_front_of
     assert inside.isdisjoint(n.name for target in EXCHANGE for n in graph.find_nodes(op="call_function", target=target))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
 def test_an_expert_that_all_tokens_share_is_made_beside_the_router(name):
     decided = made(name, SPREAD, *SCOPE)

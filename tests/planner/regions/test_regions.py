@@ -73,6 +73,7 @@ def test_nothing_comes_back_into_a_captured_region(name, scope):
         assert region.refused or not seen & inside
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scope", [("attn", "mlp"), ()])
 def test_a_bias_that_blocks_share_is_made_outside_with_all_that_it_is_made_of(scope):
     made = planned("t5", *scope)

@@ -27,6 +27,7 @@ def planned(name: str, scope: list[str], *, impl: str = "emulate", microbatches:
     return plan_again(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "t5"])

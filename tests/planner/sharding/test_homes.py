@@ -42,6 +42,7 @@ def homes(made: Plan, ep_rank: int = 0) -> list[MatrixHomes]:
     return [h for h in found if h is not None]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("bucket", [None, 2000])
 @pytest.mark.parametrize("mesh", MESHES)

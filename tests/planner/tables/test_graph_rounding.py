@@ -29,6 +29,7 @@ def test_half_precision_under_transformer_engine_is_warned_of():
     assert "impl: local" in row.fix
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("impl", "sections"),

@@ -42,6 +42,7 @@ def test_the_remark_stands_on_gpus_alone_and_goes_with_the_norms():
     assert remarks(planned(cluster="h200", fuse_norms=True)) == []
 
 
+@pytest.mark.thorough
 def test_a_norm_of_one_kernel_keeps_what_it_reads_and_a_root_for_each_row():
     """Spelled out, each of the two norms of a layer keeps x in float32 instead; roots and results are the same."""
 

@@ -36,6 +36,7 @@ def found(
     return session_lab().call(on_ranks, directory, chosen(request, "case"))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_names_shapes_and_values_are_those_of_one_process(one, found, case):

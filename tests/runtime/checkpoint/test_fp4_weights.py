@@ -126,6 +126,7 @@ def in_fp8(directory: Path) -> None:
 STORED = {"gpt_oss": in_mxfp4, "qwen3_moe": in_fp4, "mixtral": in_fp8}
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp 2", "ep 2", "ep 2, tp 2"])
 @pytest.mark.parametrize("family", STORED)

@@ -13,6 +13,7 @@ from tests.models.hub_families import FAMILIES
 from tests.tools.hub_directories import LAYOUTS, saved, stored, trained_alone, trained_by_ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])

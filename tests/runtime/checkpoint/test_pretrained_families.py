@@ -84,6 +84,7 @@ def on_four_ranks(test: Any) -> Any:
     return pytest.mark.slow(test)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @on_four_ranks
 @pytest.mark.parametrize("family", STEPS)

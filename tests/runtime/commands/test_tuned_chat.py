@@ -46,6 +46,7 @@ def test_evaluate_scores_the_labels_alone(directory: Path) -> None:
     assert read_header(data).tokens > 240
 
 
+@pytest.mark.thorough
 def test_a_conversation_is_answered_as_its_rendered_text_is_continued(directory: Path) -> None:
     turns = talk("What is one plus one?", "It is two.", "Is that even?")
     (directory / "talk.json").write_text(json.dumps(turns))

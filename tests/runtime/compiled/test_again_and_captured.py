@@ -35,6 +35,7 @@ def ways_of(engine: Engine) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recomputed_block_runs_its_pieces_again_as_the_functions_that_they_were(kind: str):

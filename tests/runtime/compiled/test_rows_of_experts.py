@@ -119,6 +119,7 @@ def test_a_loop_over_experts_compiles_once_whatever_the_routing() -> None:
     assert pieces.report.eager == []
 
 
+@pytest.mark.thorough
 def test_no_row_and_one_run_op_by_op() -> None:
     _, program = program_of(compile=True)
     pieces = CompiledPieces(program)

@@ -78,6 +78,7 @@ def places_of_messages(plan: Any, batches: Any) -> tuple[int, set[int], set[int]
         return len(seen), set(seen), {tensor.data_ptr() for tensor in engine.graphs._messages.tensors}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_messages_of_a_whole_iteration_lie_in_few_buffers_however_many_there_are(lab: Lab):
     """A graph never uses the memory again that NCCL touched in its capture."""

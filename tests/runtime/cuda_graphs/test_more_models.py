@@ -16,6 +16,7 @@ from tests.tools.limits import HANG_SECONDS
 WIDTH = 16
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["einsum", "t5-gated"])
 def test_regions_that_leave_something_outside_give_what_they_give_eagerly(name):

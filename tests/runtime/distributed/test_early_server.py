@@ -36,6 +36,7 @@ def seen(program: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_are_forked_from_the_command_at_its_beginning() -> None:
     assert seen(PROGRAM) == "[('early', '0'), ('early', '1')]"

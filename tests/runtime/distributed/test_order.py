@@ -113,6 +113,7 @@ def test_all_members_call_the_same_and_none_waits_in_a_circle(name):
     assert_mutants_are_found(records)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_counts_of_a_step_do_not_queue_behind_its_parameter_gathers():
     found = session_lab().run(Case("matmul", {"tp": 2, "dp": 2}, job=recorded_with_local_batches))

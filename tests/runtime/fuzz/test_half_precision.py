@@ -13,6 +13,7 @@ from tests.fuzz.drawing import campaign_of, case_with
 MESHES = {"ep": {"mesh.dp": 2, "mesh.ep": 2}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2}}
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])

@@ -26,6 +26,7 @@ def host() -> StoreHost:
     return StoreHost()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", OF_SEEDS)

@@ -68,6 +68,7 @@ def hold(made: list[torch.Tensor], let_go: threading.Event) -> None:
     made.clear()
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_a_thread_holds_a_moment_longer_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(monkeypatch, until="waited") == kept(monkeypatch)
 

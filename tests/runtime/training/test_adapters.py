@@ -334,6 +334,7 @@ def test_a_saved_plan_of_an_adapted_model_says_that_it_has_no_modules_of_peft(ba
         engine.save_adapters(base.parent / "adapters")
 
 
+@pytest.mark.thorough
 def test_the_adapters_of_the_best_step_stay(base: Path) -> None:
     words = (
         "--peft",

@@ -75,6 +75,7 @@ def test_batches_have_the_lengths_of_the_plan(job: Job) -> None:
     assert data.identity["inputs"] == "12 of 4, 6 of 8, 4 of 12"
 
 
+@pytest.mark.thorough
 def test_a_saved_plan_of_other_lengths_is_refused(job: Job, tmp_path: Path) -> None:
     other = SPEC.replace("[4, 8, 12]", "[4, 12]")
     (tmp_path / "other.yaml").write_text(other)

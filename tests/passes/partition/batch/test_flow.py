@@ -221,6 +221,7 @@ class Routed(nn.Module):
         return x + self.layer(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", [slots.one_hot, slots.scattered, slots.written, slots.by_sequence])
 def test_tokens_of_all_sequences_that_compete_for_slots_are_warned_of(way: slots.Way) -> None:
     """Their places are numbers without a gradient, made of the router's choices."""

@@ -152,6 +152,7 @@ def test_ranges_are_those_of_what_is_looked_up(case):
 DOUBTED = {"filled labels", "halves of the batch", "wrapped", "clamped", "narrowed", "turned", "turned, then cut"}
 
 
+@pytest.mark.thorough
 @examples(300)
 @given(
     st.sampled_from(sorted(CASES)),

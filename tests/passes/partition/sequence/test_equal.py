@@ -70,6 +70,7 @@ def test_a_family_is_equal(name: str) -> None:
     assert worst_of(entry, 2, 4) < (1e-10 if name in IN_FLOAT64 else 2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
 def test_a_family_with_scans_of_4_chunks_is_equal(kind: str) -> None:
@@ -148,6 +149,7 @@ def test_a_sequence_of_frozen_embeddings_is_cut() -> None:
     assert worst_of(entry, 2, 4) < 1e-10
 
 
+@pytest.mark.thorough
 def test_layers_without_a_gradient_run_on_the_tokens_of_a_rank_alone() -> None:
     entry = lengthened(families.build("llama"), 16)
     for module in (entry.model.get_submodule(f"model.{name}") for name in ("embed_tokens", "layers.0", "layers.1")):

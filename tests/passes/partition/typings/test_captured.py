@@ -15,6 +15,7 @@ QUICK = ["gpt2", "llama", "falcon_new", "bert", "t5", "vit"]
 SEEN: set[Any] = set()  # what one family had, another need not show again
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
 def test_every_admitted_typing_of_every_op_is_right(name):

@@ -68,6 +68,7 @@ def test_loss_and_all_gradients_are_those_of_the_model(way: Way) -> None:
         check(model, program, batch(seed))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("favoured", [[0, 1], [3, 2]])

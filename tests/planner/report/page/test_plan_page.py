@@ -51,6 +51,7 @@ def test_every_table_of_the_terminal_is_on_the_page_cell_by_cell(moe_plan: Plan,
         assert section.note in moe_page.text
 
 
+@pytest.mark.thorough
 def test_messages_between_stages_stand_between_the_stages(moe_plan: Plan, moe_page: Element):
     stages = list(moe_page.first("ol", "stages").all("li"))
     assert [stage.first("b").text for stage in stages] == [f"stage {s.index}" for s in moe_plan.stages]
