@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from time import process_time
@@ -42,6 +43,7 @@ def row_of(seed: int) -> str:
     row: dict[str, Any] = {"messages": messages}
     for change in draw.choices(CHANGES, k=draw.randint(1, 3)):
         change(draw, row)
+        row = deepcopy(row)  # else a later change would put a value of VALUES into itself
     line = json.dumps(row, ensure_ascii=draw.random() < 0.5)
     return draw.choice(LINES)(draw, line) if draw.random() < 0.2 else line
 
