@@ -43,7 +43,6 @@ def row_of(seed: int) -> str:
     row: dict[str, Any] = {"messages": messages}
     for change in draw.choices(CHANGES, k=draw.randint(1, 3)):
         change(draw, row)
-        row = deepcopy(row)  # else a later change would put a value of VALUES into itself
     line = json.dumps(row, ensure_ascii=draw.random() < 0.5)
     return draw.choice(LINES)(draw, line) if draw.random() < 0.2 else line
 
@@ -72,7 +71,7 @@ CHANGES: Any = [
     lambda draw, row: _message(draw, row).update(reasoning_content=draw.choice((*VALUES, *ODD))),
     lambda draw, row: _message(draw, row).update({draw.choice(("train", "weight")): draw.choice(VALUES)}),
     lambda draw, row: _message(draw, row).update({draw.choice(("from", "value", "name")): draw.choice(VALUES)}),
-    lambda draw, row: row.update(messages=draw.choice(VALUES)),
+    lambda draw, row: row.update(messages=deepcopy(draw.choice(VALUES))),  # later changes are made in it
     lambda draw, row: row.update(tools=draw.choice((*VALUES, _nested(draw), [{"function": draw.choice(VALUES)}]))),
     lambda draw, row: row.update(more=_nested(draw)),
     lambda draw, row: row.update(messages=talk(*["again"] * draw.choice((1, 2, 9, 40)))),
