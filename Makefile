@@ -1,5 +1,5 @@
 # Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
-# Four tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in nine, `make all` (every case) in an hour
+# Four tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in twelve, `make all` (every case) in an hour
 # and a half or more; `make pairs` is less than all: of large products of models and layouts it runs covering arrays.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
