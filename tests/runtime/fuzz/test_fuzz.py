@@ -106,7 +106,7 @@ def test_another_layout_goes_on_from_a_save(axis: str, tmp_path: Path, monkeypat
 
     def with_the_next_rate(engine: Any, directory: Any) -> Any:
         found = whole(engine, directory)
-        engine.step_index = 0
+        engine.running.step_index = 0
         return found
 
     monkeypatch.setattr(runtime.engine.engine.Engine, "load", with_the_next_rate)
