@@ -18,12 +18,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from passes.program.program import Program
-from planner.capture.graphs_equal import DEAR, Truths, mixed, ones, put_back, scalars
+from planner.capture.graphs_equal import (
+    DEAR,
+    InFloat64,
+    Truths,
+    fixed_scalars,
+    mixed,
+    ones,
+    put_back,
+    run_program,
+    scalars,
+    widened,
+)
 from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import has_values
 
@@ -40,12 +50,10 @@ def agrees_on_both_sides(model: nn.Module, inputs: Mapping[str, Tensor], program
     for batch in _batches(inputs):
         truths = Truths(model)
         with put_back(model), in_eager_mode(), caches_off(model), truths:
-            before = torch.get_rng_state()
-            eager = scalars(lambda b=batch: functional_call(model, values, (), b))
-            draws = not torch.equal(before, torch.get_rng_state())
-        if not eager or draws:  # numbers that are no ids of the model, or dropout
+            eager = fixed_scalars(lambda b=batch: functional_call(model, values, (), b))
+        if not eager:  # numbers that are no ids of the model, or dropout
             continue
-        captured = scalars(lambda b=batch: _in_float64(program, values, b))
+        captured = scalars(lambda b=batch: run_program(InFloat64(program.graph), program, values.__getitem__, b))
         if not captured or not any(_is_close(loss, captured[0]) for loss in eager):
             return False
         for line, answers in truths.read.items():
@@ -67,7 +75,7 @@ def _drawn_values(model: nn.Module) -> dict[str, Tensor] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     values = {n: _drawn(p, generator) for n, p in model.named_parameters()}
-    return values | {n: _wide(b.detach().clone()) for n, b in model.named_buffers()}
+    return values | {n: widened(b.detach().clone()) for n, b in model.named_buffers()}
 
 
 def _drawn(parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -79,16 +87,12 @@ def _drawn(parameter: Tensor, generator: torch.Generator) -> Tensor:
     return value.requires_grad_(parameter.requires_grad)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def _batches(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     fills: list[Mapping[str, Callable[[Tensor], Tensor]]] = [dict.fromkeys(inputs, mixed), dict.fromkeys(inputs, ones)]
     counted = (n for n, tensor in inputs.items() if tensor.dim() and not tensor.is_floating_point())
     fills += [{**fills[0], name: _counting} for name in counted]
     for fill in fills:
-        yield {name: _wide(fill[name](tensor)) for name, tensor in inputs.items()}
+        yield {name: widened(fill[name](tensor)) for name, tensor in inputs.items()}
 
 
 def _counting(tensor: Tensor) -> Tensor:
@@ -97,28 +101,3 @@ def _counting(tensor: Tensor) -> Tensor:
 
 def _is_close(loss: Tensor, other: Tensor) -> bool:
     return torch.allclose(loss.double(), other.double(), rtol=TOLERANCE, atol=1e-7, equal_nan=False)
-
-
-def _in_float64(program: Program, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Any:
-    given: list[Any] = []
-    for node in program.graph.graph.find_nodes(op="placeholder"):
-        if node.name in program.constants:
-            given.append(_wide(program.constants[node.name].clone()))
-        elif node.name in program.inputs:
-            given.append(batch[program.inputs[node.name]])
-        else:
-            given.append(values[program.parameters.get(node.name) or program.buffers[node.name]].detach().clone())
-    with torch.no_grad():
-        return _Wide(program.graph).run(*given)
-
-
-class _Wide(fx.Interpreter):
-    """Casts to float64 in the place of those to another float."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(_wide_dtype, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def _wide_dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
@@ -196,10 +197,8 @@ def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], progr
     for fill in (ones, mixed) if program.traced else (mixed,):
         batch = {name: fill(tensor) for name, tensor in inputs.items()}
         with put_back(model), in_eager_mode(), truths:
-            before = torch.get_rng_state()
-            eager = scalars(lambda b=batch: model(**b))
-            draws = not torch.equal(before, torch.get_rng_state())
-        if not eager or draws:  # it fails on these values, or its loss is another in each call
+            eager = fixed_scalars(lambda b=batch: model(**b))
+        if not eager:  # it fails on these values, or its loss is another in each call
             are_compared = False
             continue
         captured = scalars(lambda b=batch: _interpret(program, model, b))
@@ -254,6 +253,13 @@ def scalars(run: Callable[[], Any]) -> list[Tensor]:
     return [t.detach() for t in found if t.numel() == 1 and t.is_floating_point()]
 
 
+def fixed_scalars(run: Callable[[], Any]) -> list[Tensor]:
+    """The same; none if random numbers are drawn, as by dropout."""
+    before = torch.get_rng_state()
+    found = scalars(run)
+    return found if torch.equal(before, torch.get_rng_state()) else []
+
+
 def _close(one: list[Tensor], other: list[Tensor]) -> bool:
     pairs = list(zip(one, other, strict=False))
     return all(torch.allclose(a.double(), b.double(), rtol=_tolerance(a), atol=1e-7, equal_nan=True) for a, b in pairs)
@@ -264,6 +270,17 @@ def _tolerance(value: Tensor) -> float:
 
 
 def _interpret(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def own(fqn: str) -> Tensor:
+        owner, _, name = fqn.rpartition(".")
+        return getattr(model.get_submodule(owner), name)
+
+    return run_program(fx.Interpreter(program.graph), program, own, batch)
+
+
+def run_program(
+    interpreter: fx.Interpreter, program: Program, own: Callable[[str], Tensor], batch: Mapping[str, Tensor]
+) -> Any:
+    """The outputs on a batch, without gradients. ``own``: a parameter or buffer by name; it is copied."""
     given: list[Any] = []
     for node in program.graph.graph.find_nodes(op="placeholder"):
         if node.name in program.constants:
@@ -271,11 +288,29 @@ def _interpret(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) 
         elif node.name in program.inputs:
             given.append(batch[program.inputs[node.name]])
         else:
-            fqn = program.parameters.get(node.name) or program.buffers[node.name]
-            owner, _, name = fqn.rpartition(".")
-            given.append(getattr(model.get_submodule(owner), name).detach().clone())
+            given.append(own(program.parameters.get(node.name) or program.buffers[node.name]).detach().clone())
     with torch.no_grad():
-        return fx.Interpreter(program.graph).run(*given)
+        return interpreter.run(*given)
+
+
+class InFloat64(fx.Interpreter):
+    """Runs a graph in float64: its inputs are cast, and so is each call that names another float."""
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return widened(super().placeholder(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_float64_for, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def widened(value: Any) -> Any:
+    """A tensor of floats in float64; any other value unchanged."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _float64_for(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 @contextmanager

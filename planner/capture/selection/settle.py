@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.known_values import computed, follows
 from passes.program.ops.aten import aten, named, nodes_in, packet_of
 from passes.program.walks import operands, walk
-from planner.capture.graphs_equal import CHEAP
+from planner.capture.graphs_equal import CHEAP, InFloat64, widened
 from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.dense import with_all_rows
 from planner.capture.selection.places import AllRows, is_dynamic
@@ -211,7 +210,7 @@ def _drawn(holders: Mapping[str, fx.Node], constants: Mapping[str, Tensor], seed
     for name, holder in holders.items():
         val, known = holder.meta.get("val"), constants.get(name)
         if known is not None:
-            found[name] = known.double() if known.is_floating_point() else known
+            found[name] = widened(known)
         elif not isinstance(val, Tensor):
             found[name] = val
         elif val.is_floating_point():
@@ -245,7 +244,7 @@ def _run(
     return [r.detach() for r in results], dict(zip(floats, gradients, strict=False))
 
 
-class _WithoutMasks(fx.Interpreter):
+class _WithoutMasks(InFloat64):
     """Runs what the results need, in float64, with the masks all false."""
 
     def __init__(self, module: fx.GraphModule, empty: Collection[int]) -> None:
@@ -257,11 +256,3 @@ class _WithoutMasks(fx.Interpreter):
             return None
         made = super().run_node(n)
         return torch.zeros_like(made) if n.meta.get("asked") in self._empty else made
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(_in_float64, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def _in_float64(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
