@@ -8,8 +8,8 @@ from torch import Tensor, fx
 
 from passes.base import text_of
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 
 class OneLoss(OneBody):

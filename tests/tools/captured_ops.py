@@ -14,9 +14,9 @@ from passes.blocks.blocks import find_blocks
 from passes.partition.typings.table import Option
 from passes.peephole import place
 from passes.program.program import Program
+from planner.capture.export import capture
 from planner.placement.candidates import Candidates, Cutting
 from planner.placement.decide import _edges
-from tests.tools.captured import capture
 from tests.tools.simulated_ranks import Op, check
 
 META = torch.device("meta")

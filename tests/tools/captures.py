@@ -26,12 +26,12 @@ from torch import Tensor, fx, nn
 
 from passes.program.program import Program, copied
 from planner import Captured, Plan, capture, plan
+from planner.capture.export import capture as export
 from planner.captured import dtype_of, inputs_of
 from planner.saved_plan.plan_file import our_sources
 from planner.search.winner import spec_to_capture
 from planner.spec.spec import Spec
 from tests.tools import kept_programs
-from tests.tools.captured import capture as export
 from tests.tools.model_digest import Uncertain, digest_of
 from tests.tools.paths import ROOT
 

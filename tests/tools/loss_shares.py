@@ -13,7 +13,7 @@ from passes.partition.batch.align_exports import wider
 from passes.partition.loss.counts import LossTerms
 from passes.partition.loss.shares import share_loss
 from passes.program.program import Program
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 LENGTH, WIDTH, CLASSES, IGNORED = 6, 4, 8, -100
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

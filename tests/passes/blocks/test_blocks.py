@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from passes.blocks.blocks import Blocks, find_blocks
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.small import WIDTH, Body, Layer, Model, captured, hugging_face, in_order, layers, tokens
-from tests.tools.captured import capture
 
 
 def kinds(blocks: Blocks) -> list[int]:

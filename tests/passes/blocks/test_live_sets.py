@@ -23,10 +23,10 @@ from passes.program.ops.aten import is_random
 from passes.program.program import Program
 from passes.program.walks import ancestors
 from passes.rules.flops import node_flops
+from planner.capture.export import capture
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
 from tests.models.small import captured, layers
-from tests.tools.captured import capture
 
 
 @st.composite

@@ -12,10 +12,10 @@ from passes.blocks.blocks import find_blocks
 from passes.canonical.masks import simplify_masks
 from passes.program.program import Program
 from planner.api import plan
+from planner.capture.export import capture
 from tests.models.loose_layers import BODIES, EncoderDecoder, GatheredLoss, einsums, pieces
 from tests.models.small import VOCABULARY, WIDTH, Body, Model, tokens
 from tests.passes.blocks.test_blocks import kinds, ops, paths
-from tests.tools.captured import capture
 from tests.tools.stages_in_turn import check_equals_whole, stage_of_parameter, stages_of
 
 MODELS = {**BODIES, "encoder_decoder": EncoderDecoder, "gathered_loss": GatheredLoss}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from planner import PlanError
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 CLASSES, WIDTH = 11, 4
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.program.program import Program
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 HEADS, SIZE = 4, 6
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from passes.program.program import Program
 from planner import PlanError
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 
 class LayerDrop(nn.Module):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from planner.capture.export import capture
 from tests.models.one_body import OneBody, batch
 from tests.tools.canonical import canonical, canonical_loss
-from tests.tools.captured import capture
 
 
 def test_a_linear_is_a_product_then_an_add():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.capture.export import capture
 from tests.models.one_body import WIDTH, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 Weigh = Callable[[Tensor], Tensor]
 HEADS, SIZE = 4, 3

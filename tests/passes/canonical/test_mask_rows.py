@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from passes.canonical.masks import MaskRows, Runs, simplify_masks
 from passes.program.known_values import Constants
 from passes.program.program import Program
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 aten = torch.ops.aten
 Mask = Callable[[Tensor, Tensor], Tensor]  # of the places of queries [s, 1] and of keys [1, s]

@@ -12,8 +12,8 @@ from torch import Tensor
 from passes.canonical.masks import simplify_masks
 from passes.peephole import place
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.one_body import LENGTH, OneBody, batch
-from tests.tools.captured import capture
 
 aten = torch.ops.aten
 Mask = Callable[[Tensor], Tensor]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from passes.canonical.norms import fuse_norms, spelled_norms
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.one_body import WIDTH, OneBody, batch
-from tests.tools.captured import capture
 from tests.tools.captured_ops import gradients
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from passes.canonical.side_calls import order_side_calls
 from passes.program.source_lines import lines_of
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 KINDS = ("full", "sliding", "chunked")
 

@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from passes.moe.find import find_experts
 from passes.moe.layers import Dispatch, ExpertLayer
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models import experts, hashed_experts, hugging_face, routers, selected_rows, sorted_experts
 from tests.models.hugging_face import MOE
-from tests.tools.captured import capture
 from tests.tools.captures import program_again
 from tests.tools.examples import examples
 

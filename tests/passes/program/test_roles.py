@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from passes.program.matrices import parameter_roles
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 
 class Block(nn.Module):

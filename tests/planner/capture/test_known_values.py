@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.export import capture
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 
 def row_of_a_view(model: OneBody, x: Tensor) -> Tensor:

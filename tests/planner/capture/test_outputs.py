@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.errors import PlanError
+from planner.capture.export import capture
 from tests.models.one_body import OneBody, batch
-from tests.tools.captured import capture
 
 
 class Cache:

@@ -18,10 +18,10 @@ from passes.errors import PlanError
 from passes.program.program import Program
 from planner import Captured, plan
 from planner import capture as capture_for
+from planner.capture.export import capture
 from planner.capture.resized import Earlier
 from tests.models import families
 from tests.tools import length_ranks
-from tests.tools.captured import capture
 from tests.tools.kept_programs import encode
 
 LONG, SHORT = 12, 8

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.program.source_lines import module_of
+from planner.capture.export import capture
 from planner.capture.python.state import PythonState
 from tests.models import one_body
 from tests.models.one_body import OneBody, batch
-from tests.tools.captured import capture
 
 
 class Cache:

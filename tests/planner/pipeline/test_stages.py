@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
-from tests.tools.captured import capture
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stage_of_parameter, stages_of
 
 

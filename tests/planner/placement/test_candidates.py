@@ -13,10 +13,10 @@ from passes.blocks.blocks import find_blocks
 from passes.partition.typings.table import Site, options_of
 from passes.program.program import Program
 from passes.types.types import I, R, V
+from planner.capture.export import capture
 from planner.placement.candidates import MAX_CUTS, Candidates, Cutting
 from planner.placement.decide import _edges
 from tests.models.small import Body, Layer, captured, in_order, layers
-from tests.tools.captured import capture
 
 MODELS = {
     "three layers": layers(3),

@@ -19,10 +19,10 @@ from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.partition.typings.table import Option
 from passes.types.types import Placement
+from planner.capture.export import capture
 from planner.placement.candidates import Candidates, Cutting
 from planner.placement.decide import _costs, _edges
 from planner.placement.solve import Costs, Edge, Weights, _Program, solve
-from tests.tools.captured import capture
 from tests.tools.examples import examples
 
 WIDTH, INNER = 5, 16

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.program.program import copied
+from planner.capture.export import capture
 from planner.search import cuts
 from planner.search.cuts import Cuts, Folded, fold
 from planner.search.space import Cut
 from tests.models.deep import captured, spec_of
-from tests.tools.captured import capture
 
 KINDS = ("none", "selective", "full")
 CUTS = [Cut(), Cut(2, etp=2), Cut(4, True, etp=4), Cut(2, cp=2, etp=2), Cut(2, ep=2)]

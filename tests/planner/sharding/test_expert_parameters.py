@@ -16,6 +16,7 @@ from passes.moe.layers import ExpertPart
 from passes.partition.loss.shares import share_loss
 from passes.types.types import V
 from planner import Plan, PlanError
+from planner.capture.export import capture
 from planner.decisions import Decisions
 from planner.mesh import Mesh
 from planner.pipeline.stages import assign_stages
@@ -26,7 +27,6 @@ from planner.sharding.parameters import ParameterPlan, local_parameter, paramete
 from planner.sharding.shards import Shards, decide_shards
 from planner.spec.spec import Spec
 from tests.models import experts, hugging_face
-from tests.tools.captured import capture
 from tests.tools.captures import plan_again
 
 LAYOUTS = [

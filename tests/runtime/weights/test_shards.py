@@ -83,7 +83,7 @@ class Scaled(nn.Module):
 
 
 def roles() -> dict[str, str]:
-    from tests.tools.captured import capture
+    from planner.capture.export import capture
 
     program = capture(Scaled(), {"ids": torch.zeros(2, 3, dtype=torch.int64)})
     return parameter_roles(program.graph.graph, program.parameters)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from passes.partition.batch.mixing import batch_flow
 from planner import capture as capture_once
 from planner import plan
+from planner.capture.export import capture
 from tests.models import slots
-from tests.tools.captured import capture
 
 SPEC = {
     "mesh": {"tp": 2},

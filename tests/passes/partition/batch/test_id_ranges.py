@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from passes.partition.batch.id_ranges import id_ranges
 from planner import PlanError, plan
+from planner.capture.export import capture
 from runtime.data.batches import check_ids
 from tests.models.families import build
-from tests.tools.captured import capture
 from tests.tools.examples import examples
 
 ROWS, CLASSES, LENGTH, BATCH = 11, 7, 5, 4

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from passes.partition.loss.scored import find_scored
 from planner import PlanError
+from planner.capture.export import capture
 from tests.models import loss_idioms
-from tests.tools.captured import capture
 from tests.tools.loss_shares import CLASSES, IGNORED, Loss, Small, built, inputs_of
 
 

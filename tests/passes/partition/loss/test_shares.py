@@ -14,8 +14,8 @@ from passes.partition.batch.align_exports import lay_on, wider
 from passes.partition.loss.shares import share_loss
 from passes.program.known_values import Constants
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.tools import loss_shares
-from tests.tools.captured import capture
 from tests.tools.loss_shares import IGNORED, LENGTH, Small, inputs_of, rows
 
 MICRO, NUM_MICROBATCHES = 2, 4

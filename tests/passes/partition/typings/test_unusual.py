@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planner.capture.export import capture
 from tests.models.unusual_code import BODIES, Own, batch
-from tests.tools.captured import capture
 from tests.tools.captured_ops import check_model, gradients
 from tests.tools.without_rule import without_rule
 

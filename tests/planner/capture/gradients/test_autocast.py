@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from passes.errors import PlanError
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models.custom_functions import Rounded
 from tests.models.one_body import OneBody, batch
-from tests.tools.captured import capture
 from tests.tools.captured_ops import gradients
 
 HALF = torch.bfloat16

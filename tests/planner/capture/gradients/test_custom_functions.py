@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from passes.errors import PlanError
 from passes.program.source_lines import where_of
+from planner.capture.export import capture
 from tests.models.custom_functions import calls_in
 from tests.models.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 
 class SquaredRelu(Function):

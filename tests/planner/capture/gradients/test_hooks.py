@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from passes.errors import PlanError
+from planner.capture.export import capture
 from tests.models.one_body import OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 
 def hook(*given: Any) -> None:

@@ -21,6 +21,7 @@ from passes.partition.typings.base import Form
 from passes.partition.typings.table import Option, Site, options_of
 from passes.program.ops.own_backward import Cut, OwnBackward
 from passes.types.types import I, Placement, R, Segment, V
+from planner.capture.export import capture
 from planner.capture.gradients.applications import Application
 from planner.capture.gradients.custom_functions import CustomFunctions
 from tests.models.custom_functions import (
@@ -37,7 +38,6 @@ from tests.models.custom_functions import (
     calls_in,
 )
 from tests.models.one_body import OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import Op, check
 

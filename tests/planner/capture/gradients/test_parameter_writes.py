@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from planner.capture.export import capture
 from tests.models.one_body import VOCABULARY, WIDTH, Body, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 
 
 def with_embedding(**options: object) -> OneBody:

@@ -13,8 +13,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from passes.errors import PlanError
+from planner.capture.export import capture
 from tests.models.one_body import Body, OneBody, assert_capture_equals, batch
-from tests.tools.captured import capture
 from tests.tools.captured_ops import gradients
 
 

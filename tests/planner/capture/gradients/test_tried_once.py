@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from passes.program.ops.own_backward import Facts
+from planner.capture.export import capture
 from planner.capture.gradients import custom_functions
 from planner.capture.gradients.applications import Application
-from tests.tools.captured import capture
 
 
 class Bounded(torch.autograd.Function):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import PlanError, plan
+from planner.capture.export import capture
 from planner.capture.model.exchange import swap
-from tests.tools.captured import capture
 
 INPUTS = {"ids": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
 

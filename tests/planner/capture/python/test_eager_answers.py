@@ -18,7 +18,7 @@ from transformers.utils import import_utils
 
 from passes.program.program import Program
 from planner import PlanError, meta_parameters
-from tests.tools.captured import capture
+from planner.capture.export import capture
 
 
 class Model(nn.Module):

@@ -177,7 +177,7 @@ def test_a_branch_of_which_no_side_raises_is_refused_at_its_line(check: Any) -> 
 
 def test_the_branch_that_does_not_raise_is_what_the_plain_model_computes() -> None:
     """The captured graph beside the model, on a batch that passes the check."""
-    from tests.tools.captured import capture
+    from planner.capture.export import capture
 
     torch.manual_seed(0)
     model, ids = Model(compared), torch.randint(0, 17, (2, 5))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from passes.program.ops.aten import reads_on_host
 from passes.program.ops.ctc import ctc_losses
 from planner import PlanError
+from planner.capture.export import capture
 from tests.tools import loss_shares
-from tests.tools.captured import capture
 from tests.tools.loss_shares import LENGTH, Loss, Small, inputs_of
 from tests.tools.simulated_model import assert_equals_one_process
 

@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from passes.errors import PlanError, Where
 from passes.program.program import Program
+from planner.capture.export import capture
 from tests.models import mixed_rows, selected_rows
 from tests.models.experts import Layer, Net, Way, batch
 from tests.models.mixed_rows import ASKING, MIXING
 from tests.models.selected_rows import WAYS, Selecting
-from tests.tools.captured import capture
 
 
 def made(way: Way) -> Net:

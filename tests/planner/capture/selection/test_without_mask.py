@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from passes.program.program import Program
 from planner import PlanError
+from planner.capture.export import capture
 from planner.capture.selection import settle
-from tests.tools.captured import capture
 
 Body = Callable[["Padded", Tensor, Tensor | None], Tensor]
 
