@@ -18,6 +18,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.capture.model.reference import OPTION, adapter_directory, pretrained_directory
+from planner.files.text import shorten
 from planner.spec.spec import Spec
 from runtime.audit.audit import AuditError
 from runtime.checkpoint.model_files import FOLDER, keep_files, model_files, told_of, write_files
@@ -233,9 +234,12 @@ def _write_models(job: Job, engine: Engine) -> None:
         engine.save_adapters(job.save_adapters)
     if job.save_merged is not None:
         engine.save_merged(job.save_merged)
-    for directory in filter(None, (job.save_adapters, job.save_merged)) if engine.groups.rank == 0 else ():
-        write_files(files := _files_of(job), Path(directory))
-        say(told_of(files, directory), leads=True)
+    if engine.groups.rank == 0:
+        for what, directory in (("adapters", job.save_adapters), ("merged model", job.save_merged)):
+            if directory is not None:
+                write_files(files := _files_of(job), Path(directory))
+                say(f"wrote the {what} to {shorten(directory)}", leads=True)
+                say(told_of(files, directory), leads=True)
 
 
 def _files_of(job: Job) -> dict[str, bytes]:
