@@ -141,7 +141,9 @@ class _Run:
         """The orders of rank 0, at the same step on every rank."""
         leads = self.engine.groups.rank == 0
         orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, of_kind(Orders))
-        self.is_over |= orders.stop
+        if orders.stop:
+            self.is_over = True
+            say(f"stopped after step {self.engine.step_index}: the callback asked for it", leads=leads)
         self.saves.is_asked |= orders.save
         if orders.changes_lr:
             self.saves.extra[LR] = orders.lr

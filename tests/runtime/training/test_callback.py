@@ -68,11 +68,12 @@ def step_and_lr(trained: Trained) -> dict[int, float]:
     return {row.step: row.lr for row in trained.rows}
 
 
-def test_all_ranks_take_another_rate_save_and_stop(files: Path) -> None:
+def test_all_ranks_take_another_rate_save_and_stop(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log, saves = files / "log.jsonl", files / "run"
     trained = run(files, "steer", dp=2, save=str(saves), log=str(log))
     rates = step_and_lr(trained)
     assert trained.stopped is None
+    assert capfd.readouterr().err.count("stopped after step 7: the callback asked for it") == 1
     assert list(rates) == [1, 2, 3, 4, 5, 6, 7]
     assert [step for step, rate in rates.items() if rate == 0.5] == [4, 5, 6, 7]
     assert [save.name for save in saves_in(saves)] == ["step-00000004", "step-00000007"]
