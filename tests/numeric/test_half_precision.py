@@ -85,6 +85,6 @@ def test_families_with_experts(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))
 def test_families(name: str, layout: str, dtype: torch.dtype) -> None:
-    entry = families.build(name)
-    batches = (entry.batch(4, seed) for seed in range(2))
-    check(lambda: families.build(name).model, batches, DENSE[layout], dtype, torch.float32)
+    entry, mesh = families.build(name), DENSE[layout]
+    batches = (entry.batch(2 * mesh.get("dp", 1), seed) for seed in range(2))  # microbatches alike: one capture of both
+    check(lambda: families.build(name).model, batches, mesh, dtype, torch.float32)
