@@ -13,7 +13,10 @@ The texts of a conversation must stand in the text that a template makes of it:
     marked     {"content": "yes①", "reasoning_content": "they said yes②"}     characters that occur nowhere else
     rendered   <|assistant|><think>they said yes②</think>yes①<|end|>      each mark behind its text: it stands there
 
-Texts too long to stand anywhere by chance are looked for without marks, which saves a rendering.
+Texts too long to stand anywhere by chance are looked for without marks, which saves a rendering. So are shorter
+ones, if what stands around them is, to the letter, what marks found around the texts of an earlier row:
+
+    frame      <|assistant|> … <|end|>             of <|assistant|>yes<|end|>, so "no" stands in <|assistant|>no<|end|>
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ _MARKS = re.compile("[\U000f0000-\U0010fffd]")
 _WORD, _MANY = re.compile(r"[\w.+-]+"), 64  # from so many texts on, words of a rendering are looked up, not searched
 _LONG = 16  # characters: no markup of a template holds such a text by chance
 _FIX = "give a template that writes it with --chat-template, or add --ignore-field "
+_NUM_FIELDS, _NUM_FRAMES = 1024, 8  # kept at most: most rows have one of few shapes
 Render = Callable[[Sequence[Message]], str]
 
 
@@ -57,6 +61,7 @@ class Rule:
     """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped.
 
     Owns ``counts`` of rows by what is to be reported, and of answers by their end token.
+    ``frames``: what the template wrote around the texts of earlier rows.
     """
 
     chat: ChatTokenizer
@@ -64,6 +69,7 @@ class Rule:
     ignored: Collection[str] = ()
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[int] = field(default_factory=Counter)
+    frames: Frames = field(default_factory=lambda: Frames())
 
 
 def samples_of(talk: Conversation, rule: Rule) -> list[Sample]:
@@ -100,7 +106,7 @@ class _Turns:
     def __init__(self, talk: Conversation, rule: Rule) -> None:
         self.talk, self.rule, self.chat = talk, rule, rule.chat
         self.told: Counter[str] = Counter()
-        self._presence = Presence(rule.ignored, self.told)
+        self._presence = Presence(rule.ignored, self.told, rule.frames)
         self._seen = {id(message): self.chat.seen(message) for message in talk.messages}
         self._said = [Said.of(message) for message in talk.messages]
         trained = set(talk.trained)
@@ -208,11 +214,41 @@ def _check_own(text: str, where: str, chat: ChatTokenizer) -> None:
         raise RowError(what, fix="take it out of the text")
 
 
+class Frames:
+    """What the template wrote before, between and behind the texts of a row, as marks found it."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, ...], list[list[str]]] = {}  # by the fields of the texts
+
+    def end_of(self, texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
+        """Where the last text ends, if one of them with these texts is all that stands behind ``begin``."""
+        for frame in self._of.get(tuple(name for name, _ in texts), ()):
+            around = "".join(before + text for before, (_, text) in zip(frame, texts, strict=False))
+            if rendered[begin:] == around + frame[-1]:
+                return begin + len(around)
+        return None
+
+    def see(self, texts: Sequence[tuple[str, str]], ends: Sequence[Sequence[int]], rendered: str, begin: int) -> None:
+        """Keep what is around texts that stand in their order, each at one place and as it is."""
+        frame, at = [], begin
+        for (_, text), places in zip(texts, ends, strict=True):
+            start = places[0] - len(text) if len(places) == 1 else -1
+            if start < at or not rendered.startswith(text, start):
+                return
+            frame.append(rendered[at:start])
+            at = places[0]
+        if (
+            len(self._of) < _NUM_FIELDS
+            and len(kept := self._of.setdefault(tuple(n for n, _ in texts), [])) < _NUM_FRAMES
+        ):
+            kept.append([*frame, rendered[at:]])
+
+
 class Presence:
     """``ignored``: fields that a template may drop, counted in ``told``."""
 
-    def __init__(self, ignored: Collection[str], told: Counter[str]) -> None:
-        self._ignored, self._told = ignored, told
+    def __init__(self, ignored: Collection[str], told: Counter[str], frames: Frames) -> None:
+        self._ignored, self._told, self._frames = ignored, told, frames
 
     def end_of(self, said: Sequence[Said], rendered: str, render: Render, where: str, begin: int = 0) -> int:
         """Where the last character of the messages' texts ends in ``rendered``, which ``render`` made of them, and in
@@ -223,6 +259,8 @@ class Presence:
         texts = [each for one in said for each in one.texts]
         end = _end_in_order(texts, rendered, begin)
         if end is None:
+            end = self._frames.end_of(texts, rendered, begin)
+        if end is None:
             end = begin
             marked = _marked_ends(texts, rendered, render(_marked([one.message for one in said])))
             for (field, text), places in zip(texts, marked, strict=True):
@@ -230,6 +268,7 @@ class Presence:
                 end = max([end, *here])
                 if not here:
                     self._lacks(field, text, where)
+            self._frames.see(texts, marked, rendered, begin)
         if any(one.atoms for one in said):
             self.require("tool_calls", (atom for one in said for atom in one.atoms), rendered[begin:], where)
         return end

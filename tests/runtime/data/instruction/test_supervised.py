@@ -13,7 +13,7 @@ import pytest
 from runtime.data.instruction import supervised
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
-from runtime.data.instruction.supervised import MERGED, OTHER, Presence, Rule, Sample, samples_of
+from runtime.data.instruction.supervised import MERGED, OTHER, Frames, Presence, Rule, Sample, samples_of
 from runtime.data.text.documents import RowError
 from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, talk
 
@@ -244,12 +244,53 @@ class Searched(str):
 
 def test_many_arguments_are_looked_up_and_not_searched_one_by_one() -> None:
     names = [f"k{i}" for i in range(500)]
-    rendered, presence = Searched(" ".join(names)), Presence((), Counter())
+    rendered, presence = Searched(" ".join(names)), Presence((), Counter(), Frames())
     presence.require("tool_calls", names, rendered, "message 1")
     assert rendered.num_searches == 0
     presence.require("tool_calls", [*names, "k4 k5"], rendered, "message 1")
     with pytest.raises(RowError, match="message 1: the template drops tool_calls 'k500'"):
         presence.require("tool_calls", [*names, "k500"], rendered, "message 1")
+
+
+def outcome(name: str, rule: Rule) -> list[Sample] | str:
+    try:
+        return samples_of(talk_of(name), rule)
+    except RowError as error:
+        return error.what
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_what_earlier_rows_showed_of_a_template_changes_no_row(chats: Any, template: str) -> None:
+    chat = chats(template, "qwen")
+    rule = Rule(chat)
+    for name in [*TALKS, *TALKS]:
+        assert outcome(name, rule) == outcome(name, Rule(chat)), name
+
+
+def test_short_rows_of_a_shape_that_was_seen_are_rendered_once_for_each_text(
+    chats: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, rendered = chats("chatml", "qwen"), list[int]()
+    render, rule = chat.render_seen, Rule(chat)
+
+    def counted(cases: Any, tools: Any) -> list[str]:
+        rendered[-1] += len(cases)
+        return render(cases, tools)
+
+    monkeypatch.setattr(chat, "render_seen", counted)
+    for words in (("hi", "yes"), ("yo", "no")):
+        rendered.append(0)
+        samples_of(conversation_of({"messages": talk(*words)}, "messages", None, "all"), rule)
+    assert rendered == [4, 2]
+
+
+def test_a_text_that_a_template_replaces_is_told_behind_rows_of_its_shape(chats: Any) -> None:
+    text = "{{ 'a' if m.content == 'b' else m.content }}"
+    rule = Rule(chats("{% for m in messages %}<|user|>" + text + "<|end|>{% endfor %}", "qwen"))
+    for asked in "acd":
+        assert samples_of(conversation_of({"messages": talk(asked, "yes")}, "messages", None, "all"), rule)
+    with pytest.raises(RowError, match="whether all of it is written is not known"):
+        samples_of(conversation_of({"messages": talk("b", "yes")}, "messages", None, "all"), rule)
 
 
 @pytest.mark.parametrize("number", ["999999999", "999999999 * 999", "messages | length * 999999999"])
