@@ -3,12 +3,12 @@
 Begin at ``find`` and ``open``: the first lists the layers of a program as ``layers.ExpertLayer``, the second puts the
 exchange into its graph (``exchange`` lists its calls, ``domain`` marks the values among them).
 
-Found in ``find``: ``space`` (which integers are numbers of experts, which dims count them), then ``paths`` (stacks,
-from the tokens to the sum), or a loop's branches.
-Opened, by how tokens and experts are combined: in ``open`` (rows or slots of stacks), ``opening_pairs`` (every token),
-``opening_branches`` (loops); all on ``opening``, which makes the calls. Then ``tokens_once``.
+Found in ``find``: ``expert_dims`` (which integers are numbers of experts, which dims count them), then ``paths``
+(stacks, from the tokens to the sum), or a loop's branches.
+Opened in ``open``, by how tokens and experts are combined: ``opening_rows`` (that the model sorted), ``opening_slots``,
+``opening_pairs`` (stacks and every token), ``opening_branches`` (loops); all on ``opening``. Then ``tokens_once``.
 
-Two provers: where the graph shows them, ids and dims of experts are followed by the rules of ops (``space``,
+Two provers: where the graph shows them, ids and dims of experts are followed by the rules of ops (``expert_dims``,
 ``passes.rules.follow``, the layouts of ``token_rows``). A model may sort, count and mask in any way: there facts are
 shown by computing values for random choices (``routing``, with ``branch_facts`` on it).
 """

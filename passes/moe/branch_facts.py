@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from passes.moe.layers import Refusal
 from passes.moe.routing import Routing, leaves_of
-from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
+from passes.program.ops.aten import aten, dim_of_cat, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import JOINS, LAID_OUT
 from passes.program.walks import meetings, readers, walk
 
@@ -46,7 +46,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
 
 def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Routing, refusal: Refusal) -> None:
     """The parts of each token's choices, from parts in the order of the experts."""
-    dim = _join_dim(joined)
+    dim = dim_of_cat(joined)
     ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
     if not is_in_order or along != dim or not isinstance(ids, fx.Node):
@@ -54,10 +54,6 @@ def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Ro
     same_rest = shape_of(ids)[dim + 1 :] == shape_of(joined)[dim + 1 :]
     if prod(shape_of(ids)[:dim]) != routing.num_tokens or not same_rest or not routing.are_choices(ids):
         raise refusal(pick, "the indexing does not follow the choice of each token")
-
-
-def _join_dim(joined: fx.Node) -> int:
-    return int(named(joined)["dim"]) % len(shape_of(joined))
 
 
 @dataclass
@@ -102,7 +98,7 @@ def _parts(node: fx.Node, masks: list[fx.Node], refusal: Refusal) -> list[tuple[
         return [(node.args[2], [*masks, node.args[0]])]  # pyright: ignore
     if packet is aten.sum and node.all_input_nodes[0].target in JOINS:
         joined = node.all_input_nodes[0]
-        dim = _join_dim(joined)
+        dim = dim_of_cat(joined)
         if reduced_dims(node) == {dim} and {shape_of(n)[dim] for n in joined.all_input_nodes} == {1}:
             return [(n, masks) for n in joined.args[0]]  # pyright: ignore
     raise refusal(node, "their results are not summed directly")

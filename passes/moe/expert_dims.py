@@ -226,8 +226,10 @@ def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Nod
     depend on the router, so a residual ends the path to them.
     """
 
+    is_own = lambda n: is_weight(n) or not n.all_input_nodes  # noqa: E731  # no value of tokens
+
     def through(node: fx.Node) -> Iterator[fx.Node]:
-        return (u for u in node.users if _passes(u) and all(n in below or _is_own(n) for n in u.all_input_nodes))
+        return (u for u in node.users if _passes(u) and all(n in below or is_own(n) for n in u.all_input_nodes))
 
     numbers = set(walk(ids, readers, into=lambda n: n.op != "output" and not is_float(n)))
     placed = [u for n in sorted(numbers) for u in n.users if u not in numbers and _is_placed(u, numbers)]
@@ -262,8 +264,3 @@ def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
 
 def _passes(call: fx.Node) -> bool:
     return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
-
-
-def _is_own(node: fx.Node) -> bool:
-    """Whether it is no value of tokens: a weight, or made of numbers alone."""
-    return is_weight(node) or not node.all_input_nodes

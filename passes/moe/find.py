@@ -324,12 +324,7 @@ def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:
     """The number of rows of each expert's part of one value, if all read such parts."""
-    wholes = {_whole_of(space, x) for x in first}
+    found = [pick_of(base(x)) for x in first]
+    wholes = {pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None for pick in found}
     sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}
     return sizes.pop() if len(wholes) == len(sizes) == 1 and None not in wholes else 0
-
-
-def _whole_of(space: Space, x: fx.Node) -> fx.Node | None:
-    """The value with ``x`` as one expert's part."""
-    pick = pick_of(base(x))
-    return pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None

@@ -1,13 +1,10 @@
-"""The opening of a layer of experts: its choices and errors, and the calls of the exchange that all openings make.
+"""The opening of a layer of experts: its choices and errors, and the calls of the exchange of rows.
 
     here  = meet(count_experts(chosen))                   the rows of each expert that come to this rank
     order = argsort(chosen)    token = order // k         the pairs of token and choice, by expert
     rows  = x[token], w[order], gate[token, expert]       → dispatch → experts → give_back → in the order of the pairs
 
-A model that sorts its rows itself needs ``meet``, ``dispatch`` and ``give_back`` alone. Slots are sent:
-
-    counts = how many tokens chose each expert            given once a layer, by the first call that sends
-    limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
+A model that sorts its rows itself needs ``meet``, ``dispatch`` and ``give_back`` alone.
 
 Values of all experts that are no stack of the layer, but are read with one, are the factors of an adapter:
 
@@ -19,29 +16,30 @@ slices of them, and its gradient of such a weight is that of these slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
 from operator import getitem
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.domain import ROWS, STACK, Domain
-from passes.moe.layers import Dispatch, ExpertLayer
+from passes.moe.layers import ExpertLayer, check_draws
 from passes.moe.routing import Routing
+from passes.moe.ties import is_number
 from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import between, operands, readers, walk
+from passes.program.weights import is_weight
 from passes.rules.follow import follow
 from passes.types.types import Sizes
 
 Layers = Iterable[ExpertLayer]
-MIXED = "the result of one slot of one expert depends on others"
 OF_STACKS = "the stack of experts changes its layout"
 
 
@@ -99,6 +97,41 @@ class StackOpening(Opening):
         return follow(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS, every=True)
 
 
+class RunsOpening(StackOpening):
+    """Owns ``inside``: calls on rows or slots; ``read``: each call that reads a value from outside, and the value."""
+
+    HELD = ""
+
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
+        super().__init__(program, layer, layers, mesh)
+        self.inside = self._inside()
+        known = self.inside | self.of_stacks
+        self.check_read(self.stacks, known | self.apart)
+        check_draws(self.inside, self.HELD, self.refusal)
+        read = [(node, value) for node in sorted(self.inside) for value in node.all_input_nodes if value not in known]
+        self.read = [(node, value) for node, value in read if not is_number(value)]
+        for node, value in self.read:
+            if is_weight(value) or not isinstance(value.meta["val"], Tensor):
+                raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")
+
+    def _inside(self) -> set[fx.Node]:
+        """Calls that read stacks, and calls between them; then calls that read only such values."""
+        seeds = {u for n in self.of_stacks for u in n.users} - self.of_stacks - self.apart
+        inside = between(seeds, seeds)
+        while len(border := border_of(inside)) > 1:
+            after = {u for n in border for u in n.users if u.op == "call_function"} - inside
+            joined = {u for u in after if inside.issuperset(u.all_input_nodes)}
+            if not joined:
+                break
+            inside |= joined
+        return inside
+
+
+def border_of(inside: set[fx.Node]) -> list[fx.Node]:
+    """Calls inside that others read, in the graph's order."""
+    return [n for n in sorted(inside) if any(u not in inside for u in n.users)]
+
+
 def _stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
     """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
     of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
@@ -111,7 +144,7 @@ def read_outside(node: fx.Node, inside: Collection[fx.Node], back: fx.Node) -> N
         user.replace_input_with(node, back)
 
 
-# ---- the exchange of rows, and that of slots
+# ---- the exchange of rows
 
 
 class Exchange:
@@ -188,74 +221,6 @@ class Exchange:
             return pairs
         shape = [self.routing.num_rows // self.top_k, self.top_k, *shape_of(rows)[1:]]
         return self.build.call(aten.sum.dim_IntList, self.build.call(aten.reshape.default, pairs, shape), [1])
-
-
-class SlotExchange:
-    """Of the slots of one layer. Owns what was ``sent``, and ``limit``, which is known then."""
-
-    FIX = "compute each slot with only its expert, with separate dims for experts and slots"
-
-    def __init__(self, opening: Opening) -> None:
-        self.opening, self.graph, self.layer, self.routing = opening, opening.graph, opening.layer, opening.routing
-        self.limit, self.sent = 0, list[str]()
-
-    def send(self, value: fx.Node, reader: fx.Node, experts: int, slots: int) -> fx.Node:
-        """Its slots on the ranks of their experts. Stands before ``reader``."""
-        build, given = Builder(self.graph, reader, value), ()
-        if not self.sent:
-            self.limit, groups = self._filled(value, shape_of(value)[slots])
-            given = (self._counts(build, groups),)
-        domain = Domain(experts=experts, slots=slots)
-        sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
-        self.sent.append(sent.name)
-        return sent
-
-    def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
-        """The results of ``node``, returned to the slots' own ranks, for all readers that are not ``inside``."""
-        back = Builder(self.graph, node.next, node).call(exchange.return_slots, node, experts, slots)
-        read_outside(node, inside, back)
-        return back
-
-    def of_layer(self) -> ExpertLayer:
-        """The layer, with what is sent."""
-        return replace(self.layer, sent=tuple(self.sent), limit=self.limit, tips=())
-
-    def dims(
-        self,
-        first: Collection[fx.Node],
-        dims: Iterable[int],
-        calls: Collection[fx.Node],
-        check: Callable[[dict[fx.Node, int]], None],
-    ) -> dict[fx.Node, int]:
-        """The dim of slots of every value, found from one of ``dims`` of the ``first``. If all calls keep several, the
-        last."""
-        refused: PlanError | None = None
-        for dim in reversed([*dims]):
-            try:
-                found = follow(dict.fromkeys(first, dim), calls, self.opening.refusal, MIXED)
-                check(found)
-                return found
-            except PlanError as error:
-                refused = refused or error
-        raise refused or self.opening.refusal(next(iter(first)), "its experts have no slots")
-
-    def _counts(self, build: Builder, groups: int) -> fx.Node:
-        size, chosen = self.layer.num_experts, self.routing.chosen
-        if self.layer.dispatch is Dispatch.TAKEN:
-            return build.call(exchange.count_taken, size, *chosen)
-        return build.call(exchange.count_by_group, size, groups, *chosen)
-
-    def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
-        """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
-        expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
-        """
-        weighing = map(self.opening.program.node, self.layer.probs)
-        for node in () if self.layer.dispatch is Dispatch.TAKEN else (*weighing, value):
-            for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
-                groups = self.routing.groups_filled(node, slots)
-                if groups and (slots == size or slots * groups == size):
-                    return slots, groups
-        return 0, 1
 
 
 # ---- the calls of a layer, and values made of its stacks

@@ -5,10 +5,6 @@
     order = argsort(chosen), rows = x[order // k], gates = stack(g)[chosen[order], order // k]
     rows, gates → dispatch → part e → branch e, as it is written → join → give_back → back in order, summed over k
 
-Or its part of the slots that the model filled:
-
-    made = stack([branch_e(slots[e]) for e])        send_slots → slots of e → branch e → join → return_slots
-
 Every ep rank runs the branches of its experts alone: the graph has as many as each rank has experts, and they read the
 weights of any. So all ranks run one graph; the weights keep their names. Of an expert its parameters and its parts of
 stacks are known:
@@ -28,13 +24,13 @@ from torch import fx
 from passes.moe import exchange
 from passes.moe.branch_facts import Chosen, bared, check_hidden, end_of, hides_nothing, without_repeats
 from passes.moe.domain import ROWS, Domain
-from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight, check_draws
-from passes.moe.opening import MIXED, Exchange, Layers, Opening, SlotExchange, made_of
-from passes.moe.ties import Pick, pick_of, picks
+from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight
+from passes.moe.opening import Exchange, Layers, Opening, made_of
+from passes.moe.ties import Pick, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
 from passes.program.builder import Builder, erase_unread
-from passes.program.ops.aten import aten, has_floats, named, shape_of
-from passes.program.ops.groups import FILLED, JOINS, LAID_OUT, PRODUCTS, Ops
+from passes.program.ops.aten import aten, has_floats, shape_of
+from passes.program.ops.groups import FILLED, PRODUCTS, Ops
 from passes.program.program import Program
 from passes.program.walks import between
 from passes.program.weights import is_weight
@@ -44,7 +40,7 @@ from passes.types.types import Sizes
 STOPPING = FILLED | Ops("detach")  # no gradient goes through them
 
 
-class _LoopOpening(Opening):
+class LoopOpening(Opening):
     """Owns the branches: for each expert the ``tips`` that it ends in, its ``weights`` with values made of them alone,
     and its ``bodies``: calls that read these, in the graph's order."""
 
@@ -66,7 +62,8 @@ class _LoopOpening(Opening):
     def _parts_of(self, weight: ExpertWeight) -> list[list[fx.Node]]:
         """For each expert the nodes that have its part."""
         if weight.dim < 0:
-            return [[(node := self.program.node(name)), *_members_led(node)] for name in weight.nodes]
+            own = map(self.program.node, weight.nodes)  # a layer applied before reads the first by own_member
+            return [[n, *(u for u in n.users if u.target is exchange.own_member and u.args[0] is n)] for n in own]
         stack = self.program.node(weight.nodes[0])
         parts: list[list[fx.Node]] = [[] for _ in range(self.layer.num_experts)]
         for pick in sorted(picks(stack, weight.dim), key=lambda pick: pick.node):
@@ -115,7 +112,7 @@ class _LoopOpening(Opening):
         return part
 
 
-class BranchOpening(_LoopOpening):
+class BranchOpening(LoopOpening):
     """Owns the branches' inputs from outside: columns, of each an entry for each expert. ``unhidden``: of calls under a
     mask that is True for all rows, the value under it. ``shared``: weights of no expert alone, as experts read them.
     ``of_choices``: the weights of each choice that are sent with its row.
@@ -265,98 +262,3 @@ class BranchOpening(_LoopOpening):
         for base in self.end.bases:
             whole = build.call(aten.add.Tensor, whole, base)
         return whole
-
-
-def _members_led(weight: fx.Node) -> list[fx.Node]:
-    """The calls of a layer applied before that read it as the first of its likes."""
-    return [user for user in weight.users if user.target is exchange.own_member and user.args[0] is weight]
-
-
-class SlotBranchOpening(_LoopOpening):
-    """Owns for each expert its part of the slots, and ``inside``: the calls of all branches."""
-
-    FIX = SlotExchange.FIX
-
-    def run(self) -> ExpertLayer:
-        self.join = self._joined()
-        self.hold_weights()
-        self.parts = [self._part(e) for e in range(self.layer.num_experts)]
-        self.inside = {n for body in self.bodies for n in body}
-        first = self.parts[0]
-        if any(
-            (p.whole, p.dim) != (first.whole, first.dim) or not self.inside.issuperset(p.node.users) for p in self.parts
-        ):
-            raise self.refusal(self.join, "their branches read slices of several values")
-        exchanged, kept = SlotExchange(self), [d for d in range(len(shape_of(first.node)) - 1) if d != first.dim]
-        slots = exchanged.dims([p.node for p in self.parts], kept, self.inside, self._check_known)
-        sent = exchanged.send(first.whole, min(p.node for p in self.parts), first.dim, slots[first.node])
-        for number in range(self.num_here):
-            self._replace(sent, number, slots)
-        self.mark_weights()
-        self._join(exchanged, slots)
-        erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
-        return exchanged.of_layer()
-
-    # ---- facts
-
-    def _joined(self) -> fx.Node:
-        """The call that concatenates all experts' results, in their order."""
-        join = next(iter(self.every[0].users))
-        is_all = join.target in JOINS and list(join.args[0]) == self.every  # pyright: ignore
-        if not is_all or any(len(tip.users) != 1 for tip in self.every):
-            raise self.refusal(self.every[0], "their results for slots are not combined with one cat or stack")
-        return join
-
-    def _part(self, number: int) -> Pick:
-        """The part of the slots of a branch; calls that lay it out join the branch."""
-        body, found = {*self.bodies[number]}, dict[Pick, None]()
-        work = [v for n in self.bodies[number] for v in n.all_input_nodes if v not in body | self.weights[number]]
-        while work:
-            node = work.pop()
-            part = pick_of(node)
-            if part is not None and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
-                found[part] = None
-            elif node.target in LAID_OUT and node not in body:
-                body.add(node)
-                work += node.all_input_nodes
-            else:
-                raise self.refusal(min(body), f"it reads {node.name}, which is not a slice of all slots")
-        if len(found) != 1:
-            raise self.refusal(self.tips[number][0], "a branch reads more than its slice of all slots")
-        check_draws(body, "slots", self.refusal)
-        self.bodies[number] = sorted(body)
-        return next(iter(found))
-
-    def _check_known(self, known: dict[fx.Node, int]) -> None:
-        if not self.inside <= known.keys():
-            raise self.refusal(min(self.inside), MIXED)
-
-    # ---- the rewrite
-
-    def _replace(self, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
-        """One branch on the slots that are on its rank."""
-        part, body = self.parts[number], self.bodies[number]
-        build, domain = Builder(self.graph, body[0], part.node), Domain(slots=slots[part.node])
-        part.node.replace_all_uses_with(build.call(exchange.slots_of, sent, part.dim, number, True, domain=domain))
-        own = self.own_members(body[0], number)
-        for node in body:
-            node.meta["domain"] = Domain(slots=slots[node] if node in self.inside else -1)
-            for weight in [n for n in node.all_input_nodes if n in own]:
-                node.replace_input_with(weight, own[weight])
-
-    def _join(self, exchanged: SlotExchange, slots: dict[fx.Node, int]) -> None:
-        """Replace the join: results with a dim of experts, sent back to the slots' own ranks."""
-        build = Builder(self.graph, self.join, self.join)
-        dim, shape = int(named(self.join)["dim"]) % len(shape_of(self.join)), list(shape_of(self.every[0]))
-        at, tips = slots[self.every[0]], list(chain(*self.tips[: self.num_here]))
-        if shape[dim] != 1 or at == dim:  # behind each other in a dim that they have
-            shape.insert(dim, 1)
-            at += at >= dim
-            tips = [build.call(aten.reshape.default, t, shape, domain=Domain(slots=at)) for t in tips]
-        shape[dim] = self.layer.num_experts
-        val = tips[0].meta["val"].new_empty(shape, device="meta")
-        made = build.call(exchange.join, *tips, dim=dim, val=val, domain=Domain(experts=dim, slots=at))
-        back = exchanged.give_back(made, {made}, dim, at)
-        if tuple(shape) != shape_of(self.join):
-            back = build.call(aten.reshape.default, back, list(shape_of(self.join)))
-        self.join.replace_all_uses_with(back)

@@ -45,9 +45,10 @@ class PairOpening(StackOpening):
     def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
         super().__init__(program, layer, layers, mesh)
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
-        self.looked_up = {u for n in self.of_stacks for u in n.users if self._reads_chosen(u)}
-        read = {u for n in self.of_stacks | self.looked_up for u in n.users}
-        self.seeds = read - self.of_stacks - self.looked_up - self.apart
+        calls = {u for n in self.of_stacks for u in n.users}
+        self.looked_up = {u: found for u in calls if (found := lookup(u)) and self.routing.are_choices(found[2])}
+        held = self.of_stacks | self.looked_up.keys()
+        self.seeds = {u for n in held for u in n.users} - held - self.apart
         self.way = sorted(between(self.seeds, [self.combined], self._is_mine))
         self.top_k, self.num_tokens = self.routing.top_k, self.routing.num_tokens
         self.scored = self._below([self.logits, *map(program.node, layer.router)])
@@ -81,10 +82,6 @@ class PairOpening(StackOpening):
             if shape_of(stack)[dim] != self.layer.num_experts:
                 raise self.refusal(stack, "a stack does not have one slice per expert")
         check_draws(self.way, "rows", self.refusal)
-
-    def _reads_chosen(self, node: fx.Node) -> bool:
-        found = lookup(node)
-        return found is not None and self.routing.are_choices(found[2])
 
     def _end(self) -> fx.Node:
         """The pick of experts' values, or the last reader of stacks by ids, or the sum over experts."""
@@ -122,10 +119,7 @@ class PairOpening(StackOpening):
             node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
                 self.ops.held[node] = stack_of(self.build, node, dim)
-        for node in sorted(self.looked_up):
-            found = lookup(node)
-            assert found is not None
-            table, dim, ids = found
+        for node, (table, dim, ids) in sorted(self.looked_up.items()):
             if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
                 raise self.refusal(node, "ids look up something other than experts")
             rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))

@@ -25,6 +25,7 @@ from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 
 MOST = 200
+FILLING = (aten.gather, aten.sum)  # beside those of PLACING, ops that fill slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,9 @@ def _is_by_ids(ids: Collection[fx.Node], w: fx.Node) -> bool:
 def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:
     """Those that no other of them comes before, and those that none comes after."""
     nodes = {p.node for p in products}
-    before = {p.node: _before(p, nodes, above) for p in products}
+    before = {p.node: nodes.intersection(walk([p.x], operands, into=lambda n: n not in above)) for p in products}
     followed = set().union(*before.values())
     return [p for p in products if not before[p.node]], [p for p in products if p.node not in followed]
-
-
-def _before(product: Product, nodes: set[fx.Node], above: set[fx.Node]) -> set[fx.Node]:
-    return nodes & set(walk([product.x], operands, into=lambda n: n not in above))
 
 
 def weights_of(
@@ -188,14 +185,10 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node, takes: bool
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(is_product(n) or lookup(n) or _places(n) for n in way):
+    if any(is_product(n) or lookup(n) or n.target in PLACING or packet_of(n.target) in FILLING for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return (Dispatch.TAKEN if takes else Dispatch.CAPACITY), first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
-
-
-def _places(node: fx.Node) -> bool:
-    return node.target in PLACING or packet_of(node.target) in (aten.gather, aten.sum)
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:

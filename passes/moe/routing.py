@@ -190,21 +190,14 @@ def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     """Choices in which a token has no expert twice, if they are ``distinct``; in the last trial, some experts have no
     token."""
     generator = torch.Generator().manual_seed(0)
-    drawn = _drawn if distinct else _drawn_apart
-    return [[drawn(size, *kind, generator, trial == TRIALS - 1) for kind in chosen] for trial in range(TRIALS)]
 
+    def drawn(shape: tuple[int, ...], dtype: torch.dtype, of: int) -> Tensor:
+        if not distinct or not shape or shape[-1] > size:
+            return torch.randint(of, shape, generator=generator, dtype=dtype)
+        of = max(shape[-1], of)
+        return torch.rand((*shape[:-1], of), generator=generator).argsort(-1)[..., : shape[-1]].to(dtype)
 
-def _drawn_apart(
-    size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, some: bool
-) -> Tensor:
-    return torch.randint(max(size // 2, 1) if some else size, shape, generator=generator, dtype=dtype)
-
-
-def _drawn(size: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, some: bool) -> Tensor:
-    if not shape or shape[-1] > size:
-        return torch.randint(size, shape, generator=generator, dtype=dtype)
-    among = max(shape[-1], size // 2) if some else size
-    return torch.rand((*shape[:-1], among), generator=generator).argsort(-1)[..., : shape[-1]].to(dtype)
+    return [[drawn(*kind, of) for kind in chosen] for of in (*[size] * (TRIALS - 1), max(size // 2, 1))]
 
 
 def _computes(node: fx.Node, below: set[fx.Node]) -> bool:

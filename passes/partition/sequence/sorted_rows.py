@@ -185,8 +185,7 @@ class SortedRows:
         return self._counts_rows(index) and shape_of(index) == (size * self._times(index),)
 
     def _times(self, index: fx.Node) -> int:
-        times: Any = index.args[1] if self.known.get(index) == "token" else 1
-        return times
+        return index.args[1] if self.known.get(index) == "token" else 1  # pyright: ignore[reportReturnType]
 
     def _added(self, node: fx.Node) -> Option | None:
         args: Any = node.args

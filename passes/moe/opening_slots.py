@@ -1,0 +1,242 @@
+"""Opens a captured graph at slots that the model filled: of stacks of experts, or of branches.
+
+    slots[E, C, d]  →  send_slots  →  products with stacks [E, …]          →  return_slots  →  back to their tokens
+                                   →  slots of e  →  branch e  →  join     →
+
+Filling slots, dropping, weighting and summing stay the user's own. A graph is opened only if its calls are shown to
+treat experts and slots as batch dims.
+
+    counts = how many tokens chose each expert            given once a layer, by the first call that sends
+    limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from torch import fx
+
+from passes.errors import PlanError
+from passes.moe import exchange
+from passes.moe.domain import Domain
+from passes.moe.layers import Dispatch, ExpertLayer, check_draws
+from passes.moe.opening import Opening, RunsOpening, border_of, read_outside
+from passes.moe.opening_branches import LoopOpening
+from passes.moe.ties import Pick, is_product, pick_of
+from passes.program.builder import Builder, erase_unread
+from passes.program.ops.aten import aten, dim_of_cat, shape_of
+from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.rules.call import operands_of
+from passes.rules.follow import follow
+from passes.rules.rule import RESULT
+from passes.rules.table import rule_of
+
+MIXED = "the result of one slot of one expert depends on others"
+
+
+class SlotExchange:
+    """Of the slots of one layer. Owns what was ``sent``, and ``limit``, which is known then."""
+
+    FIX = "compute each slot with only its expert, with separate dims for experts and slots"
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening, self.graph, self.layer, self.routing = opening, opening.graph, opening.layer, opening.routing
+        self.limit, self.sent = 0, list[str]()
+
+    def send(self, value: fx.Node, reader: fx.Node, experts: int, slots: int) -> fx.Node:
+        """Its slots on the ranks of their experts. Stands before ``reader``."""
+        build, given = Builder(self.graph, reader, value), ()
+        if not self.sent:
+            self.limit, groups = self._filled(value, shape_of(value)[slots])
+            given = (self._counts(build, groups),)
+        domain = Domain(experts=experts, slots=slots)
+        sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
+        self.sent.append(sent.name)
+        return sent
+
+    def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
+        """The results of ``node``, returned to the slots' own ranks, for all readers that are not ``inside``."""
+        back = Builder(self.graph, node.next, node).call(exchange.return_slots, node, experts, slots)
+        read_outside(node, inside, back)
+        return back
+
+    def of_layer(self) -> ExpertLayer:
+        """The layer, with what is sent."""
+        return replace(self.layer, sent=tuple(self.sent), limit=self.limit, tips=())
+
+    def dims(
+        self,
+        first: Collection[fx.Node],
+        dims: Iterable[int],
+        calls: Collection[fx.Node],
+        check: Callable[[dict[fx.Node, int]], None],
+    ) -> dict[fx.Node, int]:
+        """The dim of slots of every value, found from one of ``dims`` of the ``first``. If all calls keep several, the
+        last."""
+        refused: PlanError | None = None
+        for dim in reversed([*dims]):
+            try:
+                found = follow(dict.fromkeys(first, dim), calls, self.opening.refusal, MIXED)
+                check(found)
+                return found
+            except PlanError as error:
+                refused = refused or error
+        raise refused or self.opening.refusal(next(iter(first)), "its experts have no slots")
+
+    def _counts(self, build: Builder, groups: int) -> fx.Node:
+        size, chosen = self.layer.num_experts, self.routing.chosen
+        if self.layer.dispatch is Dispatch.TAKEN:
+            return build.call(exchange.count_taken, size, *chosen)
+        return build.call(exchange.count_by_group, size, groups, *chosen)
+
+    def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
+        """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
+        expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
+        """
+        weighing = map(self.opening.program.node, self.layer.probs)
+        for node in () if self.layer.dispatch is Dispatch.TAKEN else (*weighing, value):
+            for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
+                groups = self.routing.groups_filled(node, slots)
+                if groups and (slots == size or slots * groups == size):
+                    return slots, groups
+        return 0, 1
+
+
+# ---- stacks
+
+
+class SlotOpening(RunsOpening):
+    FIX = SlotExchange.FIX
+    HELD = "slots"
+
+    def run(self) -> ExpertLayer:
+        self.entries: dict[fx.Node, fx.Node] = {}  # the first call that reads each
+        for node, value in self.read:
+            self.entries.setdefault(value, node)
+        exchanged = SlotExchange(self)
+        experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
+        self._check_known(experts, "has no dim of experts")
+        first, kept = next(self._products())
+        no_slots = "has no slots, or only some of them"
+        slots = exchanged.dims([first], kept, self.inside, lambda found: self._check_known(found, no_slots))
+        for value, reader in self.entries.items():
+            sent = exchanged.send(value, reader, experts[value], slots[value])
+            for user in [u for u in value.users if u in self.inside]:
+                user.replace_input_with(value, sent)
+        for node in border_of(self.inside):
+            exchanged.give_back(node, self.inside, experts[node], slots[node])
+        for node in self.of_stacks | self.inside:
+            node.meta["domain"] = Domain(experts=experts[node], slots=slots[node] if node in self.inside else -1)
+        return exchanged.of_layer()
+
+    def _products(self) -> Iterator[tuple[fx.Node, list[int]]]:
+        """(operand, dims that are kept and the stack has not) of products with stacks."""
+        for node in sorted(self.inside):
+            rule, read = rule_of(node) if is_product(node) else None, operands_of(node)
+            stacks = [i for i, n in enumerate(read) if n in self.of_stacks]
+            for i, x in enumerate(read):
+                if rule is not None and stacks and i not in stacks:
+                    along = [rule.sole(i, d) for d in range(len(shape_of(x)))]
+                    kept = [f is not None and f.at(RESULT) is not None and not any(map(f.at, stacks)) for f in along]
+                    yield x, [d for d, is_kept in enumerate(kept) if is_kept]
+
+    def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
+        for value in (*sorted(self.inside), *self.entries):
+            if value not in known:
+                is_lost = value not in self.entries and any(n in known for n in value.all_input_nodes)
+                told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
+                raise self.refusal(self.entries.get(value, value), told)
+
+
+# ---- branches
+
+
+class SlotBranchOpening(LoopOpening):
+    """Owns for each expert its part of the slots, and ``inside``: the calls of all branches."""
+
+    FIX = SlotExchange.FIX
+
+    def run(self) -> ExpertLayer:
+        self.join = self._joined()
+        self.hold_weights()
+        self.parts = [self._part(e) for e in range(self.layer.num_experts)]
+        self.inside = {n for body in self.bodies for n in body}
+        first = self.parts[0]
+        readers = {user for p in self.parts for user in p.node.users}
+        if len({(p.whole, p.dim) for p in self.parts}) > 1 or not readers <= self.inside:
+            raise self.refusal(self.join, "their branches read slices of several values")
+        exchanged, kept = SlotExchange(self), [d for d in range(len(shape_of(first.node)) - 1) if d != first.dim]
+        slots = exchanged.dims([p.node for p in self.parts], kept, self.inside, self._check_known)
+        sent = exchanged.send(first.whole, min(p.node for p in self.parts), first.dim, slots[first.node])
+        for number in range(self.num_here):
+            self._replace(sent, number, slots)
+        self.mark_weights()
+        self._join(exchanged, slots)
+        erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
+        return exchanged.of_layer()
+
+    # ---- facts
+
+    def _joined(self) -> fx.Node:
+        """The call that concatenates all experts' results, in their order."""
+        join = next(iter(self.every[0].users))
+        is_all = join.target in JOINS and list(join.args[0]) == self.every  # pyright: ignore
+        if not is_all or any(len(tip.users) != 1 for tip in self.every):
+            raise self.refusal(self.every[0], "their results for slots are not combined with one cat or stack")
+        return join
+
+    def _part(self, number: int) -> Pick:
+        """The part of the slots of a branch; calls that lay it out join the branch."""
+        body, found = {*self.bodies[number]}, dict[Pick, None]()
+        work = [v for n in self.bodies[number] for v in n.all_input_nodes if v not in body | self.weights[number]]
+        while work:
+            node = work.pop()
+            part = pick_of(node)
+            if part is not None and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
+                found[part] = None
+            elif node.target in LAID_OUT and node not in body:
+                body.add(node)
+                work += node.all_input_nodes
+            else:
+                raise self.refusal(min(body), f"it reads {node.name}, which is not a slice of all slots")
+        if len(found) != 1:
+            raise self.refusal(self.tips[number][0], "a branch reads more than its slice of all slots")
+        check_draws(body, "slots", self.refusal)
+        self.bodies[number] = sorted(body)
+        return next(iter(found))
+
+    def _check_known(self, known: dict[fx.Node, int]) -> None:
+        if not self.inside <= known.keys():
+            raise self.refusal(min(self.inside), MIXED)
+
+    # ---- the rewrite
+
+    def _replace(self, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
+        """One branch on the slots that are on its rank."""
+        part, body = self.parts[number], self.bodies[number]
+        build, domain = Builder(self.graph, body[0], part.node), Domain(slots=slots[part.node])
+        part.node.replace_all_uses_with(build.call(exchange.slots_of, sent, part.dim, number, True, domain=domain))
+        own = self.own_members(body[0], number)
+        for node in body:
+            node.meta["domain"] = Domain(slots=slots[node] if node in self.inside else -1)
+            for weight in [n for n in node.all_input_nodes if n in own]:
+                node.replace_input_with(weight, own[weight])
+
+    def _join(self, exchanged: SlotExchange, slots: dict[fx.Node, int]) -> None:
+        """Replace the join: results with a dim of experts, sent back to the slots' own ranks."""
+        build = Builder(self.graph, self.join, self.join)
+        dim, shape = dim_of_cat(self.join), list(shape_of(self.every[0]))
+        at, tips = slots[self.every[0]], list(chain(*self.tips[: self.num_here]))
+        if shape[dim] != 1 or at == dim:  # behind each other in a dim that they have
+            shape.insert(dim, 1)
+            at += at >= dim
+            tips = [build.call(aten.reshape.default, t, shape, domain=Domain(slots=at)) for t in tips]
+        shape[dim] = self.layer.num_experts
+        val = tips[0].meta["val"].new_empty(shape, device="meta")
+        made = build.call(exchange.join, *tips, dim=dim, val=val, domain=Domain(experts=dim, slots=at))
+        back = exchanged.give_back(made, {made}, dim, at)
+        if tuple(shape) != shape_of(self.join):
+            back = build.call(aten.reshape.default, back, list(shape_of(self.join)))
+        self.join.replace_all_uses_with(back)
