@@ -229,7 +229,7 @@ class Frames:
         return None
 
     def see(self, texts: Sequence[tuple[str, str]], ends: Sequence[Sequence[int]], rendered: str, begin: int) -> None:
-        """Keep what is around texts that stand in their order, each at one place and as it is."""
+        """Keep what is around texts that stand in their order, each at one place and unchanged."""
         frame, at = [], begin
         for (_, text), places in zip(texts, ends, strict=True):
             start = places[0] - len(text) if len(places) == 1 else -1
