@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from tests.models.hub_families import FAMILIES
 from tests.models.hugging_face import LENGTH, VOCABULARY, made
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.live_memory import MostMade
 
 
-def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A random model, saved by transformers itself in its original format."""
-    model = made(FAMILIES[family]).to(dtype)
+def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
+    """A random model, saved by transformers itself in its original format. ``sizes``: others than the family's."""
+    member = FAMILIES[family]
+    model = made(replace(member, sizes=member.sizes | sizes)).to(dtype)
     for table in (buffer for buffer in model.buffers() if buffer.dim() > 1 and not buffer.is_floating_point()):
         table.random_(4)  # an expert for each token: of zeros, one expert would have all of them
     model.save_pretrained(directory)
@@ -93,6 +96,20 @@ def _train(directory: Path) -> None:
         for _ in range(STEPS):
             engine.train_step(batch())
         engine.save_pretrained(directory / "out")
+
+
+def most_bytes_while_writing(host: StoreHost, directory: Path, layout: str) -> list[int]:
+    """``directory``/in → ``directory``/out: of each rank, the bytes that it held at once beside its weights."""
+    PLANNED[:] = [planned(directory / "in", layout)]
+    return host.run_ranks(PLANNED[0].mesh.world_size, _write, directory)
+
+
+def _write(directory: Path) -> int:
+    with Engine(PLANNED[0], timeout_seconds=HANG_SECONDS) as engine:
+        engine.load_pretrained(directory / "in")
+        with MostMade() as made_there:
+            engine.save_pretrained(directory / "out")
+        return made_there.most_bytes
 
 
 def trained_alone(directory: Path) -> dict[str, Tensor]:

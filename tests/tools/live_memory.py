@@ -39,5 +39,22 @@ class Made(TorchDispatchMode):
         return sum(self.alive(apart).values())
 
 
+class MostMade(Made):
+    """Owns ``most_bytes``: the most that was alive at once after an op. Views of what was there do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        there = given - self._storages.keys()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = {key: storage for key, storage in self._storages.items() if key not in there}
+        self._storages = {key: storage for key, storage in made.items() if _num_holders(storage) > 1}
+        self.most_bytes = max(self.most_bytes, self.alive_bytes())
+        return result
+
+
 def _num_holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]

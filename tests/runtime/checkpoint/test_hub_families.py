@@ -10,7 +10,14 @@ from planner.capture.model.reference import load_model
 pytest.importorskip("transformers")
 
 from tests.models.hub_families import FAMILIES
-from tests.tools.hub_directories import LAYOUTS, saved, stored, trained_alone, trained_by_ranks
+from tests.tools.hub_directories import (
+    LAYOUTS,
+    most_bytes_while_writing,
+    saved,
+    stored,
+    trained_alone,
+    trained_by_ranks,
+)
 
 
 @pytest.mark.thorough
@@ -27,3 +34,16 @@ def test_files_are_trained_and_written_again_as_by_one_process(family, layout, t
     differences = {name: (found[name] - value).abs().max().item() for name, value in trained_alone(tmp_path).items()}
     assert max(differences.values()) < 1e-6, max(differences.items(), key=lambda pair: pair[1])  # norms are in float32
     assert any(not torch.equal(written[name], tensor) for name, tensor in given.items())
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", ["tp 2", "ep 2"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_rank_0_holds_one_tensor_of_the_files_while_it_writes(family, layout, tmp_path, lab):
+    experts = {"num_local_experts": 16} if family == "mixtral" else {"n_routed_experts": 16}
+    model = saved(family, tmp_path / "in", **experts)
+    most = lab.call(most_bytes_while_writing, tmp_path, layout)
+    largest = max(value.nbytes for value in stored(tmp_path / "in").values())
+    assert max(value.nbytes for value in model.parameters()) > 8 * largest  # the stack of all experts
+    assert 0 < most[0] <= 3 * largest
+    assert most[1] <= 2 * largest
