@@ -123,7 +123,7 @@ def cases(words: Sequence[str]) -> Iterator[Case]:
     found = [(name, make, batch, more) for name, make, more in spellings()]
     found += [(f"family.{n}", partial(hugging_face.made, m), of_families, {}) for n, m in hugging_face.MOE.items()]
     for name, make, given, more in found:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16", "float16"):
             if not words or any(word in f"{name} {dtype}" for word in words):
                 yield f"{name} {dtype}", make, given, more | {"precision": {"parameters": dtype}}
 
