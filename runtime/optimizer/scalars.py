@@ -30,7 +30,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.named_code import is_named
-from planner.spec.learning_rate import SCHEDULES, RateFunction
+from planner.spec.learning_rate import LearningRateSpec, RateFunction
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.sections import PrecisionSpec
 
@@ -59,53 +59,23 @@ class LearningRate:
         if self._spec.steps == "auto":
             what = "steps: auto is the last step of `meshwright train`, and here no run has one"
             raise PlanError(what, where="optimizer.schedule.steps", fix="write a number of steps")
-        return learning_rate(step, self._lr, **dict(self._spec.of_run(0)))
+        return scheduled(step, self._lr, self._spec.of_run(0))
 
 
-def learning_rate(
-    step: int,
-    lr: float,
-    *,
-    kind: str = "constant",
-    warmup: int = 0,
-    steps: int | None = None,
-    min_lr: float = 0.0,
-    decay: int | None = None,
-    power: float = 1.0,
-) -> float:
-    """The rate of update number ``step`` (from 0). After ``steps`` updates a decay has reached ``min_lr`` and stays.
-
-    Raises PlanError for an unknown kind, or a decay without ``steps`` (of wsd: without ``decay``).
-    """
-    if kind not in SCHEDULES:
-        what = f"unknown learning-rate schedule {kind!r}"
-        raise PlanError(what, where="optimizer.schedule.kind", fix=f"choose one of {', '.join(SCHEDULES)}")
+def scheduled(step: int, lr: float, schedule: LearningRateSpec) -> float:
+    """The rate of update number ``step`` (from 0). After ``steps`` updates a decay has reached ``min_lr`` and stays."""
+    kind, warmup, least = schedule.kind, schedule.warmup, schedule.min_lr
     if step < warmup:
         return lr * (step + 1) / warmup
     if kind == "constant":
         return lr
     if kind == "inverse_root":
-        return max(min_lr, lr * math.sqrt(warmup / step)) if step else lr
-    start = _given(steps, kind, "steps") - _given(decay, kind, "decay") if kind == "wsd" else warmup
-    end = _given(steps, kind, "steps")
+        return max(least, lr * math.sqrt(warmup / step)) if step else lr
+    assert isinstance(schedule.steps, int), "the spec requires it of a decay"
+    start, end = schedule.steps - schedule.decay if schedule.decay else warmup, schedule.steps
     done = min(1.0, max(0.0, (step - start) / (end - start))) if end > start else 1.0
-    return min_lr + (lr - min_lr) * _left(done, kind, power)
-
-
-def _left(done: float, kind: str, power: float) -> float:
-    """The part of the decay that is still to come, from 1 to 0; ``done``: of its steps."""
-    if kind == "cosine":
-        return (1.0 + math.cos(math.pi * done)) / 2.0
-    return (1.0 - done) ** (power if kind == "polynomial" else 1.0)
-
-
-def _given(value: int | None, kind: str, name: str) -> int:
-    if value is not None:
-        return value
-    count = {"steps": "its last step", "decay": "the number of its steps"}[name]
-    raise PlanError(
-        f"a {kind} decay needs {count}", where=f"optimizer.schedule.{name}", fix=f"give optimizer.schedule.{name}"
-    )
+    left = (1.0 + math.cos(math.pi * done)) / 2.0 if kind == "cosine" else (1.0 - done) ** schedule.power
+    return least + (lr - least) * left
 
 
 class LossScale:

@@ -21,7 +21,7 @@ from runtime import Engine
 from runtime.audit.own_module import loss_of
 from runtime.data.reading import read_tokens
 from runtime.data.token_batches import Batches, token_batches
-from runtime.optimizer.scalars import learning_rate
+from runtime.optimizer.scalars import LearningRate
 from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
 
@@ -92,7 +92,7 @@ def plain_losses(model: nn.Module, spec: Spec, steps: Batches) -> list[float]:
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = _gradient(parameter).float()
         nn.utils.clip_grad_norm_(masters, o.clip_grad_norm or float("inf"))
-        adamw.param_groups[0]["lr"] = learning_rate(step, o.lr, **o.schedule.model_dump())
+        adamw.param_groups[0]["lr"] = LearningRate(o).at(step)
         adamw.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
