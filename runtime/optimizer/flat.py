@@ -46,46 +46,45 @@ class SettingsRun:
     settings: Settings
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """A flat ``main`` tensor, with its gradient in ``.grad``. ``moments``: the kinds of values that its rule keeps.
+    ``parts`` may rest, ``runs`` have settings of their own: each in order and disjoint. ``exchange``: of a rule of
+    matrices.
+    """
+
+    main: Tensor
+    rule: str
+    moments: tuple[str, ...]
+    parts: tuple[ShardPart, ...] = ()
+    runs: tuple[SettingsRun, ...] = ()
+    exchange: BucketExchange | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Elements of shards that are updated together: ``count`` of their updates, ``rests``: 1 if nothing changes."""
 
-    runs: Sequence[tuple[Tensor, tuple[int, int]]]
+    runs: Sequence[tuple[FlatShard, tuple[int, int]]]
     count: Tensor
     rests: Tensor
 
 
 class FlatOptimizer:
-    """Owns of each shard its moments, ``state``, and in one tensor the counts of updates: of all shards, then of each
-    group of parts that rest together. All of it lies before the first step's activations.
+    """Owns of each shard its moments, ``state`` by main tensor, and in one tensor the counts of updates: of all shards,
+    then of each group of parts that rest together. All of it lies before the first step's activations.
 
-    ``shards``: the flat main tensors, with their gradients in ``.grad``; ``parts``: of each, in order, disjoint.
-    ``rules``: of each shard, and ``moments``, the kinds of values that it keeps. ``settings``: of all elements but
-    those of ``runs``, of each shard in order, disjoint. ``exchanges``: of the shards with a rule of
-    matrices.
+    ``settings``: of all elements that have none of their own.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Tensor],
-        parts: Sequence[Sequence[ShardPart]],
-        settings: Settings,
-        rules: Sequence[str],
-        moments: Sequence[tuple[str, ...]],
-        runs: Sequence[Sequence[SettingsRun]] = (),
-        exchanges: Mapping[Tensor, BucketExchange] | None = None,
-    ) -> None:
-        self.shards, self.parts, self.settings = list(shards), [tuple(p) for p in parts], settings
-        self.moments = dict(zip(self.shards, moments, strict=True))
-        self._bases = {s: replace(settings, rule=rule) for s, rule in zip(self.shards, rules, strict=True)}
-        self._exchanges = dict(exchanges or {})
-        self._runs = dict(zip(self.shards, runs, strict=True)) if runs else {}
-        self.state = {shard: {kind: torch.zeros_like(shard) for kind in kinds} for shard, kinds in self.moments.items()}
-        self._groups: dict[tuple[int, ...], list[tuple[Tensor, ShardPart]]] = {}
-        for shard, own in zip(self.shards, self.parts, strict=True):
-            for part in own:
+    def __init__(self, shards: Sequence[FlatShard], settings: Settings) -> None:
+        self.shards, self.settings = list(shards), settings
+        self.state = {shard.main: {kind: torch.zeros_like(shard.main) for kind in shard.moments} for shard in shards}
+        self._groups: dict[tuple[int, ...], list[tuple[FlatShard, ShardPart]]] = {}
+        for shard in self.shards:
+            for part in shard.parts:
                 self._groups.setdefault(part.asked, []).append((shard, part))
-        device = self.shards[0].device
+        device = self.shards[0].main.device
         self._counts = torch.zeros(1 + len(self._groups), device=device)
         # on the device before the first step: to put them there the host would wait for it
         self._figures = [torch.tensor(asked, device=device) for asked in self._groups]
@@ -103,7 +102,7 @@ class FlatOptimizer:
         wait for the device."""
         updates, *own = map(int, self._counts.tolist())
         counts = dict(zip(self._groups, own, strict=True))
-        return updates, {part.fqn: counts[part.asked] for parts in self.parts for part in parts}
+        return updates, {part.fqn: counts[part.asked] for shard in self.shards for part in shard.parts}
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
@@ -115,19 +114,17 @@ class FlatOptimizer:
         for batch in batches:
             self._run(batch, KERNELS, lr, grad_scale)
         self._counts.add_(1 - torch.stack([batch.rests for batch in batches]))
-        if self._exchanges:
-            orthogonalise(
-                list(self._exchanges.values()),
-                [shard.grad for shard in self._exchanges if shard.grad is not None],
-                self.settings.adjust_lr,
-            )
+        exchanges = [
+            (s.exchange, s.main.grad) for s in self.shards if s.exchange is not None and s.main.grad is not None
+        ]
+        if exchanges:
+            orthogonalise(exchanges, self.settings.adjust_lr)
             for batch in batches:
                 self._run(batch, AFTER_EXCHANGE, lr, None)
 
     def _batches(self, found_inf: Tensor, asked: Tensor | None) -> Iterator[_Batch]:
         """First all that never rests, then each group of parts that rest together."""
-        owned = zip(self.shards, self.parts, strict=True)
-        runs = [(shard, run) for shard, own in owned for run in _between(own, len(shard))]
+        runs = [(shard, run) for shard in self.shards for run in _between(shard.parts, len(shard.main))]
         yield _Batch(runs, self._counts[0], found_inf)
         for number, own in enumerate(self._groups.values()):
             assert asked is not None, "experts that may get no tokens need the counts of the step"
@@ -140,8 +137,8 @@ class FlatOptimizer:
         """One call of a kernel for all elements of equal settings, if there is one for their rule."""
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
         for shard, within in batch.runs:
-            assert shard.grad is not None, "a shard has a gradient"
-            tensors = {"value": shard, "grad": shard.grad, **self.state[shard]}
+            assert shard.main.grad is not None, "a shard has a gradient"
+            tensors = {"value": shard.main, "grad": shard.main.grad, **self.state[shard.main]}
             for start, stop, settings in self.settings_of(shard, *within):
                 if kernel_of(settings.rule, kernels) is None:
                     continue
@@ -155,10 +152,10 @@ class FlatOptimizer:
             assert kernel is not None
             kernel(Update(settings, columns, counts, lr * factor, grad_scale, batch.rests))
 
-    def settings_of(self, shard: Tensor, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
+    def settings_of(self, shard: FlatShard, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
         """The elements start to stop of a shard, by their settings."""
-        at, base = start, self._bases[shard]
-        for run in self._runs.get(shard, ()):
+        at, base = start, replace(self.settings, rule=shard.rule)
+        for run in shard.runs:
             first, last = max(run.start, at), min(run.stop, stop)
             if first >= last:
                 continue

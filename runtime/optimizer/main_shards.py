@@ -150,13 +150,14 @@ class WeightAverage:
 class ScheduleFreeMean:
     """The mean that a schedule-free rule evaluates, made of each shard and its distances when it is asked for.
 
-    ``mains``: the shards, in one order; ``optimizer`` updates them.
+    ``optimizer``: of the shards, None on a rank without any.
     """
 
     held: Sequence[Tensor] = ()  # no memory of its own
 
-    def __init__(self, mains: Sequence[Tensor], optimizer: FlatOptimizer | None) -> None:
-        self._mains, self._optimizer = list(mains), optimizer
+    def __init__(self, optimizer: FlatOptimizer | None) -> None:
+        self._optimizer = optimizer
+        self._shards = [] if optimizer is None else optimizer.shards
         self._kept: list[Tensor] = []
 
     def start(self) -> None:
@@ -167,13 +168,13 @@ class ScheduleFreeMean:
 
     def of(self, index: int) -> Tensor:
         """Of one shard, as a new tensor."""
-        main = self._mains[index]
-        made = main.detach().clone()
         assert self._optimizer is not None, "a shard has an optimizer"
-        distance = self._optimizer.state.get(main, {}).get("distance")
+        shard = self._shards[index]
+        main, distance = shard.main, self._optimizer.state[shard.main].get("distance")
+        made = main.detach().clone()
         if distance is None:
             return made
-        for start, stop, settings in self._optimizer.settings_of(main, 0, len(main)):
+        for start, stop, settings in self._optimizer.settings_of(shard, 0, len(main)):
             if settings.rule in MEAN_RULES:
                 made[start:stop] = mean_of(main[start:stop], distance[start:stop], settings)
         return made
@@ -181,12 +182,8 @@ class ScheduleFreeMean:
     @torch.no_grad()
     def exchange(self) -> None:
         """Weights and means change places; again: back, bitwise."""
-        if self._kept:
-            for main, kept in zip(self._mains, self._kept, strict=True):
-                main.copy_(kept)
-            self._kept = []
-            return
-        means = [self.of(index) for index in range(len(self._mains))]
-        self._kept = [main.detach().clone() for main in self._mains]
-        for main, mean in zip(self._mains, means, strict=True):
+        mains, before = [shard.main for shard in self._shards], self._kept
+        means = before or [self.of(index) for index in range(len(mains))]
+        self._kept = [] if before else [main.detach().clone() for main in mains]
+        for main, mean in zip(mains, means, strict=True):
             main.copy_(mean)

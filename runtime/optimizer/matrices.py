@@ -100,10 +100,9 @@ class BucketExchange:
             at = stop
 
 
-def orthogonalise(exchanges: Sequence[BucketExchange], updates: Sequence[Tensor], adjust_lr: str) -> None:
-    """In place: of the matrices in ``updates``, flat shards of buckets, their orthogonal factors."""
-    pairs = list(zip(exchanges, updates, strict=True))
-    going = [pairs[0][0].gather(pairs[0][1])] if pairs else []
+def orthogonalise(pairs: Sequence[tuple[BucketExchange, Tensor]], adjust_lr: str) -> None:
+    """In place: of the matrices in the updates, flat shards of buckets, their orthogonal factors."""
+    going = [exchange.gather(update) for exchange, update in pairs[:1]]
     back: tuple[BucketExchange, Tensor, Tensor, Any] | None = None
     for number, (exchange, update) in enumerate(pairs):
         going += [nxt.gather(shard) for nxt, shard in pairs[number + 1 : number + 2]]

@@ -27,7 +27,7 @@ from planner.sharding.residency import Residency
 from planner.spec.update_rules import MEAN_RULES
 from planner.updates import Settings, base_of
 from runtime.optimizer.buffers import BufferTensors, GradientBuffers
-from runtime.optimizer.flat import FlatOptimizer, SettingsRun, ShardPart
+from runtime.optimizer.flat import FlatOptimizer, FlatShard, SettingsRun, ShardPart
 from runtime.optimizer.main_shards import (
     MainShard,
     ScheduleFreeMean,
@@ -91,22 +91,18 @@ class DistributedOptimizer:
         options: dict[str, Any] = {"device": device, "chunk_of": chunk_of, "residency": residency}
         self.buffers = GradientBuffers(parameters, planned, shared_by, **options)
         self.device = torch.device(device)
-        trained = [(i, buffer) for i, buffer in enumerate(self.buffers.buffers) if not buffer.planned.is_frozen]
-        self.shards = [self._shard(buffer, bucket) for _, buffer in trained for bucket in buffer.buckets]
-        parts = [self._parts(shard, asked or {}) for shard in self.shards]
-        runs = [self._own_runs(shard, own) for shard in self.shards] if own else ()
-        mains, base = [shard.main for shard in self.shards], base_of(settings)
-        rules = [shard.buffer.planned.rule for shard in self.shards]
-        moments = [shard.buffer.planned.moments for shard in self.shards]
-        places = [(i, bucket) for i, buffer in trained for bucket in range(len(buffer.buckets))]
-        by_place = exchanges or {}
-        found = {main: by_place[at] for main, at in zip(mains, places, strict=True) if at in by_place}
-        self.optimizer = FlatOptimizer(mains, parts, base, rules, moments, runs, found) if self.shards else None
+        self.shards, flat = list[MainShard](), list[FlatShard]()
+        for i, buffer in enumerate(self.buffers.buffers):
+            for place, bucket in enumerate(() if buffer.planned.is_frozen else buffer.buckets):
+                shard = self._shard(buffer, bucket)
+                self.shards.append(shard)
+                flat.append(self._flat(shard, asked or {}, own or {}, (exchanges or {}).get((i, place))))
+        self.optimizer = FlatOptimizer(flat, base_of(settings)) if flat else None
         self.average: WeightAverage | ScheduleFreeMean | None = None  # of the weights, evaluated in their place
         if MEAN_RULES & settings.rules:
-            self.average = ScheduleFreeMean(mains, self.optimizer)
+            self.average = ScheduleFreeMean(self.optimizer)
         elif settings.ema is not None:
-            self.average = WeightAverage(mains, settings.ema)
+            self.average = WeightAverage([shard.main for shard in self.shards], settings.ema)
         self.before_overwriting: Callable[[], None] = lambda: None  # parameters and state, as a save reads them
         self._is_reduced = False
 
@@ -253,16 +249,19 @@ class DistributedOptimizer:
             whole = whole_indices(owned, locals_, size_and_rank(self.groups.get(axis))[0]).to(main.device)
         return MainShard(buffer, bucket, main, grad, counted, whole)
 
-    def _parts(self, shard: MainShard, asked: Mapping[str, tuple[int, ...]]) -> list[ShardPart]:
-        """The parts of the shard that may rest."""
-        owned = shard.bucket.owned.items()
-        return [ShardPart(fqn, r.local.start, r.local.stop, asked[fqn]) for fqn, r in owned if fqn in asked]
-
-    def _own_runs(self, shard: MainShard, own: Mapping[str, Settings]) -> list[SettingsRun]:
-        """The elements of the shard with settings of their own, in order."""
-        owned = shard.bucket.owned.items()
-        found = [SettingsRun(r.local.start, r.local.stop, own[fqn]) for fqn, r in owned if fqn in own]
-        return sorted(found, key=lambda run: run.start)
+    def _flat(
+        self,
+        shard: MainShard,
+        asked: Mapping[str, tuple[int, ...]],
+        own: Mapping[str, Settings],
+        exchange: BucketExchange | None,
+    ) -> FlatShard:
+        """The shard with its parts that may rest, and its elements with settings of their own."""
+        planned, owned = shard.buffer.planned, [(fqn, r.local) for fqn, r in shard.bucket.owned.items()]
+        parts = tuple(ShardPart(fqn, r.start, r.stop, asked[fqn]) for fqn, r in owned if fqn in asked)
+        runs = [SettingsRun(r.start, r.stop, own[fqn]) for fqn, r in owned if fqn in own]
+        in_order = tuple(sorted(runs, key=lambda run: run.start))
+        return FlatShard(shard.main, planned.rule, planned.moments, parts, in_order, exchange)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)
