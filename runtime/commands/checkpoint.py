@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from passes.errors import PlanError
 from planner.cli import show_table, write_text
 from runtime.commands.export import Names, export_save
+from runtime.options import flag, option, takes
 
 if TYPE_CHECKING:
     from runtime.checkpoint.manifest import Manifest
@@ -22,31 +24,33 @@ EPILOG = (
 )
 
 
+@dataclass(frozen=True)
+class Options:
+    """Of the command, beside the directory."""
+
+    verify: bool = flag("Read every byte and compare checksums.")
+    export: Path | None = option(
+        "Export the weights of DIR, or of its last save, in Hugging Face format; an adapter is merged into its base.",
+        "HF_DIR",
+    )
+    ema: bool = flag("With --export: export the running mean of the weights (optimizer.ema).")
+    names: Names = "hf"
+
+
+@takes(Options)
 def checkpoint_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of saves, or a single save.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="HF_DIR",
-            help="Export the weights of DIR, or of its last save, in Hugging Face format; an adapter is merged "
-            "into its base.",
-        ),
-    ] = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", help="With --export: export the running mean of the weights (optimizer.ema).")
-    ] = False,
-    names: Names = "hf",
+    asked: Options,
 ) -> None:
     """List the saves in a directory, verify them, or export one. Runs in one process. Exit 1 if a save is damaged."""
     from runtime.checkpoint.manifest import MANIFEST
     from runtime.checkpoint.saves import LATEST, latest_in, saves_in
 
-    if ema and export is None:
+    if asked.ema and asked.export is None:
         what = "--ema selects the weights for --export, which is not given"
         raise PlanError(what, where="--ema", fix="add --export HF_DIR, or remove --ema")
-    if export is not None:
-        export_save(directory, export, ema=ema, names=names)
+    if asked.export is not None:
+        export_save(directory, asked.export, ema=asked.ema, names=asked.names)
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
@@ -58,7 +62,7 @@ def checkpoint_command(
         last = None if is_one else latest_in(directory)
     except PlanError as error:
         last, problem = None, f"{LATEST}: {error.what}"
-    rows = [_row(save, verify, save == last) for save in saves]
+    rows = [_row(save, asked.verify, save == last) for save in saves]
     show_table("Saves", ("save", "step", "layout", "bytes", "written", "state"), [row for row, _ in rows])
     if problem:
         write_text(problem)

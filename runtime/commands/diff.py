@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 from passes.errors import PlanError
 from planner.cli import Format, Output, Peft, write_text
 from planner.files.text import MIB, parse_json, read_text, shorten
+from runtime.options import flag, option, takes
 
 if TYPE_CHECKING:
     from planner.frozen_plan import Plan
@@ -84,26 +86,32 @@ def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) ->
     return differences_text(found, str(first), str(second)), found.any
 
 
+@dataclass(frozen=True)
+class Options:
+    """Of the command, beside the two files."""
+
+    model: str | None = option("Plan this model with both specs, and compare the plans.", "MODEL")
+    format: Format = option("Output format.", default=Format.table)
+    output: Output = None
+    peft: Peft = None
+    exit_code: bool = flag("Exit with 1 if the plans differ.")
+
+
+@takes(Options)
 def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="Saved plan (JSON), or a spec if --model is given.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Second file, of the same kind.")],
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Plan this model with both specs, and compare the plans.")
-    ] = None,
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
-    output: Output = None,
-    peft: Peft = None,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if the plans differ.")] = False,
+    asked: Options,
 ) -> None:
     """Compare two plans: each value of their tables that differs, by row and field."""
     from planner.capture.model.reference import named
 
-    if peft is not None and model is None:
+    if asked.peft is not None and asked.model is None:
         raise PlanError(
             "--peft wraps the model of --model, which is not given", where="--peft", fix="add --model MODEL"
         )
-    adapted = None if model is None else named(model, peft)
-    text, differ = diff_text(first, second, adapted, as_json=format is Format.json)
-    write_text(text, output)
-    if exit_code and differ:
+    adapted = None if asked.model is None else named(asked.model, asked.peft)
+    text, differ = diff_text(first, second, adapted, as_json=asked.format is Format.json)
+    write_text(text, asked.output)
+    if asked.exit_code and differ:
         raise typer.Exit(DIFFERENT)

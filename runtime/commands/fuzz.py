@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from passes.errors import PlanError
 from planner.cli import MODEL_HELP, show_table
+from runtime.options import option, takes
 
 if TYPE_CHECKING:
     from runtime.fuzz.campaign import Campaign
@@ -18,30 +20,35 @@ EPILOG = "Examples: meshwright fuzz model.py:build spec.yaml --minutes 10 · mes
 COMMAND = "meshwright fuzz"
 FAILED = 1
 
-# Of tests.fuzz too, which draws models.
-Cases = Annotated[int | None, typer.Option(min=1, help="Number of cases; 20 without --minutes.")]
-Minutes = Annotated[float | None, typer.Option(min=0.0, help="Start no new case after this time.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the first model; each further model adds 1.")]
-Specs = Annotated[int, typer.Option(min=1, help="Specs per model, which is captured once.")]
-Ranks = Annotated[int, typer.Option(help="Maximum number of ranks in a case.")]
-CaseFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Rerun the case in this file instead of drawing cases.")
-]
-Folder = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the files of failing cases.")]
+
+@dataclass(frozen=True)
+class Options:
+    """Of tests.fuzz too, which draws models."""
+
+    cases: int | None = option("Number of cases; 20 without --minutes.", min=1)
+    minutes: float | None = option("Start no new case after this time.", min=0.0)
+    seed: int = option("Seed of the first model; each further model adds 1.", default=0, min=0)
+    specs: int = option("Specs per model, which is captured once.", default=4, min=1)
+    nproc: int = option("Maximum number of ranks in a case.", default=4)
+    case: Path | None = option("Rerun the case in this file instead of drawing cases.", "FILE")
+    folder: Path = option("Directory for the files of failing cases.", "DIR", default=Path())
+
+    def check(self) -> None:
+        """Raises PlanError."""
+        if self.nproc < 2:
+            raise PlanError("a case needs at least 2 ranks", where="--nproc", fix="give 2 or more")
+        if not self.folder.is_dir():
+            raise PlanError("directory not found", where="--folder", fix="create it, or give another one")
 
 
+@takes(Options)
 def fuzz_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}.")] = None,
     spec: Annotated[
         Path | None, typer.Argument(metavar="SPEC", help="A spec with the keys to keep; all others are drawn.")
     ] = None,
-    cases: Cases = None,
-    minutes: Minutes = None,
-    seed: Seed = 0,
-    specs: Specs = 4,
-    nproc: Ranks = 4,
-    case: CaseFile = None,
-    folder: Folder = Path(),
+    *,
+    asked: Options,
 ) -> None:
     """Draw random specs for your model, and compare each plan with one process: loss, gradients and three updates.
 
@@ -52,21 +59,21 @@ def fuzz_command(
     from runtime.fuzz.case import Case, OwnModel
     from runtime.fuzz.forks import prepare
 
-    check_ranks_and_folder(nproc, folder)
-    if case is not None:
+    asked.check()
+    if asked.case is not None:
         _check_alone(model)
-        run_again(Case.load(case, lambda values: OwnModel(**values)), nproc, folder)
+        run_again(Case.load(asked.case, lambda values: OwnModel(**values)), asked)
     reference, given = _needed(model, spec)
     prepare()
-    own = OwnModel.read(reference, given, nproc)
-    run_cases(Campaign(seed, nproc, folder, say, lambda _: own, specs), cases, minutes, COMMAND)
+    own = OwnModel.read(reference, given, asked.nproc)
+    run_cases(Campaign(asked.seed, asked.nproc, asked.folder, say, lambda _: own, asked.specs), asked, COMMAND)
 
 
-def run_cases(campaign: Campaign, cases: int | None, minutes: float | None, command: str) -> None:
+def run_cases(campaign: Campaign, asked: Options, command: str) -> None:
     """Draw cases and print the summary; ends the program if one failed. ``command``: that runs a file again."""
     from runtime.fuzz.campaign import COLUMNS, processor_seconds, told
 
-    before = processor_seconds()
+    before, cases, minutes = processor_seconds(), asked.cases, asked.minutes
     campaign.run(20 if cases is None and minutes is None else cases, None if minutes is None else minutes * 60)
     show_table("Cases", COLUMNS, campaign.rows())
     for failure in campaign.failures:
@@ -77,13 +84,13 @@ def run_cases(campaign: Campaign, cases: int | None, minutes: float | None, comm
         raise typer.Exit(FAILED)
 
 
-def run_again(given: Case, most_ranks: int, folder: Path) -> None:
+def run_again(given: Case, asked: Options) -> None:
     """Run a case from a file, print its outcome, and end the program."""
     from runtime.fuzz.campaign import Campaign
     from runtime.fuzz.forks import prepare
 
     prepare()
-    outcome = Campaign(0, most_ranks, folder, say, lambda _: given.model).outcome_of(given)
+    outcome = Campaign(0, asked.nproc, asked.folder, say, lambda _: given.model).outcome_of(given)
     words = f"{outcome.verdict}: {outcome.words}" if outcome.words else str(outcome.verdict)
     typer.echo(f"{words}\n{given}")
     raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)
@@ -92,14 +99,6 @@ def run_again(given: Case, most_ranks: int, folder: Path) -> None:
 def say(words: str) -> None:
     """Progress is for the error stream."""
     typer.echo(words, err=True)
-
-
-def check_ranks_and_folder(nproc: int, folder: Path) -> None:
-    """Raises PlanError."""
-    if nproc < 2:
-        raise PlanError("a case needs at least 2 ranks", where="--nproc", fix="give 2 or more")
-    if not folder.is_dir():
-        raise PlanError("directory not found", where="--folder", fix="create it, or give another one")
 
 
 def _check_alone(model: str | None) -> None:

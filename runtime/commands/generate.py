@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from passes.errors import PlanError
 from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
-from runtime.commands.options import Load, NumRanks, Tokenizer
+from runtime.options import Load, NumRanks, Tokenizer, flag, option, takes
 
 EPILOG = (
     'Examples: meshwright generate examples/gpt.py:build examples/gpt.yaml --load run --prompt "def main" '
@@ -18,44 +16,30 @@ EPILOG = (
 )
 
 
-def generate_command(
-    model: Model,
-    spec: SpecFile,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; give it several times.")
-    ] = None,
-    chat: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A message that the model answers, by its chat template.")
-    ] = None,
-    messages: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="A conversation that the model answers.")
-    ] = None,
-    load: Load = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", help="With --load: use the running mean of the weights (optimizer.ema).")
-    ] = False,
-    tokenizer: Tokenizer = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="New tokens of each prompt; default: as many as fit, up to 64.")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="0: the most probable token; above it, tokens are sampled.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample among the K most probable tokens.")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Sample among the most probable tokens that have the share P together."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed for sampling.")] = 0,
-    nproc: NumRanks = None,
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
-    output: Output = None,
-    peft: Peft = None,
-    no_kv_cache: Annotated[
-        bool,
-        typer.Option("--no-kv-cache", help="Keep no keys and values: each token runs the whole forward."),
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the command, beside model and spec."""
+
+    prompt: list[str] | None = option("A text to continue; give it several times.", "TEXT")
+    chat: str | None = option("A message that the model answers, by its chat template.", "TEXT")
+    messages: Path | None = option("A conversation that the model answers.", "FILE.json")
+    load: Load = None
+    ema: bool = flag("With --load: use the running mean of the weights (optimizer.ema).")
+    tokenizer: Tokenizer = None
+    max_new_tokens: int | None = option("New tokens of each prompt; default: as many as fit, up to 64.", "N")
+    temperature: float = option("0: the most probable token; above it, tokens are sampled.", "T", default=0.0)
+    top_k: int | None = option("Sample among the K most probable tokens.", "K")
+    top_p: float | None = option("Sample among the most probable tokens that have the share P together.", "P")
+    seed: int = option("Seed for sampling.", "N", default=0)
+    nproc: NumRanks = None
+    format: Format = option("Output format.", default=Format.table)
+    output: Output = None
+    peft: Peft = None
+    no_kv_cache: bool = flag("Keep no keys and values: each token runs the whole forward.")
+
+
+@takes(Options)
+def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     """Continue texts with a model, to try it out. Works with every layout.
 
     Starts the local processes itself; under torchrun it is one of them.
@@ -64,44 +48,43 @@ def generate_command(
     from runtime.engine.next_tokens import Choice
     from runtime.evaluation.run import Generation, Weights, generate
 
-    prompts, tokenizer = _prompts(model, prompt or [], chat, messages, tokenizer, load)
-    choice = Choice(temperature, top_k, top_p, seed)
-    weights = Weights(named(model, peft), load, ema)
-    cache = False if no_kv_cache else None
-    found = generate(Generation(weights, str(spec), prompts, choice, max_new_tokens, tokenizer, cache), nproc)
-    if found is None:
+    prompts, tokenizer = _prompts(model, asked)
+    choice = Choice(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+    weights = Weights(named(model, asked.peft), asked.load, asked.ema)
+    cache = False if asked.no_kv_cache else None
+    made = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, tokenizer, cache)
+    if (found := generate(made, asked.nproc)) is None:
         return
-    if format is Format.json:
-        write_text(json.dumps([each.to_dict() for each in found], indent=2), output)
+    if asked.format is Format.json:
+        write_text(json.dumps([each.to_dict() for each in found], indent=2), asked.output)
     else:
-        is_chat = chat is not None or messages is not None
-        write_text("\n\n".join(each.text if is_chat else f"{each.prompt}{each.text}" for each in found), output)
+        is_chat = not asked.prompt
+        texts = (each.text if is_chat else f"{each.prompt}{each.text}" for each in found)
+        write_text("\n\n".join(texts), asked.output)
 
 
-def _prompts(
-    model: str, prompt: list[str], chat: str | None, messages: Path | None, tokenizer: str | None, load: str | None
-) -> tuple[tuple[str, ...], str | None]:
+def _prompts(model: str, asked: Options) -> tuple[tuple[str, ...], str | None]:
     """The texts to continue, and their tokenizer: with --chat or --messages, by default that of the run, else of a
     ``hf:`` directory.
 
     Raises PlanError.
     """
-    if bool(prompt) + (chat is not None) + (messages is not None) != 1:
+    if bool(asked.prompt) + (asked.chat is not None) + (asked.messages is not None) != 1:
         what = "give one of --prompt, --chat and --messages"
         raise PlanError(what, where="--prompt", fix="add --prompt TEXT, to continue it, or --chat TEXT, to answer it")
-    if prompt:
-        return tuple(prompt), tokenizer
+    if asked.prompt:
+        return tuple(asked.prompt), asked.tokenizer
     from planner.files.text import read_json
     from runtime.data.instruction.chat_tokenizer import ChatTokenizer
     from runtime.data.instruction.conversation import conversation_of
     from runtime.engine.prompts import tokenizer_in
 
-    tokenizer = tokenizer or _tokenizer_of_run(load) or model.removeprefix("hf:")
-    asked = [{"role": "user", "content": chat}]
-    if messages is not None:
-        asked = read_json(messages, "conversation", fix="write a list of objects with role and content")
+    tokenizer = asked.tokenizer or _tokenizer_of_run(asked.load) or model.removeprefix("hf:")
+    given = [{"role": "user", "content": asked.chat}]
+    if asked.messages is not None:
+        given = read_json(asked.messages, "conversation", fix="write a list of objects with role and content")
     try:
-        row = {"messages": [*asked, {"role": "assistant", "content": "x"}]} if isinstance(asked, list) else {}
+        row = {"messages": [*given, {"role": "assistant", "content": "x"}]} if isinstance(given, list) else {}
         talk = conversation_of(row, "messages", None, "all").messages[:-1]
         with tokenizer_in(tokenizer) as place:
             return (ChatTokenizer(place).render(talk, None, generates=True),), tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,9 @@ from passes.errors import PlanError
 from planner.cli import show_table, write_text
 from planner.files.text import shorten
 from planner.progress import bar
-from runtime.commands.options import takes
 from runtime.data.instruction.options import Instruction
 from runtime.data.text.documents import Split
+from runtime.options import option, takes
 
 if TYPE_CHECKING:
     from runtime.data.token_file import Header
@@ -23,41 +24,33 @@ EPILOG = (
     "--tokenizer tokenizer.json --split-documents blank-line · meshwright prepare web.jsonl -o web.tokens "
     "--split-documents json --field text · meshwright prepare chat.jsonl -o sft.tokens --tokenizer DIR --chat messages"
 )
-
-
 TABLE = "Documents by the shortest sequence that holds them; longer ones are cut"
 COLUMNS = ("up to", "documents", "tokens", "padding", "mean document")
 
 _MOST_DIGITS = 12  # of a length: int64 holds such a number of tokens
 
 
-@takes(Instruction)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of the command, beside those of instruction data."""
+
+    output: Path = option("Token file to write.", "FILE", "-o", "--output", default=MISSING)
+    tokenizer: str | None = option(
+        "A tokenizer.json of the library `tokenizers`, or a model's directory; default: bytes are the tokens.",
+        "FILE|DIR",
+    )
+    split_documents: Split = option("End of a document.", default=Split.file)
+    field: str | None = option("With --split-documents json: the field that holds the text; default: text.", "NAME")
+    end_token: str | None = option("Token that ends a document, if the tokenizer does not define one.", "TOKEN")
+    bucket: str | None = option("Count documents by these lengths of a sequence, to choose `inputs` by.", "N,N,…")
+
+
+@takes(Options, Instruction)
 def prepare_command(
     texts: Annotated[
         list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib (Python's own source).")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Token file to write.")],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|DIR",
-            help="A tokenizer.json of the library `tokenizers`, or a model's directory; default: bytes are the tokens.",
-        ),
-    ] = None,
-    split_documents: Annotated[Split, typer.Option(help="End of a document.")] = Split.file,
-    field: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="With --split-documents json: the field that holds the text; default: text."),
-    ] = None,
-    end_token: Annotated[
-        str | None,
-        typer.Option(metavar="TOKEN", help="Token that ends a document, if the tokenizer does not define one."),
-    ] = None,
-    bucket: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,…", help="Count documents by these lengths of a sequence, to choose `inputs` by."),
-    ] = None,
-    *,
+    asked: Options,
     instruction: Instruction,
 ) -> None:
     """Tokenize texts once, into a file that training memory-maps; or conversations, with the answers as labels."""
@@ -69,18 +62,19 @@ def prepare_command(
     from runtime.data.text.encoders import ByteEncoder, TokenizerFile
     from runtime.data.token_writer import prepare, texts_of
 
-    lengths, is_of_samples, told = _lengths(bucket), instruction.makes_samples(tokenizer), []
+    tokenizer, output = asked.tokenizer, asked.output
+    lengths, is_of_samples, told = _lengths(asked.bucket), instruction.makes_samples(tokenizer), []
     is_of_rows = is_of_samples or instruction.text is not None
-    _check_options(tokenizer, split_documents, field, end_token, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
+    _check_options(asked, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
     files = texts_of(texts, output)
     with bar("reading", sum(map(size_of, files)), of_bytes=True) as advance:
         if is_of_samples and tokenizer is not None:
             header, told = prepare_samples(files, output, tokenizer, instruction, advance)
         else:
             begins = instruction.begin_token == "auto"
-            encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, end_token, begins=begins)
-            split = Split.json if is_of_rows else split_documents
-            name = instruction.text or field or "text"
+            encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, asked.end_token, begins=begins)
+            split = Split.json if is_of_rows else asked.split_documents
+            name = instruction.text or asked.field or "text"
             header = prepare(files, output, encoder, split, name, advance, instruction.split)
     write_text("\n".join(told if instruction.json else [summary(header, output), *told]))
     if instruction.length is not None and not instruction.json:
@@ -99,23 +93,16 @@ def _lengths(text: str | None) -> list[int]:
     return found
 
 
-def _check_options(
-    tokenizer: str | None,
-    split: Split,
-    field: str | None,
-    end_token: str | None,
-    *,
-    is_of_rows: bool,
-    is_of_samples: bool,
-) -> None:
+def _check_options(asked: Options, *, is_of_rows: bool, is_of_samples: bool) -> None:
     """An option that would have no effect is an error."""
+    split, end_token = asked.split_documents, asked.end_token
     if (is_of_rows and split is not Split.file) or (is_of_samples and end_token is not None):
         what = "rows end by themselves, answers as templates say: --split-documents and --end-token are for texts"
         raise PlanError(what, where="--split-documents", fix="remove these options")
-    if field is not None and split is not Split.json:
+    if asked.field is not None and split is not Split.json:
         fix = "add --split-documents json, or remove --field"
         raise PlanError("--field applies only to JSON", where="--field", fix=fix)
-    if end_token is not None and tokenizer is None:
+    if end_token is not None and asked.tokenizer is None:
         what, fix = "--end-token needs a tokenizer: without one, the byte 0 ends a document", "add --tokenizer"
         raise PlanError(what, where="--end-token", fix=f"{fix}, or remove --end-token")
 

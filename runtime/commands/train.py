@@ -9,14 +9,14 @@ import os
 import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from passes.errors import PlanError
 from planner.cli import Model, Peft, SpecFile, show_plan, write_text
 from planner.command_group import PROCESS
-from runtime.commands.options import NumRanks, takes
+from runtime.options import NumRanks, flag, option, takes
 from runtime.training.options import TrainOptions, saves_directory
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ EPILOG = (
     "Examples: meshwright train examples/gpt.py:build examples/gpt.yaml --data stdlib --steps 30 --nproc 4 "
     "· torchrun --nnodes 2 --nproc-per-node 8 … -m runtime.cli train MODEL SPEC --data text.txt"
 )
-
-
 MOST_EPOCHS = 1e6
 DEFAULT_STEPS = 100
 
@@ -38,40 +36,25 @@ DEFAULT_STEPS = 100
 class Given:
     """TrainOptions of the command that ranks read in another form, or not at all."""
 
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH|stdlib|FILE.py:FUNCTION",
-            help="Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that "
-            "gives a stream. Repeat as PATH=SHARE for a mixture. Default: data.mixture of the spec.",
-        ),
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of updates; default: 100.")] = None
-    epochs: Annotated[
-        float | None, typer.Option(metavar="E", help="In place of --steps: how often each sample of the data comes.")
-    ] = None
+    data: list[str] | None = option(
+        "Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that gives a "
+        "stream. Repeat as PATH=SHARE for a mixture. Default: data.mixture of the spec.",
+        "PATH|stdlib|FILE.py:FUNCTION",
+    )
+    steps: int | None = option("Number of updates; default: 100.", min=1)
+    epochs: float | None = option("In place of --steps: how often each sample of the data comes.", "E")
     nproc: NumRanks = None
-    max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Restart after a failure of a rank, at most N times.")
-    ] = 0
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File with a secret that all hosts share; it signs the entries of ranks in the store."
-        ),
-    ] = None
+    max_restarts: int = option("Restart after a failure of a rank, at most N times.", "N", default=0, min=0)
+    secret_file: Path | None = option(
+        "File with a secret that all hosts share; it signs the entries of ranks in the store.", "FILE"
+    )
     peft: Peft = None
-    show_plan: Annotated[bool, typer.Option("--show-plan", help="Print the plan first.")] = False
-    validation_data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE",
-            help="Text or token file to validate on; give it several times. The first decides --keep-best, --patience.",
-        ),
-    ] = None
-    sample_prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; give it several times.")
-    ] = None
+    show_plan: bool = flag("Print the plan first.")
+    validation_data: list[str] | None = option(
+        "Text or token file to validate on; give it several times. The first decides --keep-best, --patience.",
+        "NAME=FILE",
+    )
+    sample_prompt: list[str] | None = option("A text to continue; give it several times.", "TEXT")
 
 
 def job_of(model: str, spec: Path, given: Given, options: TrainOptions) -> Job:

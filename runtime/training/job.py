@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from runtime.training.options import AUTO, OF_ONE_RANK, PLACE, TrainOptions
 
 DEFAULT_TRACE = "trace.json"
 OPTION = "--plan"
+_OWN = {"mark": OF_ONE_RANK}
 FRESH = (
     "MODEL has no weights: they are drawn as `initialization` of the spec says (without --plan the model's own code "
     "draws them)"
@@ -46,12 +47,12 @@ class Job(TrainOptions):
     validation reads.
     """
 
-    model: Annotated[str, OF_ONE_RANK]
-    spec: Annotated[str, OF_ONE_RANK]
-    data: Annotated[str, OF_ONE_RANK]
+    model: str = field(metadata=_OWN)
+    spec: str = field(metadata=_OWN)
+    data: str = field(metadata=_OWN)
     num_steps: int
-    mixture: Annotated[tuple[tuple[str, float], ...], OF_ONE_RANK] = ()
-    planned: Annotated[str | None, OF_ONE_RANK] = None
+    mixture: tuple[tuple[str, float], ...] = field(default=(), metadata=_OWN)
+    planned: str | None = field(default=None, metadata=_OWN)
     sample_prompt: tuple[str, ...] = ()
     validation_data: tuple[tuple[str, str], ...] = ()
 
@@ -65,8 +66,7 @@ class Job(TrainOptions):
 
 
 def _marked(mark: str) -> frozenset[str]:
-    hints = get_type_hints(Job, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if mark in getattr(hint, "__metadata__", ()))
+    return frozenset(each.name for each in fields(Job) if each.metadata.get("mark") == mark)
 
 
 OWN, PLACES = _marked(OF_ONE_RANK), _marked(PLACE)

@@ -7,9 +7,8 @@ PLACE           a file or directory, which hosts may name in different ways: ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
+from runtime.options import flag, option
 
 AUTO = "auto"
 DEFAULT_SAVES = "checkpoints"
@@ -23,127 +22,59 @@ Number = int | None
 class TrainOptions:
     """Options of ``meshwright train`` that its ranks read. Ranks of a launcher compare them."""
 
-    tokenizer: Annotated[
-        Text,
-        typer.Option(metavar="FILE", help="A tokenizer.json for text; default: bytes are the tokens."),
-        OF_ONE_RANK,
-    ] = None
-    timeout: Annotated[
-        float,
-        typer.Option(min=1, max=MOST_SECONDS, metavar="SECONDS", help="Timeout for communication between ranks."),
-        OF_ONE_RANK,
-    ] = 600.0
-    plan: Annotated[
-        Text,
-        typer.Option(metavar="FILE.pt", help="Run this saved plan of MODEL and SPEC: ranks neither capture nor plan."),
-        PLACE,
-    ] = None
+    tokenizer: Text = option("A tokenizer.json for text; default: bytes are the tokens.", "FILE", mark=OF_ONE_RANK)
+    timeout: float = option(
+        "Timeout for communication between ranks.", "SECONDS", default=600.0, min=1, max=MOST_SECONDS, mark=OF_ONE_RANK
+    )
+    plan: Text = option("Run this saved plan of MODEL and SPEC: ranks neither capture nor plan.", "FILE.pt", mark=PLACE)
 
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also train in one process, and print both losses."), OF_ONE_RANK
-    ] = False
-    audit: Annotated[
-        Number,
-        typer.Option(min=1, metavar="N", help="Every N steps, compare one microbatch with the model in eager mode."),
-    ] = None
-    validate_every: Annotated[
-        Number,
-        typer.Option(
-            min=1, metavar="N", help="Compute the validation loss every N updates (data.validation of the spec)."
-        ),
-    ] = None
-    metric: Annotated[
-        Text,
-        typer.Option(
-            metavar="FILE.py:FUNCTION[:texts]",
-            help="At each validation, figures of yours: function(log_probs, labels, batch) returns {name: (sum, "
-            "count)}; with :texts, function(prompts, texts, rows).",
-        ),
-    ] = None
-    prompts: Annotated[
-        Text,
-        typer.Option(metavar="FILE", help="Rows with a field prompt, which the model continues for --metric …:texts."),
-    ] = None
-    patience: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="Stop after N validations without a lower loss.")
-    ] = None
+    compare: bool = flag("Also train in one process, and print both losses.", mark=OF_ONE_RANK)
+    audit: Number = option("Every N steps, compare one microbatch with the model in eager mode.", "N", min=1)
+    validate_every: Number = option(
+        "Compute the validation loss every N updates (data.validation of the spec).", "N", min=1
+    )
+    metric: Text = option(
+        "At each validation, figures of yours: function(log_probs, labels, batch) returns {name: (sum, count)}; with "
+        ":texts, function(prompts, texts, rows).",
+        "FILE.py:FUNCTION[:texts]",
+    )
+    prompts: Text = option("Rows with a field prompt, which the model continues for --metric …:texts.", "FILE")
+    patience: Number = option("Stop after N validations without a lower loss.", "N", min=1)
 
-    log: Annotated[
-        Text,
-        typer.Option(
-            "--log",
-            "--log-file",
-            metavar="FILE.jsonl",
-            help="Write a JSON row per step to this file. Under torchrun: --log-file.",
-        ),
-        OF_ONE_RANK,
-    ] = None
-    tensorboard: Annotated[
-        Text,
-        typer.Option(metavar="DIR", help="Write TensorBoard events to this directory (extra tensorboard)."),
-        OF_ONE_RANK,
-    ] = None
-    wandb: Annotated[
-        Text,
-        typer.Option(metavar="PROJECT[/NAME]", help="Log to this Weights & Biases project (pip install wandb)."),
-        OF_ONE_RANK,
-    ] = None
-    callback: Annotated[
-        Text,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Call this function on rank 0 with the row of each step, and the run: run.stop(), set_lr(x), save(), "
-            "log(name, value).",
-        ),
-        OF_ONE_RANK,
-    ] = None
-    plot: Annotated[
-        Text,
-        typer.Option(metavar="FILE.png|svg", help="At the end, plot the loss to this file (extra plot)."),
-        OF_ONE_RANK,
-    ] = None
-    profile: Annotated[
-        Text, typer.Option(metavar="STEPS", help="Profile 3 steps after the first (3), or steps 10 to 13 (10:13).")
-    ] = None
-    profile_to: Annotated[
-        Text, typer.Option(metavar="FILE.json", help="File for the trace; default: trace.json."), OF_ONE_RANK
-    ] = None
-    sample_every: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="Every N steps, continue the texts of --sample-prompt.")
-    ] = None
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Print no line per step, only errors; files are written."),
-        OF_ONE_RANK,
-    ] = False
+    log: Text = option(
+        "Write a JSON row per step to this file. Under torchrun: --log-file.",
+        "FILE.jsonl",
+        "--log",
+        "--log-file",
+        mark=OF_ONE_RANK,
+    )
+    tensorboard: Text = option(
+        "Write TensorBoard events to this directory (extra tensorboard).", "DIR", mark=OF_ONE_RANK
+    )
+    wandb: Text = option(
+        "Log to this Weights & Biases project (pip install wandb).", "PROJECT[/NAME]", mark=OF_ONE_RANK
+    )
+    callback: Text = option(
+        "Call this function on rank 0 with the row of each step, and the run: run.stop(), set_lr(x), save(), "
+        "log(name, value).",
+        "FILE.py:FUNCTION",
+        mark=OF_ONE_RANK,
+    )
+    plot: Text = option("At the end, plot the loss to this file (extra plot).", "FILE.png|svg", mark=OF_ONE_RANK)
+    profile: Text = option("Profile 3 steps after the first (3), or steps 10 to 13 (10:13).", "STEPS")
+    profile_to: Text = option("File for the trace; default: trace.json.", "FILE.json", mark=OF_ONE_RANK)
+    sample_every: Number = option("Every N steps, continue the texts of --sample-prompt.", "N", min=1)
+    quiet: bool = flag("Print no line per step, only errors; files are written.", "-q", mark=OF_ONE_RANK)
 
-    save: Annotated[
-        Text,
-        typer.Option(metavar="DIR", help="Directory for saves of the training state; at least one at the end."),
-        PLACE,
-    ] = None
-    save_every: Annotated[
-        Number, typer.Option(min=1, metavar="N", help="Save every N updates; default directory: checkpoints/.")
-    ] = None
-    save_adapters: Annotated[
-        Text, typer.Option(metavar="DIR", help="At the end, write the adapters of --peft to this directory."), PLACE
-    ] = None
-    save_merged: Annotated[
-        Text,
-        typer.Option(metavar="DIR", help="At the end, write the base with the adapters merged, for transformers."),
-        PLACE,
-    ] = None
-    keep: Annotated[
-        Number, typer.Option(min=1, metavar="K", help="Keep only the K newest saves; default: all."), OF_ONE_RANK
-    ] = None
-    keep_best: Annotated[
-        bool, typer.Option("--keep-best", help="Keep the save with the lowest validation loss, and its adapters.")
-    ] = False
-    resume: Annotated[
-        Text,
-        typer.Option(metavar="auto|DIR", help="Resume from a save; auto: the newest intact one in --save, if any."),
-        PLACE,
-    ] = None
+    save: Text = option("Directory for saves of the training state; at least one at the end.", "DIR", mark=PLACE)
+    save_every: Number = option("Save every N updates; default directory: checkpoints/.", "N", min=1)
+    save_adapters: Text = option("At the end, write the adapters of --peft to this directory.", "DIR", mark=PLACE)
+    save_merged: Text = option(
+        "At the end, write the base with the adapters merged, for transformers.", "DIR", mark=PLACE
+    )
+    keep: Number = option("Keep only the K newest saves; default: all.", "K", min=1, mark=OF_ONE_RANK)
+    keep_best: bool = flag("Keep the save with the lowest validation loss, and its adapters.")
+    resume: Text = option("Resume from a save; auto: the newest intact one in --save, if any.", "auto|DIR", mark=PLACE)
 
 
 def saves_directory(asked: TrainOptions) -> str | None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from passes.errors import PlanError
 from runtime.commands import fuzz
 from runtime.fuzz.forks import prepare
+from runtime.options import takes
 from tests.fuzz.drawing import COMMAND, campaign_of, read_case
 
 
-def main(
-    cases: fuzz.Cases = None,
-    minutes: fuzz.Minutes = None,
-    seed: fuzz.Seed = 0,
-    specs: fuzz.Specs = 4,
-    nproc: fuzz.Ranks = 4,
-    case: fuzz.CaseFile = None,
-    folder: fuzz.Folder = Path(),
-) -> None:
+@takes(fuzz.Options)
+def main(asked: fuzz.Options) -> None:
     """Draw random models and specs, and compare each plan with one process. Exit 1 on a failure, 2 on bad input."""
     try:
-        fuzz.check_ranks_and_folder(nproc, folder)
-        if case is not None:
-            fuzz.run_again(read_case(case), nproc, folder)
+        asked.check()
+        if asked.case is not None:
+            fuzz.run_again(read_case(asked.case), asked)
         prepare()
-        fuzz.run_cases(campaign_of(seed, nproc, folder, fuzz.say, specs), cases, minutes, COMMAND)
+        campaign = campaign_of(asked.seed, asked.nproc, asked.folder, fuzz.say, asked.specs)
+        fuzz.run_cases(campaign, asked, COMMAND)
     except PlanError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from passes.errors import PlanError
 from planner.files.text import shorten
+from runtime.options import flag, option
 
 Text = str | None
 Refused = Literal["refuse", "drop"]
 _OF_TEXTS = {"text", "begin_token", "length", "split"}
-
-
-def _named(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help)
-
-
-def _told(help: str) -> Any:
-    return typer.Option(help=help)
 
 
 @dataclass(frozen=True)
@@ -29,48 +20,36 @@ class Instruction:
     """``chat``: the field of messages; or ``prompt`` and ``answer``, or ``text``: those of texts; or ``chosen`` and
     ``rejected``: those of two answers."""
 
-    chat: Annotated[Text, _named("FIELD", "Rows are conversations: this field is a list of role and content.")] = None
-    prompt: Annotated[Text, _named("FIELD", "With --answer: the field of a prompt, which is no label.")] = None
-    answer: Annotated[Text, _named("FIELD", "With --prompt: the field of an answer; its tokens are labels.")] = None
-    chosen: Annotated[
-        Text,
-        _named("FIELD", "Rows are pairs: the field of the better answer (a text with --prompt, or messages)."),
-    ] = None
-    rejected: Annotated[Text, _named("FIELD", "With --chosen: the field of the worse answer.")] = None
-    text: Annotated[Text, _named("FIELD", "Rows are documents: this field of JSON lines, parquet or `datasets`.")] = (
-        None
+    chat: Text = option("Rows are conversations: this field is a list of role and content.", "FIELD")
+    prompt: Text = option("With --answer: the field of a prompt, which is no label.", "FIELD")
+    answer: Text = option("With --prompt: the field of an answer; its tokens are labels.", "FIELD")
+    chosen: Text = option(
+        "Rows are pairs: the field of the better answer (a text with --prompt, or messages).", "FIELD"
     )
-    format: Annotated[
-        Literal["openai", "sharegpt", "alpaca"] | None,
-        _told("Format of conversations; default: detected row by row, and reported."),
-    ] = None
-    chat_template: Annotated[Text, _named("FILE|NAME", "A chat template in place of the tokenizer's default.")] = None
-    template_args: Annotated[
-        list[str] | None, _named("NAME=VALUE", "An argument of the template: enable_thinking=false.")
-    ] = None
-    train_on: Annotated[Literal["all", "last"], _told("Answers that are labels: all, or the last of a row.")] = "all"
-    border: Annotated[
-        Literal["exact", "common"],
-        _told(
-            "exact: refuse rows in which the template writes another text before an answer than generation sees; "
-            "common: there, labels begin where the two differ."
-        ),
-    ] = "exact"
-    ignore_field: Annotated[
-        list[str] | None, _named("NAME", "A field that the template may drop: reasoning_content, tools.")
-    ] = None
-    unlabelled: Annotated[Refused, _told("Rows without an answer to train on.")] = "refuse"
-    bad_rows: Annotated[Refused, _told("Rows that cannot be used; the dropped ones are counted.")] = "refuse"
-    date: Annotated[Text, _named("YYYY-MM-DD", "The day that templates see; default: today, kept in the file.")] = None
-    begin_token: Annotated[
-        Literal["none", "auto"], _told("auto: documents begin with the token that the tokenizer puts there.")
-    ] = "none"
-    split: Annotated[Text, _named("NAME", "The split of a directory of `datasets`.")] = None
-    length: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Count what is longer than a sequence of N tokens.")
-    ] = None
-    show: Annotated[int, typer.Option(min=0, metavar="N", help="Print the first N samples with ⟦labels⟧ marked.")] = 0
-    json: Annotated[bool, typer.Option("--json", help="With --show: print nothing but a JSON line a sample.")] = False
+    rejected: Text = option("With --chosen: the field of the worse answer.", "FIELD")
+    text: Text = option("Rows are documents: this field of JSON lines, parquet or `datasets`.", "FIELD")
+    format: Literal["openai", "sharegpt", "alpaca"] | None = option(
+        "Format of conversations; default: detected row by row, and reported."
+    )
+    chat_template: Text = option("A chat template in place of the tokenizer's default.", "FILE|NAME")
+    template_args: list[str] | None = option("An argument of the template: enable_thinking=false.", "NAME=VALUE")
+    train_on: Literal["all", "last"] = option("Answers that are labels: all, or the last of a row.", default="all")
+    border: Literal["exact", "common"] = option(
+        "exact: refuse rows in which the template writes another text before an answer than generation sees; "
+        "common: there, labels begin where the two differ.",
+        default="exact",
+    )
+    ignore_field: list[str] | None = option("A field that the template may drop: reasoning_content, tools.", "NAME")
+    unlabelled: Refused = option("Rows without an answer to train on.", default="refuse")
+    bad_rows: Refused = option("Rows that cannot be used; the dropped ones are counted.", default="refuse")
+    date: Text = option("The day that templates see; default: today, kept in the file.", "YYYY-MM-DD")
+    begin_token: Literal["none", "auto"] = option(
+        "auto: documents begin with the token that the tokenizer puts there.", default="none"
+    )
+    split: Text = option("The split of a directory of `datasets`.", "NAME")
+    length: int | None = option("Count what is longer than a sequence of N tokens.", "N", min=2)
+    show: int = option("Print the first N samples with ⟦labels⟧ marked.", "N", default=0, min=0)
+    json: bool = flag("With --show: print nothing but a JSON line a sample.")
 
     def makes_samples(self, tokenizer: str | None) -> bool:
         """Whether rows become samples with labels, not texts. Raises PlanError for options that do not go together."""

@@ -1,14 +1,20 @@
-"""Options of a command as fields of dataclasses: each is written once, and the command gets one object of a group.
+"""Options of a command as fields of dataclasses: each is described once, and the command gets one object of a group.
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    save: str | None = option("Directory for saves of the training state.", "DIR")
+    keep: int = option("Keep only the K newest saves.", "K", default=3, min=1)
+    quiet: bool = flag("Print no line per step.", "-q")
 
 @takes(Saving)
-def train_command(model: Model, saving: Saving) -> None: ...        meshwright train MODEL --save DIR --keep 3
+def train_command(model: Model, saving: Saving) -> None: ...        meshwright train MODEL --save DIR --keep 4 -q
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, field, fields
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
@@ -22,6 +28,20 @@ Tokenizer = Annotated[
     str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
 ]
 NumRanks = Annotated[int | None, typer.Option(help="Number of local processes; default: the size of the mesh.")]
+
+
+def option(
+    help: str, metavar: str | None = None, *names: str, default: Any = None, mark: str = "", **limits: Any
+) -> Any:
+    """A field that is an option, required if ``default`` is MISSING. ``names``: in place of ``--name``; ``mark``: for
+    readers of the group; ``limits``: of its value, as typer has them."""
+    described = typer.Option(*names, metavar=metavar, help=help, **limits)
+    return field(default=default, metadata={"option": described, "mark": mark})
+
+
+def flag(help: str, *names: str, mark: str = "") -> Any:
+    """An option without a value, False if it is left out. ``names``: beside ``--name``."""
+    return field(default=False, metadata={"flag": (help, names), "mark": mark})
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -51,13 +71,18 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
 def _options(group: type) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return [
         inspect.Parameter(
-            f.name,
-            kind,
-            default=inspect.Parameter.empty if f.default is MISSING else f.default,
-            annotation=hints[f.name],
+            f.name, kind, default=none if f.default is MISSING else f.default, annotation=_annotated(hints[f.name], f)
         )
         for f in fields(group)
     ]
+
+
+def _annotated(hint: Any, f: Field[Any]) -> Any:
+    described = f.metadata.get("option")
+    if "flag" in f.metadata:
+        help, more = f.metadata["flag"]
+        described = typer.Option(f"--{f.name.replace('_', '-')}", *more, help=help)
+    return hint if described is None else Annotated[hint, described]

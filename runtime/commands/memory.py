@@ -1,0 +1,40 @@
+"""The command ``meshwright memory``: predicted memory beside what each rank holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import typer
+
+from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
+from runtime.options import flag, option, takes
+
+EPILOG = "Example: meshwright memory examples/gpt.py:build examples/gpt.yaml"
+CHECK_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command, beside model and spec."""
+
+    evaluate: bool = flag("Compare an evaluation instead: no gradients, no optimizer state.")
+    format: Format = option("Output format.", default=Format.table)
+    output: Output = None
+    peft: Peft = None
+
+
+@takes(Options)
+def memory_command(model: Model, spec: SpecFile, asked: Options) -> None:
+    """Run a step and compare predicted memory with what each rank holds. Exit 1 if they differ by more than 1 % in
+    parameters, gradients and optimizer state, or 3 % in activations.
+
+    Starts the local processes itself.
+    """
+    from planner.capture.model.reference import named
+    from runtime.profiling.memory import compare_memory
+
+    report = compare_memory(named(model, asked.peft), str(spec), evaluates=asked.evaluate)
+    write_text(json.dumps(report.to_dict(), indent=2) if asked.format is Format.json else str(report), asked.output)
+    if not report.passed:
+        raise typer.Exit(CHECK_FAILED)

@@ -1,0 +1,90 @@
+"""The command ``meshwright plan``: the tables of a plan, its file, its passes, or the ways to shard one parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.errors import PlanError
+from planner.cli import (
+    Model,
+    Output,
+    Peft,
+    PlanFormat,
+    SpecFile,
+    format_plan,
+    show_plan,
+    show_sections,
+    title_of,
+    write_text,
+)
+from runtime.options import flag, option, takes
+
+EPILOG = (
+    "Examples: meshwright plan hf:examples/gpt2_small.json specs/tp2_pp2.yaml --format json -o p.json "
+    "· meshwright plan examples/gpt.py:build examples/gpt.yaml --passes --rank 1"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command, beside model and spec."""
+
+    format: PlanFormat = option("Output format.", default=PlanFormat.table)
+    output: Output = None
+    full: bool = flag("Print a row for every block, including repeated ones.")
+    passes: bool = flag("Print the changes of each pass in the graphs of one rank, instead of the plan.")
+    rank: int | None = option("Rank for --passes; default: 0.", "N")
+    why: str | None = option(
+        "Print the cost of each way to shard one parameter (a dotted name, or a glob), instead of the plan.", "NAME"
+    )
+    length: int | None = option("Of several lengths, the one to print; default: the greatest.", "N")
+    peft: Peft = None
+
+
+@takes(Options)
+def plan_command(model: Model, spec: SpecFile, asked: Options) -> None:
+    """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
+    from planner import plan
+    from planner.capture.model.reference import load_model, named
+    from planner.frozen_plan import check_length
+    from planner.spec.spec import Spec
+
+    model, output, length = named(model, asked.peft), asked.output, asked.length
+    _check(asked)
+    given = Spec.load(spec)
+    if length is not None:
+        check_length(length, given.lengths)
+    result = plan(load_model(model), given)
+    result = result if length is None else result.at_length(length)
+    if asked.passes:
+        from planner.lower import passes_text
+
+        write_text(passes_text(result, asked.rank or 0, full=asked.full), output)
+    elif asked.why is not None:
+        from planner.report.alternatives import why as sections_of
+
+        show_sections(sections_of(result, result.to_run()[0], asked.why), output)
+    elif asked.format is PlanFormat.table and output is None:
+        show_plan(result, full=asked.full)
+    elif asked.format is PlanFormat.pt and output is not None:
+        result.save(output)
+    else:
+        write_text(format_plan(result, asked.format, full=asked.full, title=title_of(model, spec)), output)
+
+
+def _check(asked: Options) -> None:
+    """An option that would have no effect is an error."""
+    format, passes = asked.format, asked.passes
+    if format is PlanFormat.pt and (asked.output is None or asked.output.suffix != ".pt"):
+        raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
+    if asked.rank is not None and not passes:
+        what = "--rank selects a rank for --passes, which is not given"
+        raise PlanError(what, where="--rank", fix="add --passes, or remove --rank")
+    if asked.why is not None and (passes or format is not PlanFormat.table):
+        fix = "leave out --passes and --format, or --why"
+        raise PlanError("--why prints tables of one parameter, and nothing else", where="--why", fix=fix)
+    if passes and format is not PlanFormat.table:
+        raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
+    if asked.length is not None and format is PlanFormat.pt:
+        fix = "leave out --length: the file has all lengths"
+        raise PlanError("--length selects tables to print", where="--length", fix=fix)

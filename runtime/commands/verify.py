@@ -1,0 +1,40 @@
+"""The command ``meshwright verify``: a plan beside one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import typer
+
+from planner.cli import Model, Output, Peft, SpecFile, write_text
+from runtime.options import option, takes
+
+EPILOG = "Example: meshwright verify examples/gpt.py:build examples/gpt.yaml"
+CHECK_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command, beside model and spec."""
+
+    steps: int = option("Number of updates to run and compare.", default=1, min=1)
+    tolerance: float | None = option("Relative tolerance of loss and gradients; default: from the model's precision.")
+    remove_collective: int | None = option("Remove the N-th collective, to see the check fail.", "N", min=0)
+    output: Output = None
+    peft: Peft = None
+
+
+@takes(Options)
+def verify_command(model: Model, spec: SpecFile, asked: Options) -> None:
+    """Train with the plan and in one process, and compare losses, gradients and parameters. Exit 1 if they differ.
+
+    Starts the local processes itself.
+    """
+    from planner.capture.model.reference import named
+    from runtime.verify.run import verify
+
+    options = {"steps": asked.steps, "remove_collective": asked.remove_collective, "tolerance": asked.tolerance}
+    report = verify(named(model, asked.peft), str(spec), **options)
+    write_text(str(report), asked.output)
+    if not report.passed:
+        raise typer.Exit(CHECK_FAILED)
