@@ -1,6 +1,6 @@
 """The planner's commands search, groups, schedule and schema, and how a plan is printed: no GPU, no process group.
 
-``plan`` itself is in runtime/cli.py, as it shows the passes too.
+``plan`` itself is in runtime/commands, as it shows the passes too.
 
 One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
 PlanError from anywhere below becomes one message on stderr and exit code 2, RunError the same with 1
