@@ -20,6 +20,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from passes.parameters import LocalParameter
+from passes.program.matrices import Matrices
 from planner.capture.model.assembly import Assembly, Source, sources
 from planner.capture.model.hub_format import HubFormat
 from planner.files.text import is_file, read_json, shorten
@@ -49,12 +50,13 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter of a model that no plan was made of."""
+    """A parameter of a model that no plan was made of. ``matrices``: of a weight that a rule of matrices updates."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     aliases: tuple[str, ...]
+    matrices: Matrices | None = None
 
 
 def check_pretrained(plan: Plan, directory: str | PathLike[str]) -> None:

@@ -16,11 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import Store
 
 from passes.errors import PlanError
+from runtime.distributed.agreement import of_kind
 from runtime.distributed.devices import ON_THE_CPU
 from runtime.distributed.faults.board import SECRET, Board, Signer
 
@@ -55,10 +55,12 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The joint decision: ``backend`` of the groups for tensors of the device, and the union of tied stage sets."""
+    """The joint decision: ``backend`` of the groups for tensors of the device, and the union of tied stage sets; or the
+    ``error`` of all ranks (problem, place, fix)."""
 
-    backend: str
+    backend: str = ""
     tied: tuple[StageSet, ...] = ()
+    error: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +79,36 @@ class Rendezvous:
         """The same verdict, or the same PlanError, on every rank."""
         store, signer = self.store, self.signer
         if self.rank == 0:
-            told = self._lead(seat, pp)
-            store.set("verdict", signer.signed("verdict", json.dumps(told)))
-            if told["error"]:  # the store may end with this rank
+            verdict = self._lead(seat, pp)
+            store.set("verdict", signer.signed("verdict", json.dumps(asdict(verdict))))
+            if verdict.error is not None:  # the store may end with this rank
                 came(store, [f"heard/{r}" for r in range(1, self.world_size) if store.check([_key(r)])], LATE)
         else:
             key = _key(self.rank)
             store.set(key, signer.signed(key, json.dumps(asdict(seat))))
             if not came(store, ["verdict"], self.timeout + LATE, self.board):
                 raise self._absent([0])
-            verdict = store.get("verdict")
+            stored = store.get("verdict")
             store.set(f"heard/{self.rank}", "")
-            told = json.loads(signer.checked("verdict", verdict, "the decision of rank 0"))
-        if told["error"]:
-            what, where, fix = told["error"]
+            verdict = of_kind(Verdict)(json.loads(signer.checked("verdict", stored, "the decision of rank 0")))
+        if verdict.error is not None:
+            what, where, fix = verdict.error
             raise PlanError(what, where=where, fix=fix)
-        return Verdict(told["backend"], tuple(tuple(stages) for stages in told["tied"]))
+        return verdict
 
-    def _lead(self, seat: Seat, pp: int) -> dict[str, Any]:
+    def _lead(self, seat: Seat, pp: int) -> Verdict:
         keys = [_key(rank) for rank in range(1, self.world_size)]
         try:
             if not came(self.store, keys, self.timeout, self.board):
                 raise self._absent([rank for rank, key in enumerate(keys, 1) if not self.store.check([key])])
             told = enumerate(zip(keys, self.store.multi_get(keys), strict=True), 1)
-            seats = [seat, *(_seat(self.signer.checked(*given, f"the seat of rank {rank}")) for rank, given in told)]
+            texts = (self.signer.checked(*given, f"the seat of rank {rank}") for rank, given in told)
+            seats = [seat, *(of_kind(Seat)(json.loads(text)) for text in texts)]
             verdict = judge(seats, pp)
             _warn_without_a_secret(seats, self.signer)
         except PlanError as error:
-            return {"error": (error.what, str(error.where or ""), error.fix)}
-        return {"error": None, **asdict(verdict)}
+            return Verdict(error=(error.what, str(error.where or ""), error.fix))
+        return verdict
 
     def _absent(self, ranks: list[int]) -> PlanError:
         what = f"{listed(ranks)} of {self.world_size} did not join within {self.timeout.total_seconds():g} s"
@@ -166,12 +169,6 @@ def came(store: Store, keys: list[str], timeout: timedelta, board: Board | None 
     except RuntimeError:  # of every kind of store, when time is up or its host is gone
         return False
     return True
-
-
-def _seat(content: str) -> Seat:
-    read = json.loads(content)
-    error = tuple(read["error"]) if read["error"] else None
-    return Seat(**{**read, "tied": tuple(tuple(stages) for stages in read["tied"]), "error": error})
 
 
 # ---- facts that do not fit together

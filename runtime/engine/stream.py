@@ -50,30 +50,23 @@ NAMES = ("hf", "model", "all")
 Bucket = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor of the stream, and the names under which its reader gets it."""
-
-    entry: Entry
-    names: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Stream:
-    """``leads``: whether this is rank 0."""
+    """``has_aliases``: a tied tensor comes under each of its names. ``leads``: whether this is rank 0."""
 
-    buckets: tuple[tuple[Item, ...], ...]
+    buckets: list[list[Entry]]
     out: Outgoing
+    has_aliases: bool
     leads: bool
 
-    def bucket(self, items: Iterable[Item], own: Mapping[str, Tensor]) -> Bucket:
-        """The tensors of ``items`` by name on rank 0; ``{}`` elsewhere."""
+    def bucket(self, entries: Iterable[Entry], own: Mapping[str, Tensor]) -> Bucket:
+        """The tensors of ``entries`` by name on rank 0; ``{}`` elsewhere."""
         found: Bucket = {}
         read = self.out.reader(own)
-        for item in items:
-            tensor = made_tensor(item.entry, read, leads=self.leads)
+        for entry in entries:
+            tensor = made_tensor(entry, read, leads=self.leads)
             if tensor is not None:
-                found |= dict.fromkeys(item.names, tensor)
+                found |= dict.fromkeys((entry.name, *(entry.aliases if self.has_aliases else ())), tensor)
         return found
 
 
@@ -87,9 +80,8 @@ def stream_of(weights: RankWeights, names: str, bucket_bytes: int, *, merged: bo
         fix = "set merged=True for the base with the adapters merged, or names='all' for the model's own names"
         raise PlanError(what, where="stream_weights", fix=fix)
     out = outgoing(weights, "hf" if names == "hf" else "model", merged=merged)
-    items = [Item(entry, (entry.name, *(entry.aliases if names == "all" else ()))) for entry in out.entries]
-    buckets = tuple(map(tuple, filled(items, lambda item: item.entry.num_bytes, bucket_bytes)))
-    return Stream(buckets, out, weights.groups.rank == 0)
+    buckets = filled(out.entries, lambda entry: entry.num_bytes, bucket_bytes)
+    return Stream(buckets, out, names == "all", weights.groups.rank == 0)
 
 
 def reader_to(
@@ -193,13 +185,13 @@ class EngineStream:
                 self._next_bucket(stream, rest.pop(0), self.running.step_index)
 
     @shared_call("stream")
-    def _next_bucket(self, stream: Stream, items: Sequence[Item], step: int) -> Bucket:
+    def _next_bucket(self, stream: Stream, entries: Sequence[Entry], step: int) -> Bucket:
         if step != self.running.step_index:
             what = "a step has changed the weights in the middle of a stream"
             raise PlanError(what, where="stream_weights", fix="end the loop over the buckets before the next step")
         self._weights.ready()
         with self._weights.own() as own:
-            return stream.bucket(items, own)
+            return stream.bucket(entries, own)
 
     @shared_call("stream")
     def _streamed(self, to: Reader, stream: Stream) -> bool:
@@ -207,8 +199,8 @@ class EngineStream:
         with agreed(self._groups):
             if stream.leads:
                 take, end = reader_to(to, in_its_dtype(stream.out.texts), len(stream.buckets))
-        for items in stream.buckets:
-            reading.call(take, self._next_bucket(stream, items, self.running.step_index))
+        for entries in stream.buckets:
+            reading.call(take, self._next_bucket(stream, entries, self.running.step_index))
         reading.call(end)
         until_rank_0_is_done(self._groups)
         with agreed(self._groups):

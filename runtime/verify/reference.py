@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,23 +317,12 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
     return made(groups, lr=lr)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    name: str
-    shape: tuple[int, ...]
-    aliases: tuple[str, ...]
-    matrices: Matrices | None
-
-
 def _groups(
     model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains
 ) -> Iterator[tuple[Settings, dict[str, Any]]]:
     """The trained parameters, by their settings, as torch takes them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    named = {names[id(p)][0]: p for p in model.parameters()}
-    rows = [_Parameter(name, tuple(p.shape), tuple(names[id(p)][1:]), matrices.get(name)) for name, p in named.items()]
+    named = dict(model.named_parameters())
+    rows = [replace(row, matrices=matrices.get(row.name)) for row in described(model)]
     own, base = settings_of(optimizer, rows), base_of(optimizer)
     found: dict[Settings, list[str]] = {}
     for name, parameter in named.items():
