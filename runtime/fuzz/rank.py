@@ -39,8 +39,8 @@ from runtime.verify.comparison import (
     compare_gradients,
     compare_parameters,
     compare_value,
+    noise_of_updates,
 )
-from runtime.verify.rounding import noise_of_updates
 
 NUM_STEPS = 3
 HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: among many, some round worse

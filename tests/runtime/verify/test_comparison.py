@@ -9,8 +9,7 @@ from torch import Tensor
 from passes.program.matrices import Matrices
 from planner.spec.optimizer import OptimizerSpec
 from runtime.audit.own_module import Tolerance
-from runtime.verify.comparison import compare_gradients, compare_parameters
-from runtime.verify.rounding import noise_of_matrices, noise_of_updates
+from runtime.verify.comparison import compare_gradients, compare_parameters, noise_of_matrices, noise_of_updates
 
 LR, EPS = 1e-3, 1e-8
 ADAMW = OptimizerSpec(lr=LR, eps=EPS, clip_grad_norm=1.0)
