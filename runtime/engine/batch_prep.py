@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.base import RankProgram
 from passes.errors import PlanError
-from passes.partition.loss.counts import LossTerms
-from runtime.data.batches import BatchChecks, BatchLayout
-from runtime.distributed.groups import Groups
+from runtime.data.batches import BatchChecks
+from runtime.engine.build import Built
 from runtime.pipeline.executor import Step
 
 Batch = Mapping[str, Tensor]
@@ -31,12 +29,12 @@ UNCOUNTED = (-100, 0)  # of a label, and of a mask
 class Intake:
     """Of one length and number of sequences. ``checks``: the same for all of an engine."""
 
-    def __init__(self, program: RankProgram, layout: BatchLayout, groups: Groups, checks: BatchChecks) -> None:
-        self._program, self._layout, self._groups, self._checks = program, layout, groups, checks
+    def __init__(self, built: Built, checks: BatchChecks) -> None:
+        self._built, self._checks = built, checks
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
         """Raises PlanError if the batch is not the plan's; the first time on every rank."""
-        self._checks.check(self._layout, batch, local=local)
+        self._checks.check(self._built.layout, batch, local=local)
 
     def step(
         self,
@@ -49,24 +47,23 @@ class Intake:
     ) -> Step:
         """The step with this index, of a batch that was checked. ``scale``: of the loss. ``counts``: its denominators
         if they are not the batch's own."""
-        layout, groups = self._layout, self._groups
-        read = dict.fromkeys(name for stage in self._program.stages for name in stage.inputs)
-        microbatches = layout.microbatches(batch, read, groups.device, local=local)
+        layout = self._built.layout
+        read = dict.fromkeys(name for stage in self._built.program.stages for name in stage.inputs)
+        microbatches = layout.microbatches(batch, read, self._built.groups.device, local=local)
         if counts is None:
-            counts = denominators(self._program, layout, batch, groups, local=local)
+            counts = denominators(self._built, batch, local=local)
         return Step(index, microbatches, layout.first_microbatch, counts, scale)
 
 
 @torch.no_grad()
-def denominators(
-    program: RankProgram, layout: BatchLayout, batch: Mapping[str, Tensor], groups: Groups, *, local: bool
-) -> list[Tensor]:
+def denominators(built: Built, batch: Mapping[str, Tensor], *, local: bool) -> list[Tensor]:
     """The denominator of each loss term of the global batch; the same on every rank.
 
     Each rank counts all of a small global batch, without any exchange. A larger one is summed over the world,
     one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
     """
-    count, names = program.count_module, program.count_inputs
+    layout, groups = built.layout, built.groups
+    count, names = built.program.count_module, built.program.count_inputs
     if count is None:
         return []
     shared = local or layout.num_microbatches * groups.mesh.dp > MAX_COUNTED
@@ -86,8 +83,8 @@ def denominators(
 class Rounds:
     """Cuts batches into rounds. Owns whether filler is known to add nothing to the loss."""
 
-    def __init__(self, program: RankProgram, layout: BatchLayout, terms: LossTerms, groups: Groups) -> None:
-        self.program, self.layout, self.terms, self.groups = program, layout, terms, groups
+    def __init__(self, built: Built) -> None:
+        self._built, self.layout, self.terms = built, built.layout, built.plan.to_run()[0].terms
         self._is_silent = False
 
     def of(self, batch: Batch, *, local: bool, scored: bool = False) -> list[Batch]:
@@ -114,7 +111,7 @@ class Rounds:
 
     def totals(self, rounds: Sequence[Batch]) -> list[Tensor]:
         """The counts of all rounds together; the same on every rank."""
-        found = [denominators(self.program, self.layout, each, self.groups, local=False) for each in rounds]
+        found = [denominators(self._built, each, local=False) for each in rounds]
         return [torch.stack(column).sum(0) for column in zip(*found, strict=True)]
 
     def nothing(self, batch: Batch) -> list[Batch]:
@@ -139,12 +136,13 @@ class Rounds:
 
     def _uncounted(self, batch: Batch) -> int:
         """The number that hides a sequence from all counts. Raises PlanError if there is none."""
-        module, names = self.program.count_module, self.program.count_inputs
+        module, names = self._built.program.count_module, self._built.program.count_inputs
         if module is None:
             raise self._counted(batch)
         for number in UNCOUNTED:
             shapes = [(self.layout.micro, *batch[name].shape[1:]) for name in names]
-            given = [batch[n].new_full(s, number).to(self.groups.device) for n, s in zip(names, shapes, strict=True)]
+            device = self._built.groups.device
+            given = [batch[n].new_full(s, number).to(device) for n, s in zip(names, shapes, strict=True)]
             if not any(bool(count) for count in module(*given)):
                 return number
         raise self._counted(batch)

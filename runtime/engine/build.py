@@ -5,7 +5,7 @@ An engine has one of two modes: it trains, or it evaluates and holds nothing tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
-from passes.base import RankProgram
+from passes.base import RankProgram, StageModule
 from passes.errors import PlanError, RunError, first_line
 from passes.own_linears import contributions
 from passes.parameters import LocalParameter
 from planner.capture.model.meta_init import give_back_freed
 from planner.frozen_plan import Plan
-from planner.lower import lower
+from planner.lower import lower, lower_with_head
 from planner.mesh import OF_WEIGHTS, REPLICA, SHARD
 from planner.pipeline.actions import without_weights
 from planner.saved_plan.model import Skeleton
@@ -50,7 +50,7 @@ from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
 from runtime.weights.initial_weights import Fresh, differing, still_fresh, take_constants, take_weights
-from runtime.weights.shards import Kept, RankWeights, fill, fill_later, keep, without_gradients
+from runtime.weights.shards import Kept, RankWeights, fill, fill_later, in_place_of, keep, without_gradients
 from runtime.weights.sources import ModelWeights
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -102,8 +102,10 @@ def need_training(mode: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class Built:
-    """One rank's program with its weights. ``fresh``: parameters that wait for initial values or a checkpoint."""
+    """One rank's program of a plan, with its weights. ``fresh``: parameters that wait for values."""
 
+    plan: Plan
+    groups: Groups
     program: RankProgram
     layout: BatchLayout
     optimizer: DistributedOptimizer
@@ -111,6 +113,12 @@ class Built:
     kept: Kept
     compiled: CompiledPieces | None = None
     mode: Mode = "train"
+
+    def headed(self, stages: Sequence[StageModule], want: str) -> tuple[StageModule | None, list[StageModule]]:
+        """The stage of the loss lowered once more, to return ``want`` beside the loss, if this rank runs it; and
+        ``stages`` with it, over their tensors. Raises PlanError if the loss gives no label a probability."""
+        last = lower_with_head(self.plan, self.groups.rank, self.program, self.groups.device, want=want)
+        return last, in_place_of(stages, last, self.groups.device)
 
 
 class Running:
@@ -120,14 +128,14 @@ class Running:
     that no update has followed.
     """
 
-    def __init__(self, plan: Plan, spec: Spec, groups: Groups, built: Built) -> None:
-        self.plan, self.spec, self.groups, self.mode = plan, spec, groups, built.mode
+    def __init__(self, spec: Spec, built: Built) -> None:
+        self.plan, self.spec, self.groups, self.mode = built.plan, spec, built.groups, built.mode
         self.program, self.optimizer = built.program, built.optimizer
-        self.weights = RankWeights(plan, built.program, groups, built.kept)
-        self.loss_scale = LossScale(spec.precision, groups.device)
+        self.weights = RankWeights(self.plan, self.program, self.groups, built.kept)
+        self.loss_scale = LossScale(spec.precision, self.groups.device)
         self.step_index = 0
         self.gradients_ready = False
-        self.nothing = torch.zeros((), dtype=torch.float64, device=groups.device)
+        self.nothing = torch.zeros((), dtype=torch.float64, device=self.groups.device)
 
     def addend_of(self, loss: Tensor | None) -> Tensor:
         """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
@@ -181,23 +189,19 @@ def build(
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces.of(plan, program) if is_compiled else None
-    return Built(program, batch_layout(plan, groups), optimizer, still_fresh(fresh, differ), kept, compiled, mode)
+    layout, fresh = batch_layout(plan, groups), still_fresh(fresh, differ)
+    return Built(plan, groups, program, layout, optimizer, fresh, kept, compiled, mode)
 
 
 def executor_of(
-    kind: type[AnyExecutor],
-    plan: Plan,
-    built: Built,
-    groups: Groups,
-    before_backward: Callable[[bool], None],
-    graphs: Graphs | None = None,
+    kind: type[AnyExecutor], built: Built, before_backward: Callable[[bool], None], graphs: Graphs | None = None
 ) -> AnyExecutor:
     """The loop over this rank's actions. ``before_backward``: before each backward, and gradients of weights."""
-    orders = plan.schedule.orders
+    orders, groups = built.plan.schedule.orders, built.groups
     return kind(
         built.program.stages,
         orders[groups.pp_rank],
-        Transport(groups, len(plan.stages), orders),
+        Transport(groups, len(built.plan.stages), orders),
         built.program.random,
         before_backward=before_backward,
         before_forward=None if graphs is None else graphs.before_forward,
@@ -207,10 +211,10 @@ def executor_of(
     )
 
 
-def graphs_of(plan: Plan, built: Built, groups: Groups) -> Graphs | None:
+def graphs_of(built: Built) -> Graphs | None:
     """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none, or nothing trains."""
-    asked, program, buffers, device = spec_of(plan).cuda_graphs, built.program, built.optimizer.buffers, groups.device
-    order = without_weights(plan.schedule.orders[groups.pp_rank])
+    asked, program, buffers = spec_of(built.plan).cuda_graphs, built.program, built.optimizer.buffers
+    order, device = without_weights(built.plan.schedule.orders[built.groups.pp_rank]), built.groups.device
     if asked.impl == "none" or built.mode == "evaluate":
         return None
     if asked.impl == "transformer_engine":

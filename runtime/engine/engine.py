@@ -116,11 +116,11 @@ class Engine:
             told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
             raise told from told.__cause__
-        self.running = running = Running(plan, self.spec, self.groups, built)
+        self.running = running = Running(self.spec, built)
         self.program, self.layout, self.compiled = built.program, built.layout, built.compiled
         self.optimizer, self.loss_scale = built.optimizer, running.loss_scale
         self._activity = self.groups.faults.activity
-        self._variants = Variants(plan, built, self.groups, checks, self._before_backward)
+        self._variants = Variants(built, checks, self._before_backward)
         self._now = self._variants.longest
         self.executor, self.graphs = self._now.executor, self._now.graphs
         self._updates = Update(running, self.executor.transport.waits)
@@ -323,7 +323,7 @@ class Engine:
         if variant is not self._now:
             self._now, self.running.gradients_ready = variant, False
             self.optimizer.buffers.expect(variant.contributions)
-            self._updates.turn_to(variant.program, variant.plan.to_run()[0])
+            self._updates.turn_to(variant.program, variant.built.plan.to_run()[0])
         return variant
 
     def _step(

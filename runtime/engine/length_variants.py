@@ -17,7 +17,6 @@ from torch import Tensor
 
 from passes.base import RankProgram
 from passes.errors import PlanError
-from planner.frozen_plan import Plan
 from planner.lower import lower_again
 from planner.pipeline.kinds import KINDS
 from planner.pipeline.schedule import build_schedule
@@ -25,7 +24,6 @@ from planner.pipeline.simulate import planned as planned_schedule
 from runtime.compiled.functions import CompiledPieces
 from runtime.cuda_graphs.graphs import Graphs
 from runtime.data.batches import BatchChecks, BatchLayout
-from runtime.distributed.groups import Groups
 from runtime.engine.batch_prep import Intake, Rounds, number_of
 from runtime.engine.build import Built, batch_layout, contributions_of, executor_of, graphs_of
 from runtime.engine.log_probs import Scoring, build_outside
@@ -40,14 +38,12 @@ class Variant:
     for a loss outside the model.
     """
 
-    plan: Plan
     built: Built
     executor: Executor
     graphs: Graphs | None
     intake: Intake
     rounds: Rounds
     contributions: dict[int, int]
-    groups: Groups
     outside: Variant | None = None
 
     @property
@@ -68,16 +64,16 @@ class Variant:
     @cached_property
     def scoring(self) -> Scoring:
         """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
-        return Scoring(self.plan, self.program, self.layout, self.executor, self.groups)
+        return Scoring(self.built, self.executor)
 
     @cached_property
     def next_rows(self) -> NextRows:
         """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
-        return NextRows(self.plan, self.program, self.layout, self.executor, self.groups)
+        return NextRows(self.built, self.executor)
 
     @cached_property
     def _kept(self) -> KeptPositions | PlanError:
-        return kept_positions(self.plan, self.program, self.executor, self.groups)
+        return kept_positions(self.built, self.executor)
 
     def kept(self) -> KeptPositions:
         """Lowered on first use, on all ranks. Raises PlanError, the same on every rank, if one position of a sequence
@@ -91,13 +87,11 @@ class Variants:
     """Owns all that were made, by length and number of sequences. ``layouts``: the planned ones, from the shortest
     sequences to the longest."""
 
-    def __init__(
-        self, plan: Plan, built: Built, groups: Groups, checks: BatchChecks, before_backward: Callable[[bool], None]
-    ) -> None:
-        self._groups, self._before_backward, self._checks = groups, before_backward, checks
-        self._plans, self._compares = plan.of_all_lengths, bool(plan.lengths)
-        self.layouts = [batch_layout(each, groups) for each in self._plans]
-        self.longest = self._made(plan, built, None)
+    def __init__(self, built: Built, checks: BatchChecks, before_backward: Callable[[bool], None]) -> None:
+        self._groups, self._before_backward, self._checks = built.groups, before_backward, checks
+        self._plans, self._compares = built.plan.of_all_lengths, bool(built.plan.lengths)
+        self.layouts = [batch_layout(each, self._groups) for each in self._plans]
+        self.longest = self._made(built, None)
         self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
 
     def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Variant:
@@ -123,9 +117,7 @@ class Variants:
             if variant.graphs is not None:
                 fix = "set cuda_graphs: {impl: none}"
                 raise PlanError("CUDA graphs hold the model's own loss, not a function", where="cuda_graphs", fix=fix)
-            built, executor = build_outside(
-                variant.plan, variant.built, self._groups, variant.executor, self._before_backward
-            )
+            built, executor = build_outside(variant.built, variant.executor, self._before_backward)
             _watch(executor, variant.executor)
             changes = {"built": built, "executor": executor, "contributions": contributions_of(built.program)}
             variant.outside = replace(variant, **changes)
@@ -176,35 +168,34 @@ class Variants:
     def _lowered(self, place: int) -> Variant:
         """The stages of another length, over the tensors of the first."""
         plan, first, groups = self._plans[place], self.longest, self._groups
-        program = lower_again(plan, groups.rank, first.program, first.plan, groups.device)
+        program = lower_again(plan, groups.rank, first.program, first.built.plan, groups.device)
         for trained, other in zip(first.program.stages, program.stages, strict=True):
             share(trained, other, groups.device)
         if program.count_module is not None:
             program.count_module.to(groups.device)
         compiled = None if first.built.compiled is None else CompiledPieces.of(plan, program)
-        built = replace(first.built, program=program, layout=self.layouts[place], compiled=compiled)
-        return self._made(plan, built, first.executor)
+        built = replace(first.built, plan=plan, program=program, layout=self.layouts[place], compiled=compiled)
+        return self._made(built, first.executor)
 
     def _resized(self, planned: Variant, number: int) -> Variant:
         """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
-        plan, layout, mesh = planned.plan, planned.layout, planned.plan.mesh
+        plan, layout, mesh = planned.built.plan, planned.layout, planned.built.plan.mesh
         group = plan.spec["pipeline"]["group_size"]
         times = number // (layout.micro * mesh.dp)
         schedule = planned_schedule(build_schedule(plan.schedule.kind, mesh.pp, times, mesh.vpp, group))
-        built = replace(planned.built, layout=replace(layout, global_size=number))
-        return self._made(replace(plan, schedule=schedule), built, planned.executor)
+        resized = replace(plan, schedule=schedule)
+        built = replace(planned.built, plan=resized, layout=replace(layout, global_size=number))
+        return self._made(built, planned.executor)
 
-    def _made(self, plan: Plan, built: Built, first: Executor | None) -> Variant:
-        groups = self._groups
-        graphs = graphs_of(plan, built, groups)
+    def _made(self, built: Built, first: Executor | None) -> Variant:
+        graphs = graphs_of(built)
         if graphs is not None:
-            groups.before_end.append(graphs.release)
-        executor = executor_of(Executor, plan, built, groups, self._before_backward, graphs)
+            self._groups.before_end.append(graphs.release)
+        executor = executor_of(Executor, built, self._before_backward, graphs)
         if first is not None:
             _watch(executor, first)
-        intake = Intake(built.program, built.layout, groups, self._checks)
-        rounds = Rounds(built.program, built.layout, plan.to_run()[0].terms, groups)
-        return Variant(plan, built, executor, graphs, intake, rounds, contributions_of(built.program), groups)
+        intake, contributions = Intake(built, self._checks), contributions_of(built.program)
+        return Variant(built, executor, graphs, intake, Rounds(built), contributions)
 
 
 def _watch(executor: Executor, first: Executor) -> None:

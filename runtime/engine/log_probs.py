@@ -24,18 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.base import RankProgram
 from passes.errors import PlanError, message_of
 from passes.ops.loss_head import COUNT, IS_TOP, LOG_P, LOG_PROBABILITY, SCORES
-from planner.frozen_plan import Plan
-from planner.lower import lower_with_head
 from runtime.data.batches import BatchLayout
 from runtime.distributed.agreement import agree
 from runtime.distributed.faults.failure import first_line, is_of_a_peer, place_of
-from runtime.distributed.groups import Groups
 from runtime.engine.build import Built, Running, executor_of
 from runtime.pipeline.executor import Executor, Step
-from runtime.weights.shards import in_place_of
 
 LossFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
 FIGURES = 3
@@ -138,13 +133,12 @@ def _independent() -> PlanError:
 
 
 def build_outside(
-    plan: Plan, built: Built, groups: Groups, of_model: Executor, before_backward: Callable[[bool], None]
+    built: Built, of_model: Executor, before_backward: Callable[[bool], None]
 ) -> tuple[Built, LossOutsideExecutor]:
     """The stages of a rank with that of the loss lowered to return log-probabilities, over the tensors of ``built``."""
-    last = lower_with_head(plan, groups.rank, built.program, groups.device, want=LOG_P)
-    stages = in_place_of(built.program.stages, last, groups.device)
+    _, stages = built.headed(built.program.stages, LOG_P)
     built = replace(built, program=replace(built.program, stages=stages))
-    executor = executor_of(LossOutsideExecutor, plan, built, groups, before_backward)
+    executor = executor_of(LossOutsideExecutor, built, before_backward)
     executor.of_model = of_model
     return built, executor
 
@@ -215,13 +209,9 @@ class Scoring:
     Raises PlanError if the loss gives no label a probability.
     """
 
-    def __init__(
-        self, plan: Plan, program: RankProgram, layout: BatchLayout, executor: Executor, groups: Groups
-    ) -> None:
-        decisions, _ = plan.to_run()
-        self.key, self.layout, self.groups = decisions.scored.key, layout, groups
-        scoring = lower_with_head(plan, groups.rank, program, groups.device, want=SCORES)
-        self.executor = executor.over(in_place_of(executor.stages, scoring, groups.device))
+    def __init__(self, built: Built, executor: Executor) -> None:
+        self.key, self.layout, self.groups = built.plan.to_run()[0].scored.key, built.layout, built.groups
+        self.executor = executor.over(built.headed(executor.stages, SCORES)[1])
 
     def score(self, step: Step, *, local: bool = False) -> Scores:
         """Scores of the batch of ``step``, the same on every rank: each has those of its own tokens, and one sum joins

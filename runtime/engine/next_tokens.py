@@ -29,20 +29,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.base import RankProgram
 from passes.errors import PlanError
 from passes.keep_rows import KEPT
 from passes.loss_head import WANTED
 from passes.ops.dropout import uniform_of
 from passes.ops.kept_rows import KeptRows
 from passes.ops.loss_head import ROW, Wanted
-from planner.frozen_plan import Plan
-from planner.lower import lower_kept_rows, lower_with_head
-from runtime.data.batches import BatchLayout
+from planner.lower import lower_kept_rows
 from runtime.distributed.agreement import all_gather_json
-from runtime.distributed.groups import Groups
+from runtime.engine.build import Built
 from runtime.pipeline.executor import Executor, Step
-from runtime.weights.shards import in_place_of, share
+from runtime.weights.shards import share
 
 FIGURES = 3  # of each sequence: its next token, how often its row was found, and what is wrong with it
 NOT_A_NUMBER, NOT_CAUSAL, NOT_KEPT = 1, 2, 3
@@ -113,12 +110,9 @@ class NextRows:
     Raises PlanError if the loss gives no label a probability.
     """
 
-    def __init__(
-        self, plan: Plan, program: RankProgram, layout: BatchLayout, executor: Executor, groups: Groups
-    ) -> None:
-        self.layout, self.groups, self._wanted = layout, groups, Wanted(program.random)
-        last = lower_with_head(plan, groups.rank, program, groups.device, want=ROW)
-        stages = in_place_of(executor.stages, last, groups.device)
+    def __init__(self, built: Built, executor: Executor) -> None:
+        self.layout, self.groups, self._wanted = built.layout, built.groups, Wanted(built.program.random)
+        last, stages = built.headed(executor.stages, ROW)
         if last is not None:
             self._wanted = getattr(last.module, WANTED)
         self._precision = max((torch.finfo(p.dtype).eps for s in stages for p in _floats(s.module)), default=0.0)
@@ -204,9 +198,9 @@ class KeptPositions:
     Raises PlanError, on the ranks that find it, if one position needs more than kept rows.
     """
 
-    def __init__(self, plan: Plan, program: RankProgram, executor: Executor, groups: Groups) -> None:
-        self.groups = groups
-        keeping, alone, self._precision = lower_kept_rows(plan, groups.rank, program, groups.device)
+    def __init__(self, built: Built, executor: Executor) -> None:
+        self.groups, program = (groups := built.groups), built.program
+        keeping, alone, self._precision = lower_kept_rows(built.plan, groups.rank, program, groups.device)
         self.kept, self._wanted = KeptRows(program.random), Wanted(program.random)
         for trained, *stages in zip(executor.stages, keeping, alone, strict=True):
             for stage in stages:
@@ -252,15 +246,15 @@ def _rows(executor: Executor, step: Step) -> tuple[Tensor, Tensor]:
     return found[:, :-1], found[:, -1]
 
 
-def kept_positions(plan: Plan, program: RankProgram, executor: Executor, groups: Groups) -> KeptPositions | PlanError:
+def kept_positions(built: Built, executor: Executor) -> KeptPositions | PlanError:
     """The same kind on every rank: the first refusal of any of them, if there is one."""
     found: KeptPositions | PlanError
     try:
-        found = KeptPositions(plan, program, executor, groups)
+        found = KeptPositions(built, executor)
     except PlanError as error:
         found = error
     own = [found.what, str(found.where or "")] if isinstance(found, PlanError) else []
-    told = [own] if groups.world is None else all_gather_json(groups, own)
+    told = all_gather_json(built.groups, own)
     what, where = next((each for each in told if each), ("", ""))
     return (
         PlanError(what, where=where, fix="leave cache out: each token then runs the whole forward") if what else found
