@@ -174,7 +174,7 @@ def build(
         without_gradients(program.stages)
     optimizer = _optimizer(plan, spec, groups, program, buffers, mode)
     with optimizer.buffers.weights.one_by_one(plan.to_run()[1].bucket_of(groups.place), writes=True) as opened:
-        fill_later(program.stages, weights, groups.mesh, groups.place, later, opened)
+        fill_later(program.stages, weights, groups, later, opened)
         take_weights(plan, program, weights, groups, differ, opened)
     optimizer.sync_main_from_parameters()
     kept = keep(plan, program.stages, weights, groups.rank)

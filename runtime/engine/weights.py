@@ -136,12 +136,12 @@ class EngineWeights:
     def initialise(self) -> None:
         """Initial values for the parameters that still wait for some."""
         if self._fresh:
-            source, groups = self._source, self.running.groups
+            source = self._source
             if isinstance(source, RecordedWeights) and any(source.waits_for_base(p.fqn) for _, p in self._fresh):
                 fix = "call load_pretrained(DIR) with its directory"
                 raise PlanError("the weights of the base were not read", where="MODEL", fix=fix)
             with self._opened(writes=True) as opened:
-                initialise(self._fresh, source, groups.mesh, groups.place, opened)
+                initialise(self._fresh, source, self.running.groups, opened)
             self._fresh = []
             give_back_freed()  # full parameters, of which shards were taken
             self.running.optimizer.sync_main_from_parameters()

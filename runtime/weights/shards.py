@@ -32,6 +32,8 @@ from runtime.distributed.agreement import call, wait_for_rank_0
 from runtime.distributed.groups import Groups
 from runtime.weights.sources import ModelWeights
 
+Opens = Callable[[str], None]  # called with a parameter's name before it is written
+
 
 def fill(
     stages: Iterable[StageModule],
@@ -68,12 +70,7 @@ def fill(
 
 @torch.no_grad()
 def fill_later(
-    stages: Iterable[StageModule],
-    source: ModelWeights,
-    mesh: Mesh,
-    place: Mapping[str, int],
-    later: Collection[str],
-    opened: Callable[[str], None],
+    stages: Iterable[StageModule], source: ModelWeights, groups: Groups, later: Collection[str], opened: Opens
 ) -> None:
     """Values of the parameters that ``fill`` left on meta, which have memory now, unless they are fresh."""
     for stage in stages:
@@ -81,7 +78,7 @@ def fill_later(
             if parameter.fqn in later and not source.is_fresh(parameter.fqn):
                 opened(parameter.fqn)
                 target = stage.parameter(parameter.fqn).data
-                target.copy_(_values(source, parameter, part_of(parameter, mesh, place), target.device))
+                target.copy_(_values(source, parameter, part_of(parameter, groups.mesh, groups.place), target.device))
 
 
 def share(trained: StageModule, other: StageModule, device: torch.device) -> None:
@@ -116,16 +113,13 @@ def without_gradients(stages: Sequence[StageModule]) -> None:
 
 @torch.no_grad()
 def initialise(
-    fresh: Iterable[tuple[StageModule, LocalParameter]],
-    source: ModelWeights,
-    mesh: Mesh,
-    place: Mapping[str, int],
-    opened: Callable[[str], None] = lambda name: None,
+    fresh: Iterable[tuple[StageModule, LocalParameter]], source: ModelWeights, groups: Groups, opened: Opens
 ) -> None:
     """Fresh values for the parameters that ``fill`` left without; ``opened(name)`` is called before each is written."""
     for stage, parameter in fresh:
         opened(parameter.fqn)
-        stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, part_of(parameter, mesh, place)))
+        part = part_of(parameter, groups.mesh, groups.place)
+        stage.parameter(parameter.fqn).data.copy_(fresh_shard(source, parameter, part))
 
 
 def fresh_shard(source: ModelWeights, parameter: LocalParameter, part: Part) -> Tensor:
@@ -252,7 +246,7 @@ Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 class OwnParameters(Mapping[str, Tensor]):
     """This rank's part of each parameter, by name; ``opened`` brings one here when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], opened: Callable[[str], None]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], opened: Opens) -> None:
         self._tensors, self._opened = tensors, opened
 
     def __getitem__(self, name: str) -> Tensor:
