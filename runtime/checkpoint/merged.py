@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -34,8 +35,9 @@ from planner.capture.model.reference import named as wrapped
 from runtime.checkpoint.adapters import DEFAULT, adapted_in, gathered
 from runtime.checkpoint.hub_tensors import Entry, Read, files_of, made_tensors, reading_whole
 from runtime.checkpoint.manifest import Manifest
-from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of, write_agreed
+from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of, write_directory
 from runtime.checkpoint.safetensors_files import listed
+from runtime.distributed.agreement import agreed
 from runtime.weights.shards import RankWeights
 
 FIX = (
@@ -93,15 +95,24 @@ def save_hub(
     names: str,
     merged: bool,
 ) -> None:
-    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
+    """``own``: this rank's shards by name. The same call on every rank, which all take part in making the tensors that
+    rank 0 writes; raises PlanError on all."""
     if weights.plan.hub.adapted is not None and not merged:
         what = "peft has wrapped the planned model, and transformers does not know its names"
         fix = "call save_adapters for the adapters alone, or save_merged for a model that transformers loads"
         raise PlanError(what, where="save_pretrained", fix=fix)
     out = outgoing(weights, names, merged=merged)
     files = files_of(out.entries, max_shard_bytes)
-    tensors = made_tensors(files, out.reader(own), leads=weights.groups.rank == 0)
-    write_agreed(weights.groups, Path(directory), files, tensors, out.texts)
+    leads = weights.groups.rank == 0
+    tensors = made_tensors(files, out.reader(own), leads=leads)
+    with agreed(weights.groups, rank_0_is_long=True):
+        try:
+            if leads:
+                write_directory(Path(directory), files, tensors, out.texts)
+        except (OSError, PlanError):
+            deque(tensors, maxlen=0)  # the other ranks continue to send
+            raise
+        deque(tensors, maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.errors import PlanError
 from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import open_new, write_new
 from planner.files.text import shorten
@@ -28,8 +26,7 @@ from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.hub_tensors import Entry, Read, check_names, hub_entries, stored_names
 from runtime.checkpoint.safetensors_files import DTYPES, INDEX, SINGLE
-from runtime.distributed.agreement import agreed, broadcast_json
-from runtime.distributed.groups import Groups
+from runtime.distributed.agreement import broadcast_json
 from runtime.weights.shards import RankWeights, fetch
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -48,25 +45,6 @@ Left out, and tied to:
 
 """
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-def write_agreed(
-    groups: Groups,
-    directory: Path,
-    files: Mapping[str, list[Entry]],
-    tensors: Iterator[Tensor | None],
-    texts: Mapping[str, Any],
-) -> None:
-    """Every rank takes part in making ``tensors``, and rank 0 writes them; raises PlanError on all."""
-    with agreed(groups, rank_0_is_long=True):
-        if groups.rank == 0:
-            try:
-                write_directory(directory, files, tensors, texts)
-            except (OSError, PlanError):
-                deque(tensors, maxlen=0)  # the other ranks continue to send
-                raise
-        else:
-            deque(tensors, maxlen=0)
 
 
 def entries_of(weights: RankWeights) -> list[Entry]:
