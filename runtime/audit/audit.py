@@ -29,7 +29,7 @@ from planner.spec.spec import Spec
 from planner.tables.sizes import format_bytes
 from runtime.audit.own_module import OwnModule, Tolerance
 from runtime.data.batches import BatchLayout
-from runtime.distributed.agreement import agreed
+from runtime.distributed.agreement import agreed, broadcast_json, of_kind
 from runtime.distributed.groups import Groups
 
 Batch = Mapping[str, Tensor]
@@ -101,16 +101,13 @@ class Audit:
         ``loss``: the engine's; ``weights`` and ``buffers``: full tensors, on rank 0. Raises PlanError on every rank if
         the module fails.
         """
-        own = torch.zeros(2, dtype=torch.float64)
+        own = None
         with agreed(self._groups, rank_0_is_long=True):
             if self._module is not None:
                 # on the CPU, in the dtypes that the engine computes in
                 rows = {n: value.cpu().to(layout.computed.get(n, value.dtype)) for n, value in sample.rows.items()}
-                found = self._own(self._module, replace(sample, rows=rows), loss, weights, buffers)
-                own = torch.tensor(found, dtype=torch.float64)
-        if self._groups.host is not None:
-            dist.broadcast(own, 0, group=self._groups.host)
-        return float(own[0]), float(own[1])
+                own = self._own(self._module, replace(sample, rows=rows), loss, weights, buffers)
+        return broadcast_json(self._groups, own, of_kind(tuple[float, float]))
 
     def judge(self, step_index: int, sample: Sample, loss: float, own: float, allowed: float) -> None:
         """If the losses differ, raises AuditError on every rank or warns on rank 0, as the spec says."""

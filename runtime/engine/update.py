@@ -51,13 +51,15 @@ class Update:
         is_on_cpu = self._groups.device.type == "cpu"
         own = (self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
         notes = self._notes.here(asks(), own)
+        rows, asked = self._noted()
+        first = 1 + sum(map(len, rows))  # behind the loss
         kept_scale = scale.clone() if scale is not None and self._loss_scale.is_dynamic else scale
         result = self._optimizer.step(
             rate,
             grad_scale=1.0 if scale is None else scale,
-            extra=[loss, *self._load_here(), *self._asked_here(), notes],
+            extra=[loss, *rows, *asked, notes],
             refused=self._notes.differ,
-            asked=self._asked,
+            asked=lambda sums: sums[first : first + sum(map(len, asked))],
         )
         check = partial(self._notes.check, step=step + 1)  # as the log counts
         if is_on_cpu and self._groups.mesh.world_size > 1:
@@ -67,7 +69,7 @@ class Update:
             clock.stop()
         slots = [layer.limit for layer in self._layers if layer.capacity]
         contents = Contents(
-            layers=tuple((row.block, row.num_experts) for row in self._experts) if self._load_here() else (),
+            layers=tuple((row.block, row.num_experts) for row in self._experts) if rows else (),
             dropping=sum(limit > 0 for limit in self._limits),
             drops=bool(slots) if all(slots) else None,
             num_notes=len(notes),
@@ -76,24 +78,15 @@ class Update:
         )
         return StepReport(result.figures, rate, clock, contents, check, kept_scale)
 
-    def _load_here(self) -> list[Tensor]:
-        """This rank's addend to the rows of each expert: all tp ranks route the same, one adds them."""
+    def _noted(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's addends: to the rows of each expert, which all tp ranks route alike, so that one adds them; and to
+        the counts of tokens for experts that may rest."""
         load = self._load
-        if load is None or load.figures is None or not load.sizes:
-            return []
-        return [load.figures if self._groups.tp_rank == 0 else torch.zeros_like(load.figures)]
-
-    def _asked_here(self) -> list[Tensor]:
-        """The counts of this rank's tokens for experts that may rest."""
-        load = self._load
-        if load is None or load.asked is None or not load.num_asked:
-            return []
-        return [load.asked]
-
-    def _asked(self, sums: Tensor) -> Tensor:
-        """Of the extra sums, loss first: the counts of all tokens for experts that may rest."""
-        start = 1 + sum(len(figures) for figures in self._load_here())
-        return sums[start : start + (self._load.num_asked if self._load is not None else 0)]
+        if load is None:
+            return [], []
+        rows = [] if load.figures is None or not load.sizes else [load.figures]
+        asked = [] if load.asked is None or not load.num_asked else [load.asked]
+        return rows if self._groups.tp_rank == 0 else list(map(torch.zeros_like, rows)), asked
 
 
 def peak_bytes(device: torch.device) -> int:
