@@ -79,7 +79,7 @@ class Update:
         return StepReport(result.figures, rate, clock, contents, check, kept_scale)
 
     def _noted(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's addends: to the rows of each expert, which all tp ranks route alike, so that one adds them; and to
+        """This rank's addends: to the rows of each expert, which all tp ranks route alike, so one adds them; and to
         the counts of tokens for experts that may rest."""
         load = self._load
         if load is None:
