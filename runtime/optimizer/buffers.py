@@ -147,7 +147,7 @@ class GradientBuffers:
         self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
         self._adopt(_entries(parameters, {name for b in self.buffers for name in b.planned.by_name}))
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
-        scattered = (entry for entry in indexed if entry[2].scatters)
+        scattered = (bucket for *_, bucket in indexed if bucket.scatters)
         self.scattered = ScatteredGradients(scattered, chunk_of or {}, self.unmixed)
         gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.gathers}
         self.weights = WholeWeights(gathered, residency or Residency(reshards=True))
