@@ -296,7 +296,7 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
     """The runs of every trainable parameter; a tied one comes once."""
     has_moments = updates_of(optimizer)[0] > 0  # they are zero while every step was skipped
     for index, shard in enumerate(optimizer.shards):
-        dp = shard.data_parallel
+        dp = shard.bucket.shared_by
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
         tensors = _tensors(optimizer, index, has_moments=has_moments)
         for fqn, owned in shard.bucket.owned.items():

@@ -42,30 +42,24 @@ from runtime.optimizer.whole_weights import ScatteredGradients, WholeWeights
 
 
 class BufferTensors:
-    """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout.
+    """The parameters and gradients of one planned buffer, in two contiguous tensors of the same layout."""
 
-    ``data_parallel``: the ranks that share it.
-    """
-
-    def __init__(self, planned: Buffer, data_parallel: DataParallel, device: torch.device) -> None:
-        self.planned, self.layout, self.data_parallel = planned, planned.layout, data_parallel
+    def __init__(self, planned: Buffer, shared_by: DataParallel, device: torch.device) -> None:
+        self.planned, self.layout = planned, planned.layout
         parameters = _Memory(planned.dtype, device, self.layout.num_elements, is_kept=not planned.gathers)
         num_gradients = 0 if planned.is_frozen else self.layout.num_elements
         gradients = _Memory(planned.gradient_dtype, device, num_gradients, is_kept=not planned.scatters)
         self.kept_parameters, self.kept_gradients = parameters.kept, gradients.kept
         self.slots: dict[str, ParameterSlot] = {}
         self._places = {slot.name: slot for slot in self.layout.slots}
-        self.buckets = [
-            self._bucket(bucket, data_parallel.shard_rank, parameters, gradients) for bucket in self.layout.buckets
-        ]
+        self.buckets = [self._bucket(bucket, shared_by, parameters, gradients) for bucket in self.layout.buckets]
 
-    def _bucket(self, layout: Bucket, shard_rank: int, parameters: _Memory, gradients: _Memory) -> BucketTensors:
-        own = layout.shard(shard_rank, self.layout.num_ranks)
+    def _bucket(
+        self, layout: Bucket, shared_by: DataParallel, parameters: _Memory, gradients: _Memory
+    ) -> BucketTensors:
+        own = layout.shard(shared_by.shard_rank, self.layout.num_ranks)
         (held, own_held), (summed, own_summed) = parameters.of(layout.world, own), gradients.of(layout.world, own)
-        bucket = BucketTensors(layout, held, summed, own_held, own_summed, shared_by=self.data_parallel)
-        planned = self.planned
-        bucket.scatters, bucket.gathers, bucket.gather = planned.scatters, planned.gathers, planned.gather
-        return bucket
+        return BucketTensors(self.planned, shared_by, layout, held, summed, own_held, own_summed)
 
     def bucket_of(self, fqn: str) -> BucketTensors:
         return self.buckets[self._places[fqn].bucket]
@@ -147,12 +141,12 @@ class GradientBuffers:
         self.buffers = [BufferTensors(b, shared_by[b.reduced_over], torch.device(device)) for b in planned]
         self._adopt(_entries(parameters, {name for b in self.buffers for name in b.planned.by_name}))
         indexed = [(b, i, bucket) for b, buffer in enumerate(self.buffers) for i, bucket in enumerate(buffer.buckets)]
-        scattered = (bucket for *_, bucket in indexed if bucket.scatters)
+        scattered = (bucket for *_, bucket in indexed if bucket.planned.scatters)
         self.scattered = ScatteredGradients(scattered, chunk_of or {}, self.unmixed)
-        gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.gathers}
+        gathered = {(b, i): bucket for b, i, bucket in indexed if bucket.planned.gathers}
         self.weights = WholeWeights(gathered, residency or Residency(reshards=True))
         self._in_order = sorted(indexed, key=lambda entry: entry[2].position)
-        self._order = [e for e in self._in_order if not (e[2].scatters or self.buffers[e[0]].planned.is_frozen)]
+        self._order = [e for e in self._in_order if not (e[2].planned.scatters or e[2].planned.is_frozen)]
         self._next = 0
         self._is_deaf = False
         self._gathers: dict[tuple[int, int], Any] = {}
@@ -215,7 +209,7 @@ class GradientBuffers:
         """
         self.scattered.finish()
         for slot in self.slots:
-            if slot.is_fresh and not slot.bucket.scatters:
+            if slot.is_fresh and not slot.bucket.planned.scatters:
                 slot.main_grad.zero_()
         while self._next < len(self._order):
             self._launch()
@@ -229,7 +223,7 @@ class GradientBuffers:
         self.wait_parameters()  # gathers of the previous update that no forward has awaited
         for *place, bucket in reversed(self._in_order):  # the forward reads them in the reverse of the backward's order
             dp = bucket.shared_by
-            if dp.num_shards > 1 and not bucket.gathers:
+            if dp.num_shards > 1 and not bucket.planned.gathers:
                 work = all_gather(bucket.parameters, bucket.own_parameters, group=dp.group, async_op=True)
                 self._gathers[place[0], place[1]] = work
 
@@ -288,7 +282,7 @@ class GradientBuffers:
         if not self.scattered and not self.last_microbatch:
             return
         bucket = self._slot_of[id(parameter)].bucket
-        if bucket.scatters:
+        if bucket.planned.scatters:
             self.scattered.arrived(bucket, parameter)
         elif self.last_microbatch:
             bucket.arrived(parameter)
@@ -303,7 +297,7 @@ class GradientBuffers:
         self.launches.append((buffer, index))
         bucket.is_reducing = True
         self.unmixed.see_gradients(bucket.slots)
-        dp = self.buffers[buffer].data_parallel
+        dp = bucket.shared_by
         if dp.size == 1:
             return
         if dp.sharded:

@@ -26,10 +26,9 @@ from passes.parameters import LocalParameter
 from planner.sharding.buckets import OwnedRange
 from planner.sharding.shards import SUMS
 from planner.spec.update_rules import MEAN_RULES
-from runtime.optimizer.buffers import BufferTensors
 from runtime.optimizer.flat import FlatOptimizer
 from runtime.optimizer.rules import mean_of
-from runtime.optimizer.slots import BucketTensors, DataParallel
+from runtime.optimizer.slots import BucketTensors
 
 _NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many elements; chunks add up in float64
 
@@ -38,16 +37,11 @@ _NORM_CHUNK = 4096  # float32 sums of squares stay exact enough over this many e
 class MainShard:
     """This rank's share of one bucket in the optimizer's precision; views of the buffers if the dtypes agree."""
 
-    buffer: BufferTensors
     bucket: BucketTensors
     main: Tensor
     grad: Tensor
     counted: tuple[tuple[int, int], ...]  # runs of ``grad`` that this rank counts in the norm
     whole: Tensor | None  # indices of elements that every tp (or etp) rank holds, among others that are cut (segments)
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        return self.buffer.data_parallel
 
     @property
     def owns_main(self) -> bool:
@@ -73,7 +67,7 @@ def in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
 
 def tied_order(shard: MainShard) -> tuple[Any, ...]:
     """Among tied buffers the same order on all stages; the sort keeps the order of the others."""
-    planned = shard.buffer.planned
+    planned = shard.bucket.planned
     sums = (planned.reduced_over, planned.partial_over, planned.has_whole_segment)
     return (planned.tied_stages, str(planned.dtype), *sums) if planned.tied_stages else ((),)
 

@@ -29,6 +29,7 @@ from torch.distributed import all_reduce, broadcast
 from passes.ops.axis import all_gather_single, reduce_scatter_single
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, OwnedRange, Range
+from planner.sharding.buffers import Buffer
 
 aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
@@ -72,21 +73,23 @@ class ParameterSlot:
         """A gradient is coming: whether it is the first of the step, to be written and not added."""
         assert not self.bucket.is_reducing, f"a gradient of {self.local.fqn} came after the reduction of its bucket"
         is_first, self.is_fresh = self.is_fresh, False
-        if is_first and self.bucket.scatters:
+        if is_first and self.bucket.planned.scatters:
             self.bucket.open_gradients()
         return is_first
 
 
 @dataclass
 class BucketTensors:
-    """The tensors of one bucket: the full tensors, and the part (``own_…``) that this rank owns.
+    """The tensors of one bucket of a ``planned`` buffer: full ones, and the part (``own_…``) that this rank owns.
 
-    ``scatters``, ``gathers``: the full gradients, or parameters, have memory only for the time of their use, and the
-    part that this rank owns has its own. ``gather``: a smaller dtype in which weights are sent. ``contributions``: by
+    If the buffer scatters, or gathers, the full gradients, or parameters, have memory only for the time of their use,
+    and the part that this rank owns has its own. ``shared_by``: the ranks that share the buffer. ``contributions``: by
     parameter, how often a backward gives its gradient, if more than once.
     ``missing``: of each parameter how many of them are to come in the last microbatch.
     """
 
+    planned: Buffer
+    shared_by: DataParallel
     layout: Bucket
     parameters: Tensor
     gradients: Tensor
@@ -97,10 +100,6 @@ class BucketTensors:
     missing: dict[int, int] = field(default_factory=dict)
     work: Any = None
     is_reducing: bool = False
-    scatters: bool = False
-    gathers: bool = False
-    gather: torch.dtype | None = None
-    shared_by: DataParallel = field(default_factory=DataParallel)
 
     @property
     def position(self) -> int:
@@ -116,17 +115,17 @@ class BucketTensors:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Inside, all has memory, and zeros where no parameter lies; of parameters the own part is kept."""
-        if self.gathers and take_memory(self.parameters):
+        if self.planned.gathers and take_memory(self.parameters):
             self.parameters.zero_()
-        if self.scatters and take_memory(self.gradients):
+        if self.planned.scatters and take_memory(self.gradients):
             self.gradients.zero_()
         try:
             yield
         finally:
-            if self.gathers:
+            if self.planned.gathers:
                 self.keep_own()
                 give_memory_back(self.parameters)
-            if self.scatters:
+            if self.planned.scatters:
                 give_memory_back(self.gradients)
 
     def keep_own(self) -> None:
@@ -150,7 +149,7 @@ class BucketTensors:
     @property
     def held_parameters(self) -> list[tuple[str, Tensor]]:
         """The values of each parameter that lie here for good: all, or those of the own part."""
-        if not self.gathers:
+        if not self.planned.gathers:
             return [(slot.local.fqn, slot.parameters[0].detach()) for slot in self.slots]
         return self.updated_parameters
 

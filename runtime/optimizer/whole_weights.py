@@ -100,9 +100,9 @@ class WholeWeights:
             bucket = self._buckets[unit]
             take_memory(bucket.parameters)
             whole, own = bucket.parameters, bucket.own_parameters
-            if bucket.gather is not None and not is_exact:
-                whole = self._sent[unit] = torch.empty_like(whole, dtype=bucket.gather)
-                own = own.to(bucket.gather)
+            if (sent_in := bucket.planned.gather) is not None and not is_exact:
+                whole = self._sent[unit] = torch.empty_like(whole, dtype=sent_in)
+                own = own.to(sent_in)
             self._works[unit] = all_gather(whole, own, group=bucket.shared_by.of_weights, async_op=True)
         held = sum(self._buckets[unit].parameters.nbytes for unit in self._residency.whole)
         self.most_bytes = max(self.most_bytes, held + sum(sent.nbytes for sent in self._sent.values()))

@@ -26,7 +26,7 @@ from planner.sharding.buffers import Buffer
 from planner.sharding.residency import Residency
 from planner.spec.update_rules import MEAN_RULES
 from planner.updates import Settings, base_of
-from runtime.optimizer.buffers import BufferTensors, GradientBuffers
+from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.flat import FlatOptimizer, FlatShard, SettingsRun, ShardPart
 from runtime.optimizer.main_shards import (
     MainShard,
@@ -94,7 +94,7 @@ class DistributedOptimizer:
         self.shards, flat = list[MainShard](), list[FlatShard]()
         for i, buffer in enumerate(self.buffers.buffers):
             for place, bucket in enumerate(() if buffer.planned.is_frozen else buffer.buckets):
-                shard = self._shard(buffer, bucket)
+                shard = self._shard(bucket)
                 self.shards.append(shard)
                 flat.append(self._flat(shard, asked or {}, own or {}, (exchanges or {}).get((i, place))))
         self.optimizer = FlatOptimizer(flat, base_of(settings)) if flat else None
@@ -119,9 +119,9 @@ class DistributedOptimizer:
         for shard in self.shards:
             if shard.grad.dtype != shard.bucket.gradients.dtype:
                 shard.grad.copy_(shard.bucket.own_gradients)
-        for axis in in_common_order(shard.buffer.planned.partial_over for shard in self.shards):
+        for axis in in_common_order(shard.bucket.planned.partial_over for shard in self.shards):
             for shard in sorted(self.shards, key=tied_order):
-                if axis in shard.buffer.planned.partial_over:
+                if axis in shard.bucket.planned.partial_over:
                     self._sum_over(axis, shard)
         self._is_reduced = True
 
@@ -236,18 +236,18 @@ class DistributedOptimizer:
         weights = self.groups.get(axis + OF_WEIGHTS) or group
         return DataParallel(group, *size_and_rank(group), sharded=self.settings.zero >= 1, of_weights=weights)
 
-    def _shard(self, buffer: BufferTensors, bucket: BucketTensors) -> MainShard:
-        dtype = buffer.planned.main_dtype
+    def _shard(self, bucket: BucketTensors) -> MainShard:
+        planned, dtype = bucket.planned, bucket.planned.main_dtype
         main = bucket.own_parameters.to(dtype)  # the view itself if the dtype is equal
         grad = bucket.own_gradients if bucket.gradients.dtype == dtype else torch.zeros_like(main)
         main.grad = grad
-        axis, owned = buffer.planned.axis, bucket.owned
+        axis, owned = planned.axis, bucket.owned
         locals_ = {slot.local.fqn: slot.local for slot in bucket.slots}
         counted = merged_runs((r.local.start, r.local.stop, locals_[fqn].counted) for fqn, r in owned.items())
         whole = None
-        if buffer.planned.has_whole_segment:
+        if planned.has_whole_segment:
             whole = whole_indices(owned, locals_, size_and_rank(self.groups.get(axis))[0]).to(main.device)
-        return MainShard(buffer, bucket, main, grad, counted, whole)
+        return MainShard(bucket, main, grad, counted, whole)
 
     def _flat(
         self,
@@ -257,7 +257,7 @@ class DistributedOptimizer:
         exchange: BucketExchange | None,
     ) -> FlatShard:
         """The shard with its parts that may rest, and its elements with settings of their own."""
-        planned, owned = shard.buffer.planned, [(fqn, r.local) for fqn, r in shard.bucket.owned.items()]
+        planned, owned = shard.bucket.planned, [(fqn, r.local) for fqn, r in shard.bucket.owned.items()]
         parts = tuple(ShardPart(fqn, r.start, r.stop, asked[fqn]) for fqn, r in owned if fqn in asked)
         runs = [SettingsRun(r.start, r.stop, own[fqn]) for fqn, r in owned if fqn in own]
         in_order = tuple(sorted(runs, key=lambda run: run.start))
@@ -266,10 +266,10 @@ class DistributedOptimizer:
     def _sum_over(self, axis: str, shard: MainShard) -> None:
         group = self.groups.get(axis)
         if isinstance(group, Mapping):
-            group = group[shard.buffer.planned.tied_stages]
+            group = group[shard.bucket.planned.tied_stages]
         if group is None:
             return
-        if axis == shard.buffer.planned.axis and shard.whole is not None:
+        if axis == shard.bucket.planned.axis and shard.whole is not None:
             values = shard.grad[shard.whole]
             dist.all_reduce(values, group=group)
             shard.grad[shard.whole] = values
@@ -279,12 +279,12 @@ class DistributedOptimizer:
     def _squared_norm(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self.shards:
-            grad, dp = shard.grad, shard.data_parallel
+            grad, dp = shard.grad, shard.bucket.shared_by
             if not dp.sharded and dp.rank != 0:
                 continue  # each of them has all of the gradient
-            if REPLICA in shard.buffer.planned.partial_over and self.copy_of_shards[0] != 0:
+            if REPLICA in shard.bucket.planned.partial_over and self.copy_of_shards[0] != 0:
                 continue
-            if shard.whole is not None and size_and_rank(self.groups.get(shard.buffer.planned.axis))[1] != 0:
+            if shard.whole is not None and size_and_rank(self.groups.get(shard.bucket.planned.axis))[1] != 0:
                 grad = grad.index_fill(0, shard.whole, 0.0)
             for start, stop in shard.counted:
                 total += squared_norm(grad[start:stop])
@@ -322,7 +322,7 @@ class DistributedOptimizer:
             self.average.update(found_inf)
 
     def _gathered(self, shard: MainShard) -> Tensor:
-        dp = shard.data_parallel
+        dp = shard.bucket.shared_by
         if dp.num_shards == 1:
             return shard.grad
         full = torch.empty(len(shard.bucket.layout.world), dtype=shard.grad.dtype, device=shard.grad.device)
