@@ -30,8 +30,8 @@ def _denominators_times(factor: float) -> Make:
 def _without_dp(whole: Function) -> Function:
     """As if each dp rank had a batch of its own."""
 
-    def counts(program: Any, layout: Any, *rest: Any, **options: Any) -> list[Tensor]:
-        return [count / layout.dp for count in whole(program, layout, *rest, **options)]
+    def counts(built: Any, *rest: Any, **options: Any) -> list[Tensor]:
+        return [count / built.layout.dp for count in whole(built, *rest, **options)]
 
     return counts
 
@@ -39,10 +39,11 @@ def _without_dp(whole: Function) -> Function:
 def _of_one_rank(whole: Function) -> Function:
     """Counts of this rank's microbatches, as if they were the global batch."""
 
-    def counts(program: Any, layout: Any, batch: Any, groups: Any, *, local: bool) -> list[Tensor]:
+    def counts(built: Any, batch: Any, *, local: bool) -> list[Tensor]:
+        program = built.program
         if program.count_module is None:
             return []
-        cut = layout.microbatches(batch, program.count_inputs, groups.device, local=local)
+        cut = built.layout.microbatches(batch, program.count_inputs, built.groups.device, local=local)
         rows = [program.count_module(*given.values()) for given in cut]
         return [torch.stack([row[i].double() for row in rows]).sum() for i in range(len(rows[0]))]
 
@@ -50,8 +51,8 @@ def _of_one_rank(whole: Function) -> Function:
 
 
 def _of_one_microbatch(whole: Function) -> Function:
-    def counts(program: Any, layout: Any, *rest: Any, **options: Any) -> list[Tensor]:
-        return [count / layout.num_microbatches for count in whole(program, layout, *rest, **options)]
+    def counts(built: Any, *rest: Any, **options: Any) -> list[Tensor]:
+        return [count / built.layout.num_microbatches for count in whole(built, *rest, **options)]
 
     return counts
 
