@@ -17,9 +17,10 @@ from benchmarks.on_gpu.models import batch, miniature, planned
 from benchmarks.on_gpu.rounding import of_tensors
 from passes.ops.axis import all_gather_single, reduce_scatter_single
 from planner.mesh import Mesh
+from planner.pipeline.links import Link
 from runtime import Engine
-from runtime.distributed.groups import Groups
-from runtime.distributed.opening import axis_options, link_options, open_groups
+from runtime.distributed.groups import Groups, Name
+from runtime.distributed.opening import open_groups, options_of
 
 LIMIT, LIMIT_OF_CASE, EXCHANGE_LIMIT = 120.0, 15.0, 60.0  # seconds
 FAULT = "raised on purpose"
@@ -192,11 +193,12 @@ def communicators(over: str, device: str) -> dict[str, float | None]:
             groups.barrier()
             return num_bytes
 
-        kinds = {"link": link_options, "tp, cp, ep": lambda x: axis_options(x, "tp"), "dp": lambda x: None}
+        kinds: dict[str, Name] = {"link": Link(0, 1, "F"), "tp, cp, ep": "tp", "dp": "dp"}
         found: dict[str, float | None] = {}
-        for kind, options in kinds.items():
+        for kind, name in kinds.items():
             before = free() if on_gpu else 0
-            group: Any = dist.new_group(backend=groups.backend, pg_options=options(groups.backend))
+            options = options_of(groups.backend, name)
+            group: Any = dist.new_group(backend=groups.backend, pg_options=options)
             groups.made.append(group)
             dist.all_reduce(torch.ones(1 << 20, device=device), group=group)
             found[kind] = (before - free()) / size if on_gpu else None

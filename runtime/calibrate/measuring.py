@@ -202,7 +202,7 @@ def measured_mesh(size: int) -> tuple[Mesh, tuple[str, ...]]:
 
 
 def _all_ranks(groups: Groups) -> ProcessGroup | None:
-    return groups.over("tp-dp") or groups.dp  # as a step has it: ranks of one host may share memory
+    return groups.over("tp-dp") or groups.over("dp")  # as a step has it: ranks of one host may share memory
 
 
 def product(clock: Clock) -> Callable[[], Tensor]:
@@ -218,8 +218,8 @@ def exchanges(clock: Clock) -> Iterator[Timed]:
     for num_bytes in _BYTES_ON_CUDA if clock.device.type == "cuda" else _BYTES_ON_CPU:
         whole = torch.zeros(num_bytes // 4 // size * size, device=clock.device)
         calls = [(size, *call) for call in _collectives(whole, _all_ranks(clock.groups), size)]
-        if clock.groups.tp is not None:
-            calls += [(2, *call) for call in _collectives(whole, clock.groups.tp, 2)]
+        if (pair := clock.groups.over("tp")) is not None:
+            calls += [(2, *call) for call in _collectives(whole, pair, 2)]
         for ranks, kind, call in (*calls, (2, "p2p", _to_the_next(clock, whole))):
             seconds = clock.seconds(lambda call=call: (before(), call()))
             yield Timed(kind, 4.0 * whole.numel(), seconds, ranks=ranks)

@@ -27,8 +27,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from planner.mesh import Mesh
+from planner.pipeline.links import Link
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.faults import Faults
+
+Name = str | tuple[int, ...] | Link  # an axis or several, the stages of a tied parameter, or a link
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,8 @@ class Groups:
 
     Owns: the default group if ``owns_default``, and every group in ``made``. ``world`` and the groups of the axes
     carry tensors of ``device`` over ``backend``; ``host`` carries host memory and Python objects over gloo, and is
-    ``world`` if that does. ``ep``, ``etp`` and ``edp`` exist if experts have axes of their own; ``etp`` with the ranks
-    of ``tp`` is that group, and so is ``edp`` with those that share dense parameters. With cp > 1, ``dp_cp`` has those:
-    a group of its own even if cp has the same ranks, so that attention's keys do not queue behind gradients.
-    ``combined`` has those over several axes that share the matrices of an update, as ``tp-dp``.
-    ``embedding`` maps the stages that hold a tied parameter to the group of this rank's place on the other axes over
-    them. ``place``: this rank's on each axis.
+    ``world`` if that does. ``by_name`` has all others: those over axes, the group of this rank's place on the other
+    axes over the stages that hold a tied parameter, and links. ``place``: this rank's on each axis.
     ``faults``: this rank's activity, and its failure for others.
     ``before_end``: called before any group ends, in any way: frees objects that hold kernels of the groups. May be
     called again.
@@ -83,17 +82,7 @@ class Groups:
     world: ProcessGroup | None = None
     host: ProcessGroup | None = None
     backend: str = "gloo"
-    tp: ProcessGroup | None = None
-    cp: ProcessGroup | None = None
-    dp_cp: ProcessGroup | None = None
-    dp: ProcessGroup | None = None
-    pp: ProcessGroup | None = None
-    ep: ProcessGroup | None = None
-    etp: ProcessGroup | None = None
-    edp: ProcessGroup | None = None
-    combined: dict[str, ProcessGroup | None] = field(default_factory=dict)
-    embedding: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
-    links: dict[tuple[int, int, str], ProcessGroup] = field(default_factory=dict)
+    by_name: dict[Name, ProcessGroup] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
     faults: Faults = field(default_factory=lambda: Faults(Activity(0)))
     before_end: list[Callable[[], None]] = field(default_factory=list)
@@ -121,9 +110,9 @@ class Groups:
         """The global rank that runs ``stage`` at this rank's tp, cp and dp."""
         return self.mesh.rank_of(**{**self.coordinate, "pp": self.mesh.pp_rank_of(stage)})
 
-    def over(self, axis: str) -> Any:
+    def over(self, name: Name) -> Any:
         """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
-        return self.combined.get(axis) or getattr(self, axis.replace("-", "_"), None)
+        return self.world if name == "world" else self.by_name.get(name)
 
     def limit(self, timeout: timedelta) -> None:
         """Set the timeout of the groups made here, for calls from now on."""
@@ -188,19 +177,7 @@ class Groups:
         self.faults.close()
         _open.pop(id(self), None)
         self.world = self.host = None
-        self.tp = self.cp = self.dp = self.dp_cp = self.pp = self.ep = self.etp = self.edp = None
-        self.embedding, self.links, self.made, self.before_end = {}, {}, [], []
-
-
-def dense_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of dense layers that have a group, in the order in which groups are made."""
-    return ("tp", "cp", "dp", "dp-cp", "pp") if mesh.cp > 1 else ("tp", "dp", "pp")
-
-
-def expert_axes(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The groups of each axis of experts, if those have axes of their own, in the order of creation."""
-    tokens = {"etp": "tp", "ep": "ep", "edp": "dp"} if mesh.has_expert_axes else {}
-    return {axis: mesh.expert.groups(token) for axis, token in tokens.items()}
+        self.by_name, self.made, self.before_end = {}, [], []
 
 
 def default_store() -> Store | None:

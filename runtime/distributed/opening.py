@@ -15,7 +15,7 @@ Links as process groups: one of two ranks for each sender, receiver and directio
 NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
 first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
 
-The first use of every communicator, before the first step, in one order that all ranks share.
+The making and the first use of every communicator, before the first step, in one order that all ranks share.
 
 NCCL builds a communicator when it is used first, and holds the host of a rank until all members have come. Inside a
 step that is a trap: a rank that posts a receive ahead is held before the forward that its peer waits for. So here each
@@ -29,29 +29,27 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from passes.errors import PlanError
 from planner.mesh import OF_WEIGHTS, Mesh
-from planner.pipeline.links import links
+from planner.pipeline.links import Link, links
 from runtime.distributed.default_group import default_backends, faults_board, next_store, open_world
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 from runtime.distributed.faults.activity import Activity
 from runtime.distributed.faults.board import Signer
 from runtime.distributed.faults.faults import Faults
-from runtime.distributed.groups import Groups, dense_axes, expert_axes
+from runtime.distributed.groups import Groups, Name
 from runtime.distributed.meeting import Rendezvous, Seat
 from runtime.distributed.this_host import stay_on_one_host
 
 LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
 _AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes with results that the next kernel reads
-Name = str | tuple[int, ...] | tuple[int, int, str]
 
 
 def open_groups(
@@ -103,15 +101,10 @@ def open_groups(
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> None:
     """The groups of a part of the ranks, each used once if a first use would block."""
     on_nccl = groups.backend == "nccl"
-    no_groups = ("pp",) if on_nccl else ()  # there links take its place
-    _make_axis_groups(groups, (axis for axis in dense_axes(groups.mesh) if axis not in no_groups))
-    _make_expert_groups(groups)
-    _make_embedding_groups(groups, tied_sets)
-    for axis in combined:
-        groups.combined[axis] = _make(groups, groups.mesh.groups_over(axis), axis)
+    world, *others = communicators(groups.mesh, tied_sets, combined, has_links=on_nccl)
+    make(groups, others)
     if on_nccl:
-        make_links(groups)
-        use_each_once(groups)
+        use_in_turn(groups, [world, *others])
 
 
 def _device(given: torch.device | str | None, place: Launched) -> torch.device:
@@ -162,117 +155,74 @@ def check_world(mesh: Mesh, world_size: int) -> None:
     raise PlanError(what, where="mesh", fix=fix)
 
 
-def _make_axis_groups(groups: Groups, axes: Iterable[str]) -> None:
-    for axis in axes:
-        if groups.mesh.size(axis) > 1:
-            setattr(groups, axis.replace("-", "_"), _make(groups, groups.mesh.groups(axis), axis))
-
-
-def _make_expert_groups(groups: Groups) -> None:
-    """If experts have axes of their own: etp with the ranks of tp is that group, and so is edp with those of dp (with
-    cp > 1: of dp-cp).
-
-    Never ep: rows on their way to experts must not queue behind the sums of gradients.
-    """
-    mesh = groups.mesh
-    for axis, members in expert_axes(mesh).items():
-        dense = {"etp": "tp", "edp": mesh.data_axis}.get(axis)
-        is_same = dense is not None and mesh.groups(dense) == members
-        if mesh.size(axis) > 1:
-            setattr(groups, axis, groups.over(str(dense)) if is_same else _make(groups, members, axis))
-
-
-def _make(groups: Groups, members: Iterable[Sequence[int]], axis: str) -> ProcessGroup | None:
-    """The group with this rank, for tensors of the device alone. All ranks make one for each list, in one order."""
-    own, options = None, axis_options(groups.backend, axis)
-    for ranks in members:
-        group: Any = dist.new_group(list(ranks), timeout=groups.timeout, backend=groups.backend, pg_options=options)
-        if groups.rank in ranks:
-            own = group
-            groups.made.append(group)
-    return own
-
-
-def _make_embedding_groups(groups: Groups, tied_sets: Iterable[tuple[int, ...]]) -> None:
-    mesh = groups.mesh
-    for stages in tied_sets:
-        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
-        if len(pp_ranks) == 1:
-            groups.embedding[stages] = None
-            continue
-        members = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp")]
-        groups.embedding[stages] = _make(groups, members, "embedding")
-
-
-def link_options(backend: str) -> Any:
-    """Of a link between two stages; None if the backend has none. A group keeps the object, so each gets its own."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = 1
-    options.config.max_ctas = LINK_CTAS
-    return options
-
-
-def axis_options(backend: str, axis: str) -> Any:
-    """Of a group over ``axis``; None if the backend has none, or the default serves."""
-    if backend != "nccl" or not (axis in _AWAITED or axis.endswith(OF_WEIGHTS)):
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-
-
-def make_links(groups: Groups) -> None:
-    """Fill ``groups.links``. All ranks create all, in one order, for the device's backend alone."""
-    backend = groups.backend
-    for link in links(groups.mesh.pp, groups.mesh.vpp, groups.mesh.fold):
-        for line in groups.mesh.groups("pp"):
-            members = sorted((line[link.sender], line[link.receiver]))
-            group: Any = dist.new_group(
-                members, timeout=groups.timeout, backend=backend, pg_options=link_options(backend)
-            )
-            if groups.rank in members:
-                groups.links[link] = group
-                groups.made.append(group)
-
-
 class Communicator(NamedTuple):
-    """``name``: "world", an axis, the stages of a tied parameter, or a link with its sender and receiver."""
+    """``members``: of a link its sender and receiver."""
 
     name: Name
     members: tuple[int, ...]
 
 
-def communicators(mesh: Mesh, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> list[Communicator]:
-    """Every communicator of the mesh, in the one order of their first use: the same list on every rank."""
-    lines = mesh.groups("pp")
-    found = [Communicator("world", tuple(range(mesh.world_size)))]
-    found += [Communicator(axis, tuple(ranks)) for axis in dense_axes(mesh) for ranks in mesh.groups(axis)]
-    found += [Communicator(axis, tuple(ranks)) for axis, groups in expert_axes(mesh).items() for ranks in groups]
-    found += [Communicator(axis, tuple(ranks)) for axis in combined for ranks in mesh.groups_over(axis)]
+def communicators(
+    mesh: Mesh, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = (), *, has_links: bool = True
+) -> list[Communicator]:
+    """Every communicator of the mesh with several members, that of all ranks first: the same list on every rank.
+    ``has_links``: in place of pp.
+
+    With cp > 1, dp-cp has one of its own even if cp has the same ranks, so that attention's keys do not queue behind
+    gradients.
+    """
+    axes = ["tp", *(("cp", "dp", "dp-cp") if mesh.cp > 1 else ("dp",)), *(() if has_links else ("pp",))]
+    axes += ["etp", "ep", "edp"] if mesh.has_expert_axes else []
+    lines, found = mesh.groups("pp"), [Communicator("world", tuple(range(mesh.world_size)))]
+    found += [Communicator(axis, tuple(ranks)) for axis in (*axes, *combined) for ranks in mesh.groups_over(axis)]
     for stages in tied_sets:
         pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
         found += [Communicator(stages, tuple(line[pp_rank] for pp_rank in pp_ranks)) for line in lines]
-    for link in links(mesh.pp, mesh.vpp, mesh.fold):
+    for link in links(mesh.pp, mesh.vpp, mesh.fold) if has_links else ():
         found += [Communicator(link, (line[link.sender], line[link.receiver])) for line in lines]
-    return found
+    return [each for each in found if len(each.members) > 1]
 
 
-def use_each_once(groups: Groups) -> None:
-    """Exchange one element over every communicator of this rank, and wait for it. The same call on every rank."""
-    use_in_turn(groups, communicators(groups.mesh, groups.embedding, groups.combined))
+def make(groups: Groups, ordered: Iterable[Communicator]) -> None:
+    """The groups of this rank, for tensors of the device alone. All ranks make all, in one order.
+
+    Of experts etp with the ranks of tp is that group, and so is edp with those of dp (with cp > 1: of dp-cp). Never
+    ep: rows on their way to experts must not queue behind the sums of gradients.
+    """
+    dense: dict[Name, Name] = {"etp": "tp", "edp": groups.mesh.data_axis}
+    made: dict[Communicator, Any] = {}
+    for name, members in ordered:
+        alike = Communicator(dense.get(name, name), members)
+        if alike not in made:
+            options = options_of(groups.backend, name)
+            made[alike] = dist.new_group(
+                list(members), timeout=groups.timeout, backend=groups.backend, pg_options=options
+            )
+            groups.made += [made[alike]] if groups.rank in members else []
+        if groups.rank in members:
+            groups.by_name[name] = made[alike]
+
+
+def options_of(backend: str, name: Name) -> Any:
+    """None if the backend has none, or the default serves. A group keeps the object, so each gets its own."""
+    if backend != "nccl":
+        return None
+    if isinstance(name, Link):
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = 1
+        options.config.max_ctas = LINK_CTAS
+        return options
+    is_awaited = name in _AWAITED or str(name).endswith(OF_WEIGHTS)
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if is_awaited else None
 
 
 def use_in_turn(groups: Groups, ordered: Iterable[Communicator]) -> None:
-    """The same, in a given order."""
-    axes = ("world", *dense_axes(groups.mesh), "etp", "ep", "edp")
-    own: dict[Name, Any] = {axis: groups.over(axis) for axis in axes}
-    own |= {**groups.combined, **groups.embedding, **groups.links}
+    """Exchange one element over every communicator of this rank, and wait for it. The same call on every rank."""
     for name, members in ordered:
-        group = own.get(name)
-        if group is None or groups.rank not in members:
-            continue  # no member's group is there: an axis of size 1, or links in place of pp
-        element = torch.zeros(1, device=groups.device)
-        if name not in groups.links:
+        if groups.rank not in members:
+            continue
+        group, element = groups.over(name), torch.zeros(1, device=groups.device)
+        if not isinstance(name, Link):
             dist.all_reduce(element, group=group)
         elif groups.rank == members[0]:
             dist.send(element, members[1], group=group)

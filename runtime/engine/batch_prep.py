@@ -73,7 +73,7 @@ def denominators(built: Built, batch: Mapping[str, Tensor], *, local: bool) -> l
         microbatches = layout.all_microbatches(batch, names, groups.device)
     counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
     totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
-    if shared and groups.dp is not None:
+    if shared and groups.over("dp") is not None:
         counts_here = all(groups.coordinate[axis] == 0 for axis in ("tp", "cp", "pp"))
         totals = totals if counts_here else torch.zeros_like(totals)
         dist.all_reduce(totals, group=groups.world)

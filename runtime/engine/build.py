@@ -262,14 +262,13 @@ def _optimizer(
     plan: Plan, spec: Spec, groups: Groups, program: RankProgram, buffers: tuple[Buffer, ...], mode: Mode
 ) -> DistributedOptimizer:
     """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
-    named = (groups.mesh.shared_axis, REPLICA, "edp", "tp", "etp", "ep", "world", "embedding")
-    axes, shards = {axis: groups.over(axis) for axis in (*named, *groups.combined)}, plan.to_run()[1]
+    shards = plan.to_run()[1]
     residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
     return DistributedOptimizer(
         parameters_of(program),
         buffers,
         spec.optimizer if mode == "train" else spec.optimizer.model_copy(update={"ema": None}),
-        groups=axes,
+        groups={**groups.by_name, "world": groups.world},
         device=groups.device,
         asked=plan.to_run()[0].resting,
         own=settings_of(spec.optimizer, plan.parameters),

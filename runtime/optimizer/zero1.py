@@ -69,7 +69,7 @@ class DistributedOptimizer:
         planned: Sequence[Buffer],
         settings: Any,
         *,
-        groups: Mapping[str, Any] | None = None,
+        groups: Mapping[Any, Any] | None = None,
         device: torch.device | str = "cpu",
         asked: Mapping[str, tuple[int, ...]] | None = None,
         own: Mapping[str, Settings] | None = None,
@@ -83,7 +83,7 @@ class DistributedOptimizer:
         matrix by matrix.
 
         ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
-        (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; "embedding" as {stages: group}.
+        (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; and by stages of tied ones.
         """
         self.settings = settings
         self.groups = dict(groups or {})
@@ -264,9 +264,7 @@ class DistributedOptimizer:
         return FlatShard(shard.main, planned.rule, planned.moments, parts, in_order, exchange)
 
     def _sum_over(self, axis: str, shard: MainShard) -> None:
-        group = self.groups.get(axis)
-        if isinstance(group, Mapping):
-            group = group[shard.bucket.planned.tied_stages]
+        group = self.groups.get(shard.bucket.planned.tied_stages if axis == "embedding" else axis)
         if group is None:
             return
         if axis == shard.bucket.planned.axis and shard.whole is not None:

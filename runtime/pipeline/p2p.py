@@ -214,7 +214,7 @@ class Transport:
     def _group(self, message: Message) -> Any:
         link = message.link(self.groups.mesh.pp, self.groups.mesh.fold)
         assert link is not None, f"{message} stays on this rank"
-        return self.groups.links[link] if self.groups.links else self.groups.pp
+        return self.groups.over(link) or self.groups.over("pp")
 
     def _tag(self, message: Message, index: int, count: int) -> int:
         """A number for each tensor of a step; a step's messages are all in before the next uses the numbers again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from passes.ops import collectives, experts
 from passes.ops.axis import ALL_GATHER, REDUCE_SCATTER
 from planner import Plan
 from runtime.distributed import opening
-from runtime.distributed.groups import Groups, expert_axes
+from runtime.distributed.groups import Groups
+from runtime.distributed.opening import Communicator
 from runtime.engine.engine import Engine
 from runtime.optimizer import buffers, whole_weights, zero1
 from tests.tools.limits import HANG_SECONDS
@@ -35,7 +37,7 @@ class Calls:
         axes = {axis: groups.over(axis) for axis in AXES}
         self.axis_of = {id(group): axis for axis, group in axes.items() if group is not None}
         assert len(self.axis_of) == sum(group is not None for group in axes.values()), "a group of two axes"
-        self.axis_of |= {id(group): "embedding" for group in groups.embedding.values() if group is not None}
+        self.axis_of |= {id(group): "embedding" for name, group in groups.by_name.items() if type(name) is tuple}
         shared = [bucket.shared_by for buffer in engine.optimizer.buffers.buffers for bucket in buffer.buckets]
         for by in shared:  # gathers of weights have a group of their own over the same ranks
             self.axis_of.setdefault(id(by.of_weights), self.axis_of.get(id(by.group), "?"))
@@ -96,17 +98,17 @@ class Calls:
         self.patch.setattr(module, name, call)
 
 
-def own_groups(groups: Groups) -> None:
-    """A group of its own for each axis of experts, also where a run shares that of tp or dp: calls tell their axis."""
-    for axis, members in expert_axes(groups.mesh).items():
-        if groups.mesh.size(axis) > 1:
-            setattr(groups, axis, opening._make(groups, members, axis))
-
-
 def run_counted(made: Plan) -> dict[str, Any]:
     """Of this rank: the calls of ``STEPS`` steps, its collectives in graphs by phase, the bytes of its buffers."""
+    make = opening.make
+
+    def make_own(groups: Groups, ordered: Iterable[Communicator]) -> None:
+        """Also where a run shares that of tp or dp with experts: calls tell their axis."""
+        for each in ordered:
+            make(groups, [each])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "_make_expert_groups", own_groups)
+        patch.setattr(opening, "make", make_own)
         return counted(made)
 
 

@@ -91,13 +91,13 @@ def _without_sum(given: tuple[Buffer, ...], fqn: str, axis: str) -> tuple[Buffer
 def with_and_without_edp(plan: Any, batches: Batches) -> list[Found]:
     """Gradients of experts summed over the ranks that hold the same ones, then over none. Of buffers held whole."""
     found = [gradients_of(plan, batches[0], None)]
-    real = opening._make_expert_groups
+    real = opening.make
 
-    def alone(groups: Groups) -> None:
-        real(groups)
-        groups.edp = None
+    def alone(groups: Groups, ordered: Any) -> None:
+        real(groups, ordered)
+        groups.by_name.pop("edp", None)
 
-    opening._make_expert_groups = alone  # this process is a fork, and ends after the job
+    opening.make = alone  # this process is a fork, and ends after the job
     return [*found, gradients_of(plan, batches[0], None)]
 
 

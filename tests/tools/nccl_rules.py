@@ -170,8 +170,8 @@ class NcclRules:
 
     class ProcessGroupNCCL:
         @staticmethod
-        def Options() -> SimpleNamespace:
-            return SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None))
+        def Options(**given: bool) -> SimpleNamespace:
+            return SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None), **given)
 
     def get_backend_config(self, group: Communicator) -> str:
         return "cpu:nccl"

@@ -18,7 +18,7 @@ from planner.pipeline.kinds import KINDS
 from planner.pipeline.links import Message
 from planner.pipeline.schedule import Action, Order, Schedule, build_schedule
 from runtime.distributed.groups import Groups
-from runtime.distributed.opening import make_links, use_each_once
+from runtime.distributed.opening import communicators, make, use_in_turn
 from runtime.pipeline.executor import Executor, Step
 from runtime.pipeline.p2p import Transport
 from tests.tools.limits import HANG_SECONDS
@@ -64,9 +64,10 @@ def run_schedule(
         mesh = Mesh(pp=schedule.pp, vpp=schedule.vpp, fold=schedule.fold)
         groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="nccl")
         groups.world = rules.new_group(range(mesh.world_size))  # pyright: ignore[reportAttributeAccessIssue]
-        make_links(groups)
+        ordered = communicators(mesh, [])
+        make(groups, ordered[1:])
         if first_use:
-            use_each_once(groups)
+            use_in_turn(groups, ordered)
         stages = scale_stages(rank, schedule, NUM_ELEMENTS, with_flag=with_flag)
         between = transport(groups, schedule.num_stages, schedule.orders)
         between.settle = rules.at_end(between.settle)

@@ -32,9 +32,8 @@ from planner.frozen_plan import Plan
 from planner.lower import lower
 from runtime import Engine
 from runtime.data.batches import BatchChecks
-from runtime.distributed import opening
 from runtime.distributed.groups import Groups
-from runtime.distributed.opening import make_links
+from runtime.distributed.opening import communicators, make
 from runtime.engine.batch_prep import Intake
 from runtime.optimizer import zero1
 from tests.tools.host_watch import HostWatch, Sight
@@ -141,11 +140,8 @@ def opened(plan: Plan, rank: int, device: torch.device) -> Iterator[Groups]:
         dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=mesh.world_size)
         groups.world = groups.host = dist.group.WORLD
         groups.owns_default, groups.backend = True, BACKEND
-        opening._make_axis_groups(groups, ("tp", "dp"))
         tied = sorted({tuple(p.stages) for p in plan.parameters if len(p.stages) > 1})
-        opening._make_expert_groups(groups)
-        opening._make_embedding_groups(groups, tied)
-        make_links(groups)
+        make(groups, communicators(mesh, tied)[1:])
     try:
         yield groups
     finally:

@@ -183,7 +183,7 @@ def run_cases(chosen):
     for case in [case for case in CASES if case in chosen]:
         precision, dp, zero, alignment, bucket_size = case
         results[case] = run_case(precision, zero, alignment, bucket_size, groups[dp], dp, rank % dp)
-    mixed = {"dp": dp_pair, "tp": tp_pair, "embedding": {(0, 1): tp_pair}, "world": dist.group.WORLD}
+    mixed = {"dp": dp_pair, "tp": tp_pair, (0, 1): tp_pair, "world": dist.group.WORLD}
     for case in [case for case in TP_CASES if case in chosen]:
         results[case] = run_tp_case(*case, mixed, rank // 2, rank % 2)
     results["not_finite"] = run_not_finite(groups[4], rank)

@@ -101,7 +101,7 @@ def train_behind_late_gathers(plan: Any, batches: Any, hooks: bool) -> Trained:
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         if engine.graphs is not None:
             engine.capture_graphs()
-        group = engine.groups.dp
+        group = engine.groups.over("dp")
         patch.setattr(GradientBuffers, "start_parameter_gather", start_parameter_gather)
         assert engine.program.gate is not None
         if not hooks:

@@ -60,7 +60,7 @@ def open_in(backend: str) -> tuple[list[int], bool, bool]:
     seen = [0, 0]
     dist.all_gather_object(seen, groups.rank + 1, group=groups.host)
     total = torch.ones(1)
-    dist.all_reduce(total, group=groups.tp)
+    dist.all_reduce(total, group=groups.over("tp"))
     is_default = groups.host is groups.world is dist.group.WORLD
     groups.close()
     return [*seen, int(total)], is_default, dist.is_initialized()

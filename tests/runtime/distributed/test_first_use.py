@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,17 +11,16 @@ import torch
 import torch.distributed as dist
 
 from planner.mesh import Mesh
-from planner.pipeline.links import links
-from runtime.distributed.groups import Groups, dense_axes, expert_axes
+from planner.pipeline.links import Link, links
+from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import (
     LINK_CTAS,
     _fill,
     communicators,
-    link_options,
-    make_links,
+    make,
     open_groups,
-    use_each_once,
+    options_of,
     use_in_turn,
 )
 from tests.tools.limits import HANG_SECONDS
@@ -48,26 +48,18 @@ MESHES = {
 def groups_of(rank: int, mesh: Mesh, tied: list[tuple[int, ...]], rules: NcclRules) -> Groups:
     """As ``open_groups`` makes them where the device speaks NCCL: links, and no group of pp."""
     groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="nccl")
-    dense = {axis: mesh.groups(axis) for axis in dense_axes(mesh) if axis != "pp"}
-    for axis, lines in {"world": [list(range(mesh.world_size))], **dense}.items():
-        made = [rules.new_group(line) for line in lines if len(line) > 1]
-        setattr(groups, axis.replace("-", "_"), next(filter(None, made), None))
-    for axis, lines in expert_axes(mesh).items():
-        made = [rules.new_group(line) for line in lines if len(line) > 1]
-        setattr(groups, axis, next(filter(None, made), None))
-    for stages in tied:
-        pp_ranks = sorted({mesh.pp_rank_of(stage) for stage in stages})
-        lines = [[line[pp_rank] for pp_rank in pp_ranks] for line in mesh.groups("pp") if len(pp_ranks) > 1]
-        groups.embedding[stages] = next(filter(None, [rules.new_group(line) for line in lines]), None)  # pyright: ignore
-    make_links(groups)
+    groups.world = rules.new_group(range(mesh.world_size))  # pyright: ignore[reportAttributeAccessIssue]
+    make(groups, communicators(mesh, tied)[1:])
     return groups
 
 
-def opened(mesh: Mesh, tied: list[tuple[int, ...]], use=use_each_once) -> tuple[Outcome, list]:
+def opened(mesh: Mesh, tied: list[tuple[int, ...]], last_first_on: Collection[int] = ()) -> tuple[Outcome, list]:
+    """``last_first_on``: the ranks that use them in the opposite order."""
     made: list = []
 
     def work(rank: int, rules: NcclRules) -> str:
-        use(groups_of(rank, mesh, tied, rules))
+        ordered = communicators(mesh, tied)
+        use_in_turn(groups_of(rank, mesh, tied, rules), ordered[:: -1 if rank in last_first_on else 1])
         made[:] = rules.made
         return "ended"
 
@@ -85,8 +77,7 @@ def test_no_mesh_gets_stuck_and_every_communicator_is_built(name):
 
 def test_the_last_first_on_every_second_rank_is_stuck():
     mesh, tied = MESHES["pp4"]
-    ordered = communicators(mesh, tied)
-    outcome, _ = opened(mesh, tied, lambda groups: use_in_turn(groups, ordered[:: 1 if groups.rank % 2 else -1]))
+    outcome, _ = opened(mesh, tied, last_first_on=(0, 2))
     assert outcome.error is None
     assert outcome.stuck
     assert all("the first use of" in what for what in outcome.stuck.values())
@@ -100,7 +91,6 @@ def test_the_list_has_every_group_of_the_mesh_with_the_sender_of_a_link_first():
         "world",
         *["tp"] * 4,
         *["dp"] * 4,
-        *["pp"] * 4,
         *[(0, 1)] * 4,
         *[(0, 1, "F")] * 4,
         *[(1, 0, "B")] * 4,
@@ -113,9 +103,10 @@ def test_a_link_has_few_blocks_on_nccl_and_no_options_elsewhere(monkeypatch):
     def options() -> SimpleNamespace:
         return SimpleNamespace(config=SimpleNamespace(min_ctas=None, max_ctas=None))
 
-    assert link_options("gloo") is None
+    link = Link(0, 1, "F")
+    assert options_of("gloo", link) is None
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    first, second = link_options("nccl"), link_options("nccl")
+    first, second = options_of("nccl", link), options_of("nccl", link)
     assert (first.config.min_ctas, first.config.max_ctas) == (1, LINK_CTAS)
     assert first is not second
 
@@ -134,7 +125,7 @@ def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monk
     options = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, *, pg_options=None, **_: (ranks, pg_options))
-    monkeypatch.setattr("runtime.distributed.opening.use_each_once", lambda groups: None)
+    monkeypatch.setattr("runtime.distributed.opening.use_in_turn", lambda groups, ordered: None)
     _fill(groups, [], ["tp-dp", "etp-edp", "dp-cp of weights"])
     assert groups.over("dp-cp of weights")[0] == [0, 2, 4, 6]
     assert groups.over("dp-cp of weights")[1].is_high_priority_stream
@@ -142,20 +133,21 @@ def test_awaited_axes_have_a_high_priority_stream_and_gradients_the_default(monk
     assert groups.over("etp-edp") == ([0, 1], None)
     high = {
         axis: made[1] is not None and made[1].is_high_priority_stream
-        for axis in ("tp", "cp", "dp", "dp_cp", "ep")
-        if (made := getattr(groups, axis)) is not None
+        for axis in ("tp", "cp", "dp", "dp-cp", "ep")
+        if (made := groups.over(axis)) is not None
     }
-    assert high == {"tp": True, "cp": True, "dp": False, "dp_cp": False, "ep": True}
+    assert high == {"tp": True, "cp": True, "dp": False, "dp-cp": False, "ep": True}
 
 
 def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int]:
     """Links and first use on real groups; then a message over each link."""
     groups = open_groups(Mesh(**sizes), {}, tied, timeout_seconds=HANG_SECONDS)
-    made = len(groups.made)
-    make_links(groups)
-    use_each_once(groups)
+    made, ordered = len(groups.made), communicators(groups.mesh, tied)
+    make(groups, (each for each in ordered if isinstance(each.name, Link)))
+    use_in_turn(groups, ordered)
+    over_links = {name: group for name, group in groups.by_name.items() if isinstance(name, Link)}
     arrived = 0
-    for (sender, receiver, _), group in groups.links.items():
+    for (sender, receiver, _), group in over_links.items():
         box = torch.tensor([float(groups.rank)])
         ranks = [groups.mesh.rank_of(**{**groups.coordinate, "pp": pp}) for pp in (sender, receiver)]
         if groups.rank == ranks[0]:
@@ -163,10 +155,10 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
         else:
             dist.recv(box, ranks[0], group=group)
             arrived += box.item() == ranks[0]
-    backend = dist.get_backend_config(next(iter(groups.links.values())))
-    assert len(groups.made) == made + len(groups.links)
+    backend = dist.get_backend_config(next(iter(over_links.values())))
+    assert len(groups.made) == made + len(over_links)
     groups.close()
-    return backend, len(groups.links), arrived
+    return backend, len(over_links), arrived
 
 
 @pytest.mark.slow

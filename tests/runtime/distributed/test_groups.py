@@ -32,7 +32,7 @@ def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
     groups = open_mesh(sizes, tied)
     found = {axis: members(groups.over(axis)) for axis in ("tp", "cp", "dp", "dp-cp", "pp", "world")}
     found["name"] = groups.faults.activity.name
-    found["embedding"] = {stages: members(group) for stages, group in groups.embedding.items()}
+    found["embedding"] = {stages: members(groups.over(stages)) for stages in tied}
     found["next"] = groups.rank_of_stage(groups.pp_rank + 1)
     groups.close()
     found["closed"] = not dist.is_initialized()
@@ -89,21 +89,20 @@ def test_groups_of_experts_equal_the_oracle(case):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
         try:
             groups = Groups(mesh, rank, torch.device("cpu"), timedelta(seconds=HANG_SECONDS), backend="fake")
-            opening._make_axis_groups(groups, ("tp", "dp"))
-            opening._make_expert_groups(groups)
+            opening.make(groups, opening.communicators(mesh, [], has_links=False)[1:])
             for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
                 (expected,) = [line for line in case["expert"][token] if rank in line]
-                assert members(getattr(groups, axis)) == (expected if len(expected) > 1 else [])
+                assert members(groups.over(axis)) == (expected if len(expected) > 1 else [])
             alike = {axis: case["expert"][axis] == case["dense"][axis] for axis in ("tp", "dp")}
-            assert (groups.etp is groups.tp) == (alike["tp"] or mesh.tp == mesh.etp == 1)
-            assert (groups.edp is groups.dp) == (alike["dp"] or mesh.dp == mesh.edp == 1)
+            assert (groups.over("etp") is groups.over("tp")) == (alike["tp"] or mesh.tp == mesh.etp == 1)
+            assert (groups.over("edp") is groups.over("dp")) == (alike["dp"] or mesh.dp == mesh.edp == 1)
         finally:
             dist.destroy_process_group()
 
 
 def test_one_rank_alone_has_no_group():
     groups = open_mesh({}, [(0, 1)])
-    assert (groups.world, groups.tp, groups.dp, groups.pp) == (None, None, None, None)
+    assert (groups.world, groups.by_name) == (None, {})
     assert not dist.is_initialized()
     groups.close()
 

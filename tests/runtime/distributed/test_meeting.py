@@ -205,7 +205,7 @@ def open_under(launcher: str) -> int:
     del os.environ["LOCAL_WORLD_SIZE"]
     groups = open_groups(Mesh(dp=2), {}, [], timeout_seconds=HANG_SECONDS)
     total = torch.tensor([groups.rank + 1])
-    dist.all_reduce(total, group=groups.dp)
+    dist.all_reduce(total, group=groups.over("dp"))
     groups.close()
     return int(total)
 

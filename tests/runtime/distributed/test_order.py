@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from planner.pipeline.links import Link
 from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.default_group import World
@@ -37,8 +38,7 @@ def as_on_nccl() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rendezvous, "meet", lambda *args: dataclasses.replace(meet(*args), backend="nccl"))
         patch.setattr(opening, "open_world", open_two)
-        patch.setattr(opening, "link_options", lambda backend: None)
-        patch.setattr(opening, "axis_options", lambda backend, axis: None)
+        patch.setattr(opening, "options_of", lambda backend, name: None)
         patch.setattr(dist, "new_group", lambda *args, **options: new_group(*args, **{**options, "backend": "gloo"}))
         yield
 
@@ -68,11 +68,10 @@ def recorded_with_local_batches(plan: Any, batches: list[dict[str, Tensor]]) -> 
 
 def names_of(own: Groups) -> dict[str, str]:
     """What each group of this rank is for, by its name."""
-    assert own.pp is None
-    pairs = [(name, getattr(own, name)) for name in ("world", "host", "tp", "dp")]
-    pairs += own.combined.items()
-    pairs += [("embedding", group) for group in own.embedding.values()]
-    pairs += [("link", group) for group in own.links.values()]
+    assert own.over("pp") is None
+    kinds = {Link: "link", tuple: "embedding"}
+    pairs = [("world", own.world), ("host", own.host)]
+    pairs += [(kinds.get(type(name), name), group) for name, group in own.by_name.items()]
     return {group.group_name: name for name, group in pairs if group is not None}
 
 

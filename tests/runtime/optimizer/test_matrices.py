@@ -34,8 +34,7 @@ def calls_of(decided: Plan, batch: dict[str, Tensor]) -> tuple[list[tuple[int, s
     shapes: list[tuple[int, int]] = []
     with Engine(decided, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         engine.train_step(batch)
-        names = {id(group): axis for axis, group in engine.groups.combined.items()}
-        names |= {id(engine.groups.over(axis)): axis for axis in ("tp", "dp")}
+        names = {id(group): axis for axis, group in engine.groups.by_name.items()}
         real, of_matrix = dist.all_to_all_single, matrices.orthogonal
 
         def exchange(out: Tensor, given: Tensor, *sizes: Any, group: Any, async_op: bool) -> Any:

@@ -25,7 +25,7 @@ def gather_without_the_device_group() -> dict[str, torch.Tensor]:
     with Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS) as engine:
         engine.forward_backward(build_batch(SIZE, 0))
         no_group: Any = "no group"
-        engine.groups.world = engine.groups.pp = no_group
+        engine.groups.world = engine.groups.by_name["pp"] = no_group
         assert broadcast_json(engine.groups, f"said by {rank}") == "said by 0"
         with pytest.raises(PlanError, match="rank 1 will not"):
             agree(engine.groups, PlanError("rank 1 will not", fix="wait") if rank else None)
