@@ -25,8 +25,9 @@ from torch import nn
 from planner.capture.model.assembly import Source, read_whole, sources
 from planner.capture.model.hub_format import hub_format
 from planner.capture.model.reference import load_model
+from planner.sharding.boxes import Box
 from runtime.checkpoint.conversion import described
-from runtime.checkpoint.hub_tensors import read_into, whole_box
+from runtime.checkpoint.hub_tensors import read_into
 from runtime.checkpoint.pretrained_load import find_in
 from runtime.checkpoint.weight_files import WeightFiles
 from tests.models.hub_families import FAMILIES
@@ -72,7 +73,7 @@ def read_all(model: nn.Module, directory: Path, wanted: dict[str, torch.Tensor])
         tensors = {name: copies[0] for name, copies in found.parameters.items()} | dict(found.buffers)
         for name, assembly in tensors.items():
             value = torch.empty(assembly.shape, dtype=wanted[name].dtype)
-            read_into(value, assembly, whole_box(assembly.shape), files.read)
+            read_into(value, assembly, Box.whole(assembly.shape), files.read)
             if not value.equal(wanted[name]):
                 raise ValueError(name)
         return len(files.tensors), [*tensors.values()]

@@ -31,8 +31,8 @@ from benchmarks.on_gpu.table import Table
 from planner import Plan, plan
 from runtime import Engine
 from runtime.data.batches import BatchChecks
-from runtime.distributed import opening
 from runtime.distributed.groups import Groups
+from runtime.distributed.opening import communicators, make
 
 LENGTH, VOCABULARY, WARM, TIMED = 4096, 1024, 2, 5
 BACKEND = "cpu:fake,cuda:fake"
@@ -147,7 +147,7 @@ def alone(decided: Plan, device: torch.device) -> Iterator[Engine]:
         dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=mesh.world_size)
         groups.world = groups.host = dist.group.WORLD
         groups.owns_default, groups.backend = True, BACKEND
-        opening._make_axis_groups(groups, ("tp",))
+        make(groups, (each for each in communicators(mesh, []) if each.name == "tp"))
     try:
         with pytest.MonkeyPatch.context() as patch:
             checks = BatchChecks(None, 0, mesh.world_size, groups.timeout)
