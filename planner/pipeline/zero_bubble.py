@@ -83,12 +83,13 @@ def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, shar
     """
     ranks = _Ranks(orders, costs, most_held, share)
     ranks.run()
+    assert ranks.at == list(map(len, orders)), "the forwards and backwards wait for each other"
     return Tried(max(ranks.free), tuple(map(tuple, ranks.done)))
 
 
 class _Timeline:
-    """Owns when each action ended, and the W that wait on each rank. ``stages`` of each rank; ``share``: of a W, that
-    must fit into a wait.
+    """Owns when each action ended, the W that wait on each rank, and when each rank next looks for work. ``stages`` of
+    each rank; ``share``: of a W, that must fit into a wait.
     """
 
     def __init__(self, costs: tuple[Sequence[int], ...], pp: int, share: float, fold: Fold) -> None:
@@ -100,72 +101,95 @@ class _Timeline:
         self.waiting: list[deque[Action]] = [deque() for _ in range(pp)]
         self.done: list[list[Action]] = [[] for _ in range(pp)]
         self.ends: dict[tuple[str, int, int], int] = {}
+        self.looks: list[int | None] = [0] * pp  # None: when a neighbour has begun something
         self.agenda = [(0, rank) for rank in range(pp)]
 
-    def begin(self, rank: int, action: Action, now: int) -> tuple[int, int | None]:
-        """When the action ends, and the rank that may wait for it."""
-        kind, microbatch, chunk = action
-        stage = self.stages[rank][chunk]
-        self.free[rank] = end = now + self.costs[kind][stage]
-        self.done[rank].append(action)
-        if kind == "W":
-            return end, None
-        self.ends[kind, microbatch, stage] = end
-        if kind == "B":
-            self.waiting[rank].append(action._replace(kind="W"))
-        waits = stage + (1 if kind == "F" else -1)
-        return end, rank_of(waits, self.pp, self.fold) if 0 <= waits < self.num_stages else None
+    def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
+        """An F or B that can start now, and when the soonest can; None while that is unknown."""
+        raise NotImplementedError
 
-    def fits_a_weight(self, rank: int, now: int, soonest: int | None) -> bool:
+    def begun(self, rank: int, action: Action) -> None:
+        """Count an action that has begun."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        while self.agenda:
+            now, rank = heappop(self.agenda)
+            if self.looks[rank] != now:
+                continue  # the rank has looked earlier, for earlier work
+            self.looks[rank] = None
+            action, soonest = self.next(rank, now)
+            if action is not None:
+                self._start(rank, action, now)
+            elif self._fits_a_weight(rank, now, soonest):
+                self._start(rank, self.waiting[rank].popleft(), now)
+            elif soonest is not None:
+                self.look(rank, soonest)
+
+    def _fits_a_weight(self, rank: int, now: int, soonest: int | None) -> bool:
         """Whether a W waits on the rank, and enough of it fits until other work can start."""
         if not self.waiting[rank] or soonest is None:
             return bool(self.waiting[rank])
         return soonest - now >= self.share * self.costs["W"][self.stages[rank][self.waiting[rank][0].chunk]]
 
+    def _start(self, rank: int, action: Action, now: int) -> None:
+        kind, microbatch, chunk = action
+        stage = self.stages[rank][chunk]
+        self.free[rank] = end = now + self.costs[kind][stage]
+        self.done[rank].append(action)
+        self.begun(rank, action)
+        self.look(rank, end)
+        if kind == "W":
+            return
+        self.ends[kind, microbatch, stage] = end
+        if kind == "B":
+            self.waiting[rank].append(action._replace(kind="W"))
+        waits = stage + (1 if kind == "F" else -1)
+        if 0 <= waits < self.num_stages:
+            neighbour = rank_of(waits, self.pp, self.fold)
+            self.wake(neighbour, max(end, self.free[neighbour]))
+
+    def wake(self, rank: int, at: int) -> None:
+        """A neighbour of ``rank`` has begun what ends at ``at``."""
+        self.look(rank, at)
+
+    def look(self, rank: int, at: int) -> None:
+        """Look for work at ``at``, unless the rank looks sooner."""
+        sooner = self.looks[rank]
+        if sooner is None or at < sooner:
+            self.looks[rank] = at
+            heappush(self.agenda, (at, rank))
+
 
 class _Ranks(_Timeline):
-    """Owns how far each rank is, and the ranks that sleep until a neighbour acts."""
+    """Owns how far each rank is in its order."""
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> None:
         super().__init__(costs.ticks, len(orders), share, LOOP)
         self.orders, self.most_held = orders, most_held
         self.at, self.held = [0] * self.pp, [0] * self.pp
-        self.asleep = set[int]()
 
-    def run(self) -> None:
-        while self.agenda:
-            now, rank = heappop(self.agenda)
-            action, ready = self._next(rank)
-            if ready is not None and ready <= now:
-                assert action is not None, "something is ready"
-                self.at[rank] += 1
-                self._start(rank, action, now)
-            elif self.fits_a_weight(rank, now, ready):
-                self._start(rank, self.waiting[rank].popleft(), now)
-            elif ready is not None:
-                heappush(self.agenda, (ready, rank))
-            elif action is not None:
-                self.asleep.add(rank)
-        assert not self.asleep, "the forwards and backwards wait for each other"
-
-    def _next(self, rank: int) -> tuple[Action | None, int | None]:
-        """The next F or B, and when it can start; None while that is unknown, or if it would hold too much."""
+    def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
+        """None too if it would hold too much."""
         if self.at[rank] == len(self.orders[rank]):
             return None, None
         action = self.orders[rank][self.at[rank]]
         if action.kind == "F" and self.held[rank] >= self.most_held:
-            return action, None
+            return None, None
         before = needs(action.kind, action.microbatch, self.stages[rank][action.chunk], self.num_stages)
         ends = [self.ends.get(need) for need in before]
-        return action, None if None in ends else max((end for end in ends if end is not None), default=0)
+        if None in ends:
+            return None, None
+        ready = max((end for end in ends if end is not None), default=0)
+        return action if ready <= now else None, ready
 
-    def _start(self, rank: int, action: Action, now: int) -> None:
-        end, neighbour = self.begin(rank, action, now)
-        heappush(self.agenda, (end, rank))
+    def wake(self, rank: int, at: int) -> None:
+        if self.looks[rank] is None:  # else it looks as it has decided: earlier looks would give plans other orders
+            self.look(rank, at)
+
+    def begun(self, rank: int, action: Action) -> None:
+        self.at[rank] += action.kind != "W"
         self.held[rank] += {"F": 1, "B": 0, "W": -1}[action.kind]
-        if neighbour in self.asleep:
-            self.asleep.discard(neighbour)
-            heappush(self.agenda, (max(end, self.free[neighbour]), neighbour))
 
 
 _Work = tuple[str, int]  # kind of action, chunk
@@ -201,46 +225,42 @@ def _orders(
     costs = (forward, backward, weights)
     ways = [_Way(preferences, share) for preferences in _PREFERENCES for share in _FOLDED_SHARES]
     few = min(num_microbatches, 4 * pp)
-    tried = [_FoldedRanks(pp, few, costs, way).run() for way in ways]
+    tried = [_FoldedRanks(pp, few, costs, way) for way in ways]
     best = min(range(len(ways)), key=lambda at: max(tried[at].free))
-    found = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best]).run()
+    found = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best])
     return tuple(map(tuple, found.done))
 
 
 class _FoldedRanks(_Timeline):
-    """Owns how far each rank is, and when each rank next looks for work."""
+    """Owns how far each rank is with each kind of work."""
 
     def __init__(self, pp: int, num_microbatches: int, costs: tuple[Sequence[int], ...], way: _Way) -> None:
         super().__init__(costs, pp, way.share, V)
         self.num_microbatches, self.last = num_microbatches, 2 * pp - 1
         self.preferred = [way.preferences[rank >= max(1, pp // 2)] for rank in range(pp)]
-        self.begun: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
+        self.counts: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
         self.places = [2 * pp] * pp  # places for saved tensors of one microbatch on one chunk, not yet reserved
-        self.looks: list[int | None] = [0] * pp  # None: when a neighbour has begun something
-
-    def run(self) -> _FoldedRanks:
-        while self.agenda:
-            now, rank = heappop(self.agenda)
-            if self.looks[rank] != now:
-                continue  # the rank has looked earlier, for earlier work
-            self.looks[rank] = None
-            ready = {work: at for work in self.preferred[rank] if (at := self._ready(rank, work)) is not None}
-            work = next((work for work, at in ready.items() if at <= now), None)
-            soonest = min(ready.values(), default=None)
-            if work is not None:
-                self._start(rank, Action(work[0], self.begun[rank][work], work[1]), now)
-                self.begun[rank][work] += 1
-            elif self.fits_a_weight(rank, now, soonest):
-                self._start(rank, self.waiting[rank].popleft(), now)
-            elif soonest is not None:
-                self._look(rank, soonest)
-        all_ran = all(count == self.num_microbatches for begun in self.begun for count in begun.values())
+        self.run()
+        all_ran = all(count == num_microbatches for counts in self.counts for count in counts.values())
         assert all_ran, "a microbatch that is let in has a place on every chunk"
-        return self
+
+    def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
+        ready = {work: at for work in self.preferred[rank] if (at := self._ready(rank, work)) is not None}
+        work = next((work for work, at in ready.items() if at <= now), None)
+        action = None if work is None else Action(work[0], self.counts[rank][work], work[1])
+        return action, min(ready.values(), default=None)
+
+    def begun(self, rank: int, action: Action) -> None:
+        kind, _, chunk = action
+        if kind == "W":
+            self.places[rank] += 1
+            return
+        self.counts[rank][kind, chunk] += 1
+        self.places[rank] -= 2 * (kind == "F" and chunk == 0)
 
     def _ready(self, rank: int, work: _Work) -> int | None:
         """When the rank's next microbatch of ``work`` can start; None while that is unknown, or if it has no place."""
-        (kind, chunk), microbatch = work, self.begun[rank][work]
+        (kind, chunk), microbatch = work, self.counts[rank][work]
         stage = self.stages[rank][chunk]
         if microbatch == self.num_microbatches:
             return None
@@ -250,20 +270,3 @@ class _FoldedRanks(_Timeline):
             return self.ends.get(("F", microbatch, stage - 1)) if stage else 0
         end = self.ends.get(("F", microbatch, stage))
         return end if end is None or stage == self.last else self.ends.get(("B", microbatch, stage + 1))
-
-    def _start(self, rank: int, action: Action, now: int) -> None:
-        end, neighbour = self.begin(rank, action, now)
-        self._look(rank, end)
-        if action.kind == "W":
-            self.places[rank] += 1
-        elif action.kind == "F" and action.chunk == 0:
-            self.places[rank] -= 2
-        if neighbour is not None:
-            self._look(neighbour, max(end, self.free[neighbour]))
-
-    def _look(self, rank: int, at: int) -> None:
-        """Look for work at ``at``, unless the rank looks sooner."""
-        sooner = self.looks[rank]
-        if sooner is None or at < sooner:
-            self.looks[rank] = at
-            heappush(self.agenda, (at, rank))
