@@ -11,7 +11,7 @@ figure: 16 elements, 4 ranks, parameters of 3, 5, 6 and 2). ``nccl``: each param
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -20,7 +20,6 @@ from passes.errors import PlanError
 ALIGNMENTS = ("nccl", "none")
 _START_MULTIPLE = 64
 _END_MULTIPLE = 128
-_BUS_BANDWIDTH_MULTIPLE = 2**16  # a power of two large enough to keep NCCL's algorithms at full bandwidth
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -114,15 +113,12 @@ def lay_out(
     *,
     alignment: str = "nccl",
     bucket_size: int | None = None,
-    alone: Collection[str] = (),
     units: Mapping[str, object] | None = None,
-    high_bus_bandwidth: bool = False,
 ) -> BufferLayout:
     """Lay out ``parameters`` (name, number of elements; in the model's order) over ``num_ranks``.
 
-    A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. Names in ``alone`` get a
-    bucket of their own. With ``units`` (name → unit) a bucket has parameters of one unit. Raises PlanError for an
-    unknown alignment or a bucket size below 1.
+    A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. With ``units`` (name → unit)
+    a bucket has parameters of one unit. Raises PlanError for an unknown alignment or a bucket size below 1.
     """
     if alignment not in ALIGNMENTS:
         raise PlanError(
@@ -136,16 +132,16 @@ def lay_out(
             where="optimizer.bucket_size",
             fix="give a positive number of elements, or remove it",
         )
-    filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment, high_bus_bandwidth))
+    filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment))
     previous: object = None
     for name, num_elements in reversed(_together(list(parameters), units or {})):
         filler.align()
         unit = None if units is None else units.get(name)
-        if name in alone or unit != previous:
+        if unit != previous:
             filler.close()
         previous = unit
         filler.add(name, num_elements)
-        if name in alone or (bucket_size is not None and filler.bucket_elements >= bucket_size):
+        if bucket_size is not None and filler.bucket_elements >= bucket_size:
             filler.close()
     filler.close()
     return BufferLayout(num_ranks, tuple(filler.buckets))
@@ -164,11 +160,9 @@ def start_multiple(alignment: str) -> int:
     return _START_MULTIPLE if alignment == "nccl" else 1
 
 
-def end_multiple(num_ranks: int, alignment: str, high_bus_bandwidth: bool = False) -> int:
+def end_multiple(num_ranks: int, alignment: str) -> int:
     """A bucket's end is a multiple of this, in elements."""
-    if alignment == "none":
-        return num_ranks
-    return lcm(num_ranks, _END_MULTIPLE, _BUS_BANDWIDTH_MULTIPLE if high_bus_bandwidth else 1)
+    return num_ranks if alignment == "none" else lcm(num_ranks, _END_MULTIPLE)
 
 
 def padded(num_elements: int, multiple: int) -> int:
