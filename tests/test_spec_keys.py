@@ -19,7 +19,7 @@ import torch
 from examples.gpt import GPT
 from planner import PlanError, plan
 from planner.spec.fields import Section
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec
 from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine

@@ -236,14 +236,14 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
         sizes = by_stage(split, fold) if _is_rows(split) else list(split)
         _check_sizes(split, sizes, pp * vpp, num_blocks)
         return layout_of_sizes(sizes)
-    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, Ends(**dict(split))), fold))
+    return layout_of_sizes(by_stage(even_split(num_blocks, pp, vpp, fold, split), fold))
 
 
 def may_be_alone(split: Any) -> bool:
     """Whether the embedding, or the loss, may have a stage without blocks."""
     if isinstance(split, str):
         return split == AUTO or not all(read_layout(split).sizes)
-    return not isinstance(split, Sequence) and any(dict(split).get(end) for end in ("embedding", "loss"))
+    return not isinstance(split, Sequence) and (split.embedding or split.loss)
 
 
 def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list[int]:
@@ -252,22 +252,15 @@ def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list
     return [sizes_of_ranks[rank_of(s, pp, fold)][s // pp] for s in range(num_stages)]
 
 
-class Ends(NamedTuple):
-    """What an even split says of the ends: blocks of the first and the last rank, or what counts as a block."""
-
-    first: int | None = None
-    last: int | None = None
-    embedding: bool = False
-    loss: bool = False
-
-
-def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Ends) -> list[list[int]]:
-    """Of each pp rank, the blocks of each of its chunks. Raises PlanError if something would be left over."""
+def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Any) -> list[list[int]]:
+    """Of each pp rank, the blocks of each of its chunks. ``ends``: the spec's EvenSplit, the blocks of the first and
+    the last rank, or what counts as a block. Raises PlanError if something would be left over.
+    """
     fixed = [n for n in (ends.first, ends.last) if n is not None]
     if ends.embedding or ends.loss:
         if fixed:
             raise _problem("embedding and loss count as blocks only if first and last are not given", "keep one")
-        return _with_ends(num_blocks, pp, vpp, fold, ends)
+        return _with_ends(num_blocks, pp, vpp, fold, ends.embedding, ends.loss)
     ranks, blocks = pp - len(fixed), num_blocks - sum(fixed)
     between = f"{blocks} blocks of {num_blocks}" if fixed else f"{num_blocks} blocks"
     if ranks < 0 or blocks < 0 or (blocks % ranks if ranks else blocks):
@@ -281,9 +274,8 @@ def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Ends) -> li
     return [_in_chunks(size, rank, vpp) for rank, size in enumerate(sizes)]
 
 
-def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Ends) -> list[list[int]]:
+def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
     """Evenly, with the embedding on the first stage and the loss on the last, each instead of a block."""
-    _, _, embedding, loss = ends
     total = num_blocks + embedding + loss
     if total % pp:
         counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])

@@ -17,6 +17,7 @@ from planner.pipeline.layout import stage_problems
 from planner.pipeline.schedule import Schedule
 from planner.spec.fields import AUTO
 from planner.spec.inputs import TELLING, batch_problems, length_problems, role_of, tokens_of
+from planner.spec.messages import wrong
 from planner.spec.sections import needs_auto_mesh
 from planner.spec.update_rules import MATRIX_RULES
 
@@ -46,8 +47,7 @@ def conflicts(spec: Spec) -> Iterator[PlanError]:
     yield from _zero_problems(spec)
     yield from _stage_problems(spec)
     if spec.attention != AUTO and not spec.mesh.has_auto and spec.mesh.cp == 1:
-        fix = "remove it, or set mesh.cp"
-        yield SpecError("attention: without cp, PyTorch chooses the kernel of attention", where="attention", fix=fix)
+        yield wrong("attention", ": without cp, PyTorch chooses the kernel of attention", "remove it, or set mesh.cp")
 
 
 def _auto_problems(spec: Spec) -> Iterator[PlanError]:
@@ -55,7 +55,7 @@ def _auto_problems(spec: Spec) -> Iterator[PlanError]:
     if spec.mesh.has_auto:
         if isinstance(spec.recompute, Mapping):
             fix = "write none, selective, full or auto; or give the sizes of the mesh"
-            yield SpecError("recompute: a search takes one kind for all blocks", where="recompute", fix=fix)
+            yield wrong("recompute", ": a search takes one kind for all blocks", fix)
         return
     asked = {
         "batch.micro": (spec.batch.micro, 1),
@@ -67,8 +67,8 @@ def _auto_problems(spec: Spec) -> Iterator[PlanError]:
     yield from (needs_auto_mesh(path, example) for path, (value, example) in asked.items() if value == AUTO)
     world_size = spec.mesh.to_mesh().world_size if spec.mesh.order != AUTO else spec.devices
     if spec.devices not in (None, world_size):
-        what = f"devices = {spec.devices}, but the mesh has {world_size} ranks"
-        yield SpecError(what, where="devices", fix=f"remove it, or set it to {world_size}")
+        what = f" = {spec.devices}, but the mesh has {world_size} ranks"
+        yield wrong("devices", what, f"remove it, or set it to {world_size}")
 
 
 def _batch_problems(spec: Spec) -> Iterator[PlanError]:
@@ -78,11 +78,8 @@ def _batch_problems(spec: Spec) -> Iterator[PlanError]:
     step = micro * dp
     if size % step:
         nearest = " or ".join(str(n) for n in (size // step * step, -(-size // step) * step) if n)
-        yield SpecError(
-            f"batch.global = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}",
-            where="batch.global",
-            fix=f"set batch.global to {nearest}, or change batch.micro or mesh.dp",
-        )
+        what = f" = {size} is not divisible by batch.micro · mesh.dp = {micro} · {dp} = {step}"
+        yield wrong("batch.global", what, f"set batch.global to {nearest}, or change batch.micro or mesh.dp")
 
 
 def _document_problems(spec: Spec) -> Iterator[PlanError]:
@@ -100,46 +97,41 @@ def _size_problems(spec: Spec) -> Iterator[PlanError]:
     """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
     mean, tokens = spec.data.mean_document, tokens_of(spec.longest.inputs)
     if spec.inputs and mean is not None and mean > tokens:
-        what = f"data.mean_document is {mean}, and a sequence has {tokens} tokens"
-        yield SpecError(what, where="data.mean_document", fix=f"set it to {tokens} or less, or remove it")
+        what = f" is {mean}, and a sequence has {tokens} tokens"
+        yield wrong("data.mean_document", what, f"set it to {tokens} or less, or remove it")
     for name, tensor in spec.longest.inputs.items():
         elements = spec.batch.global_size * math.prod(tensor.sizes)
         if elements > _MOST_ELEMENTS:
-            at = f"inputs.{name}.shape"
-            what = f"{at}: a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"
-            yield SpecError(what, where=at, fix="choose a smaller shape or batch.global")
+            what = f": a global batch of {elements:.1e} elements, more than {_MOST_ELEMENTS:.1e}"
+            yield wrong(f"inputs.{name}.shape", what, "choose a smaller shape or batch.global")
 
 
 def _recompute_problems(spec: Spec) -> Iterator[PlanError]:
     kinds = {spec.recompute} if isinstance(spec.recompute, str) else set(spec.recompute.values())
     if kinds - {"none"} and spec.cuda_graphs.impl == "transformer_engine":
-        yield SpecError(
-            "recompute: graphs of transformer_engine cannot replay a forward's random numbers in the backward",
-            where="recompute",
-            fix="set cuda_graphs.impl: local or emulate, or recompute: none",
-        )
+        what = ": graphs of transformer_engine cannot replay a forward's random numbers in the backward"
+        yield wrong("recompute", what, "set cuda_graphs.impl: local or emulate, or recompute: none")
 
 
 def _zero_problems(spec: Spec) -> Iterator[PlanError]:
     zero, impl = spec.optimizer.zero, spec.cuda_graphs.impl
     if zero in (2, 3) and impl != "none":
-        yield SpecError(
-            f"optimizer.zero = {zero} and cuda_graphs.impl = {impl}: a graph adds gradients at fixed places, and reads "
-            "weights there, which have memory only for the time of their use",
-            where="optimizer.zero",
-            fix="set optimizer.zero: 1, or cuda_graphs.impl: none",
+        what = (
+            f" = {zero} and cuda_graphs.impl = {impl}: a graph adds gradients at fixed places, and reads weights "
+            "there, which have memory only for the time of their use"
         )
+        yield wrong("optimizer.zero", what, "set optimizer.zero: 1, or cuda_graphs.impl: none")
     yield from _shard_problems(spec)
     if spec.precision.gather is not None and zero not in (3, AUTO):
-        what = f"precision.gather is for optimizer.zero 3, and it is {zero}"
-        yield SpecError(what, where="precision.gather", fix="set optimizer.zero: 3, or remove it")
+        what = f" is for optimizer.zero 3, and it is {zero}"
+        yield wrong("precision.gather", what, "set optimizer.zero: 3, or remove it")
     if spec.precision.gather is not None and spec.precision.parameters in ("bfloat16", "float16"):
-        what = f"precision.gather = {spec.precision.gather} is no smaller than {spec.precision.parameters} parameters"
-        yield SpecError(what, where="precision.gather", fix="remove it")
+        what = f" = {spec.precision.gather} is no smaller than {spec.precision.parameters} parameters"
+        yield wrong("precision.gather", what, "remove it")
     reshard = spec.optimizer.reshard
     if reshard not in (True, AUTO) and zero not in (3, AUTO):
-        what = f"optimizer.reshard = {str(reshard).lower()} is for zero 3, and optimizer.zero is {zero}"
-        yield SpecError(what, where="optimizer.reshard", fix="set optimizer.zero: 3, or remove it")
+        what = f" = {str(reshard).lower()} is for zero 3, and optimizer.zero is {zero}"
+        yield wrong("optimizer.reshard", what, "set optimizer.zero: 3, or remove it")
 
 
 def _shard_problems(spec: Spec) -> Iterator[PlanError]:
@@ -147,11 +139,11 @@ def _shard_problems(spec: Spec) -> Iterator[PlanError]:
     if spec.optimizer.shard_group is None:
         return
     if spec.optimizer.zero == 0:
-        yield SpecError(f"{at}: with zero 0 nothing is in shards", where=at, fix=fix)
+        yield wrong(at, ": with zero 0 nothing is in shards", fix)
     if spec.mesh.has_auto:
-        yield SpecError(f"{at}: a search shards over all ranks of dp", where=at, fix=f"{fix}, or give all sizes")
+        yield wrong(at, ": a search shards over all ranks of dp", f"{fix}, or give all sizes")
     if MATRIX_RULES & spec.optimizer.rules:
-        yield SpecError(f"{at}: muon gathers matrices over all ranks of dp", where=at, fix=fix)
+        yield wrong(at, ": muon gathers matrices over all ranks of dp", fix)
 
 
 def _stage_problems(spec: Spec) -> Iterator[PlanError]:
@@ -159,11 +151,8 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
     if isinstance(schedule, Schedule):
         yield from _by_hand_problems(spec, schedule)
     elif vpp not in (1, AUTO) and schedule != AUTO and not KINDS[schedule].runs_chunks:
-        yield SpecError(
-            f"mesh.vpp = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}",
-            where="mesh.vpp",
-            fix=f"set pipeline.schedule: {default_kind(2)}, or mesh.vpp: 1",
-        )
+        what = f" = {vpp} needs an interleaved schedule, but pipeline.schedule is {schedule}"
+        yield wrong("mesh.vpp", what, f"set pipeline.schedule: {default_kind(2)}, or mesh.vpp: 1")
     elif AUTO not in (pp, vpp, schedule) and KINDS[schedule].waits:
         try:
             KINDS[schedule].check(Sizes(int(pp), 1, int(vpp), int(pp)))
@@ -177,12 +166,11 @@ def _by_hand_problems(spec: Spec, schedule: Schedule) -> Iterator[PlanError]:
     """Its sizes are those of the spec, at each length."""
     at = "pipeline.schedule"
     if spec.mesh.has_auto or spec.batch.micro == AUTO:
-        what = f"{at}: a schedule by hand is for one mesh and one number of microbatches, and a search chooses them"
-        yield SpecError(what, where=at, fix=f"write the sizes of the mesh and batch.micro, or {at}: auto")
+        what = ": a schedule by hand is for one mesh and one number of microbatches, and a search chooses them"
+        yield wrong(at, what, f"write the sizes of the mesh and batch.micro, or {at}: auto")
         return
     if spec.pipeline.group_size is not None:
-        at_group = "pipeline.group_size"
-        yield SpecError(f"{at_group}: a schedule by hand has no groups", where=at_group, fix="remove it")
+        yield wrong("pipeline.group_size", ": a schedule by hand has no groups", "remove it")
     own = schedule.pp, schedule.vpp, schedule.num_microbatches
     for length in spec.lengths or (None,):
         one = spec if length is None else spec.at(spec.lengths.index(length))
@@ -190,8 +178,8 @@ def _by_hand_problems(spec: Spec, schedule: Schedule) -> Iterator[PlanError]:
         if asked != own:
             words = ["pp {}, vpp {}, {} microbatches".format(*sizes) for sizes in (own, asked)]
             of_length = "" if length is None else f" at length {length}"
-            what = f"{at}: the schedule is for {words[0]}, and the spec has {words[1]}{of_length}"
-            yield SpecError(what, where=at, fix="write a schedule of the spec's sizes, or change mesh and batch")
+            what = f": the schedule is for {words[0]}, and the spec has {words[1]}{of_length}"
+            yield wrong(at, what, "write a schedule of the spec's sizes, or change mesh and batch")
             return
 
 

@@ -17,11 +17,74 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from passes.errors import PlanError, SpecError
-from planner.spec.fields import MOST_INPUTS, Flag, Fraction, Name, Positive, Section, Size, Word, key
-from planner.spec.sections import BatchSpec, InputSpec, sizes_of
+from planner.spec.fields import (
+    MOST_DIMS,
+    MOST_INPUTS,
+    MOST_LENGTHS,
+    Count,
+    Dtype,
+    Flag,
+    Fraction,
+    Name,
+    Positive,
+    Section,
+    Size,
+    Word,
+    key,
+    optional_by_like,
+)
+from planner.spec.messages import wrong
+from planner.spec.sections import BatchSpec
+
+Lengths = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MOST_LENGTHS)]
+
+
+def _nested(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_nested, value)) if isinstance(value, (list, tuple)) else value
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """The shape of nested tuples of numbers. Raises ValueError if they have none."""
+    if not isinstance(value, tuple):
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{value!r} is no number")
+        return ()
+    sizes = {sizes_of(inner) for inner in value}
+    if len(sizes) != 1:
+        raise ValueError("it has lists that are empty, or of different sizes")
+    return len(value), *sizes.pop()
+
+
+Value = Annotated[tuple[Any, ...], Field(min_length=1), BeforeValidator(_nested)]
+
+
+class InputSpec(Section):
+    """One tensor of the batch. A Spec fills in the keys that it takes from the input that it is ``like``."""
+
+    shape: Annotated[tuple[Size | Lengths, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
+        (), "without the batch dim; required, unless like another input; a list for a dim of several lengths"
+    )
+    dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
+    high: Size | None = key(None, "integers of the input are smaller than this")
+    joined: Flag = key(False, "samples lie one after another: shape [n, …] of one sample is [b · n, …] of a batch")
+    batch_dim: Count = key(0, "the dim of the batch in the tensor of a batch")
+    value: Value | None = key(
+        None, "in place of shape and high: the value of every sample; of several lengths a list of such values"
+    )
+    like: Name | None = key(None, "another input, which gives the keys that are missing here")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``shape``, or that of ``value``, of an input of one length."""
+        if self.value is not None:
+            return sizes_of(self.value)
+        found = tuple(n for n in self.shape if isinstance(n, int))
+        assert len(found) == len(self.shape), "one of several lengths is to be chosen first"
+        return found
 
 
 def resolve_like(given: dict[str, InputSpec]) -> dict[str, InputSpec]:
@@ -46,11 +109,9 @@ def _chain(given: dict[str, InputSpec], name: str) -> list[str]:
 def _chain_errors(given: dict[str, InputSpec], name: str) -> Iterator[PlanError]:
     at, like = f"inputs.{name}.like", given[name].like
     if like is not None and like not in given:
-        fix = f"name one of the inputs: {', '.join(given)}"
-        yield SpecError(f"{at} names no input: '{like}'", where=at, fix=fix)
+        yield wrong(at, f" names no input: '{like}'", f"name one of the inputs: {', '.join(given)}")
     elif name == given[_chain(given, name)[-1]].like:
-        fix = "give one of them a shape and a dtype"
-        yield SpecError(f"{at}: the inputs refer to each other in a circle", where=at, fix=fix)
+        yield wrong(at, ": the inputs refer to each other in a circle", "give one of them a shape and a dtype")
 
 
 def _filled(given: dict[str, InputSpec], name: str) -> InputSpec:
@@ -63,10 +124,10 @@ def _value_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
     has_value = tensor.value is not None
     for name, example in (("shape", "shape: [1024]"), ("dtype", "dtype: int64")):
         if name not in tensor.model_fields_set and not has_value:
-            yield SpecError(f"{at}.{name} is missing", where=f"{at}.{name}", fix=f"add `{example}`")
+            yield wrong(f"{at}.{name}", " is missing", f"add `{example}`")
     if tensor.high is not None and (tensor.dtype == "bool" or "float" in tensor.dtype):
         fix = "remove `high`, or choose an integer dtype"
-        yield SpecError(f"{at}.high is for integers, not {tensor.dtype}", where=f"{at}.high", fix=fix)
+        yield wrong(f"{at}.high", f" is for integers, not {tensor.dtype}", fix)
     yield from _form_errors(tensor, at)
 
 
@@ -77,7 +138,7 @@ def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
         sizes = sizes_of(tensor.value) if has_value else tensor.shape
     except ValueError as error:
         fix = "write a list of numbers, or of such lists: [[1, 16, 16]]"
-        yield SpecError(f"{at}.value is no tensor: {error}", where=f"{at}.value", fix=fix)
+        yield wrong(f"{at}.value", f" is no tensor: {error}", fix)
         return
     for name in ("shape", "high"):
         if has_value and getattr(tensor, name):
@@ -87,11 +148,10 @@ def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
     if tensor.joined and not sizes:
         yield SpecError(f"{at} is joined, and a sample has no dim", where=f"{at}.joined", fix="give a shape [n, …]")
     if tensor.batch_dim > len(sizes):
-        what = f"{at}.batch_dim is {tensor.batch_dim}, and the tensor of a batch has dims 0 to {len(sizes)}"
-        yield SpecError(what, where=f"{at}.batch_dim", fix=f"set it to {len(sizes)} or less")
+        what = f" is {tensor.batch_dim}, and the tensor of a batch has dims 0 to {len(sizes)}"
+        yield wrong(f"{at}.batch_dim", what, f"set it to {len(sizes)} or less")
     if has_value and "float" not in tensor.dtype and "." in str(tensor.value):
-        what = f"{at}.value has fractions, and dtype {tensor.dtype}"
-        yield SpecError(what, where=f"{at}.value", fix="add `dtype: float32`")
+        yield wrong(f"{at}.value", f" has fractions, and dtype {tensor.dtype}", "add `dtype: float32`")
 
 
 def lists_of(inputs: Mapping[str, InputSpec]) -> dict[str, tuple[int, ...]]:
@@ -139,17 +199,16 @@ def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
     lists = lists_of(inputs)
     for lengths, path in {lengths: path for path, lengths in reversed(lists.items())}.items():
         if list(lengths) != sorted(set(lengths)):
-            fix = f"write {sorted(set(lengths))}"
-            yield SpecError(f"{path} has the lengths {list(lengths)}, which do not ascend", where=path, fix=fix)
+            what = f" has the lengths {list(lengths)}, which do not ascend"
+            yield wrong(path, what, f"write {sorted(set(lengths))}")
     for name, given in inputs.items():
-        path = f"inputs.{name}.shape"
         if len({len(n) for n in given.shape if isinstance(n, tuple)}) > 1:
-            yield SpecError(f"{path} has lists of different sizes", where=path, fix="give each dim as many lengths")
+            yield wrong(f"inputs.{name}.shape", " has lists of different sizes", "give each dim as many lengths")
     sizes = {len(lengths) for lengths in lists.values()}
     for name, given in inputs.items():
         if sizes and given.value is not None and sizes_of(given.value)[:1] != (min(sizes),):
-            path, what = f"inputs.{name}.value", "is no list with a value for each of the lengths of a sequence"
-            yield SpecError(f"{path} {what}", where=path, fix=f"write a list of {min(sizes)} values")
+            what = " is no list with a value for each of the lengths of a sequence"
+            yield wrong(f"inputs.{name}.value", what, f"write a list of {min(sizes)} values")
     if len(sizes) > 1:
         told = ", ".join(f"{path} has {len(lengths)}" for path, lengths in lists.items())
         path = list(lists)[-1]
@@ -160,26 +219,23 @@ def batch_problems(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -
     """``batch.tokens`` that no step of some length can have."""
     if batch.tokens is None:
         if not batch.global_size:
-            yield SpecError("batch.global is missing", where="batch.global", fix="add `global: 16`")
+            yield wrong("batch.global", " is missing", "add `global: 16`")
         return
     longest = num_sequences(batch, inputs_at(inputs, -1), dp) if inputs else 0
     if batch.global_size not in (0, longest):
-        what = f"batch.global = {batch.global_size}, but batch.tokens = {batch.tokens} makes {longest} sequences a step"
-        yield SpecError(what, where="batch.global", fix="remove one of them")
+        what = f" = {batch.global_size}, but batch.tokens = {batch.tokens} makes {longest} sequences a step"
+        yield wrong("batch.global", what, "remove one of them")
         return
     if not inputs:
-        fix = "add `inputs`, or set batch.global instead"
-        yield SpecError("batch.tokens counts tokens of inputs, and the spec has none", where="batch.tokens", fix=fix)
+        what = " counts tokens of inputs, and the spec has none"
+        yield wrong("batch.tokens", what, "add `inputs`, or set batch.global instead")
         return
     for place in range(max(1, len(lengths_of(inputs)))):
         of_length = inputs_at(inputs, place)
         if not num_sequences(batch, of_length, dp):
             step = f"batch.micro · mesh.dp = {batch.micro} · {dp} sequences" if isinstance(dp, int) else "a sequence"
-            yield SpecError(
-                f"batch.tokens = {batch.tokens} is less than {step} of {tokens_of(of_length)} tokens",
-                where="batch.tokens",
-                fix="raise batch.tokens, or lower batch.micro or mesh.dp",
-            )
+            what = f" = {batch.tokens} is less than {step} of {tokens_of(of_length)} tokens"
+            yield wrong("batch.tokens", what, "raise batch.tokens, or lower batch.micro or mesh.dp")
             return
 
 

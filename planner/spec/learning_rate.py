@@ -14,7 +14,7 @@ from passes.errors import PlanError, SpecError, Where, first_line
 from planner.named_code import FUNCTION_FORMS, NamedCode, from_directory, is_named, line_of
 from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, key
 from planner.spec.lines import locate
-from planner.spec.messages import no_choice
+from planner.spec.messages import no_choice, not_read, wrong
 
 # kind of schedule → the keys that may stand beside it
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -87,24 +87,21 @@ class LearningRateSpec(Section):
     def _keys_of_others(self, read: tuple[str, ...]) -> Iterator[PlanError]:
         for name, field in type(self).model_fields.items():
             if name not in ("kind", *read) and getattr(self, name) != field.default:
-                at, kind = (
-                    f"optimizer.schedule.{name}",
-                    self.kind if self.kind in SCHEDULES else "a function of your own",
-                )
-                yield SpecError(f"{at} is not for {kind}, which does not read it", where=at, fix="remove it")
+                kind = self.kind if self.kind in SCHEDULES else "a function of your own"
+                yield not_read(f"optimizer.schedule.{name}", kind)
 
     def _too_long(self, at: str) -> Iterator[PlanError]:
         if isinstance(self.warmup, float) and self.steps is None:
-            what = f"{at}.warmup = {self.warmup} is a share of steps, which are missing"
-            yield SpecError(what, where=f"{at}.warmup", fix="add `steps: auto`, or a number of steps")
+            what = f" = {self.warmup} is a share of steps, which are missing"
+            yield wrong(f"{at}.warmup", what, "add `steps: auto`, or a number of steps")
         if self.steps is None or self.steps == "auto" or isinstance(self.warmup, float):
             return
         if self.warmup > self.steps:
-            what = f"{at}.warmup = {self.warmup} is more than steps = {self.steps}"
-            yield SpecError(what, where=f"{at}.warmup", fix="choose a shorter warmup, or more steps")
+            what = f" = {self.warmup} is more than steps = {self.steps}"
+            yield wrong(f"{at}.warmup", what, "choose a shorter warmup, or more steps")
         elif self.warmup + (self.decay or 0) > self.steps:
-            what = f"{at}.decay = {self.decay} is more than the {self.steps - self.warmup} steps after the warm-up"
-            yield SpecError(what, where=f"{at}.decay", fix="choose a shorter decay, or more steps")
+            what = f" = {self.decay} is more than the {self.steps - self.warmup} steps after the warm-up"
+            yield wrong(f"{at}.decay", what, "choose a shorter decay, or more steps")
 
 
 class RateFunction:

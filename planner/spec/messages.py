@@ -167,6 +167,16 @@ def _wrong_value(at: _Key) -> SpecError:
     return SpecError(what, where=at.path, fix=f"write {at.value}, without quotes" if _unquoted(at, words) else fix)
 
 
+def wrong(path: str, words: str, fix: str) -> SpecError:
+    """An error of the key ``path``, with which its text begins."""
+    return SpecError(f"{path}{words}", where=path, fix=fix)
+
+
+def not_read(path: str, rule: str) -> SpecError:
+    """The key ``path`` says nothing to the kind, or rule, that is chosen."""
+    return wrong(path, f" is not for {rule}, which does not read it", "remove it")
+
+
 def no_choice(value: Any, words: Iterable[str], more: str = "") -> SpecError:
     """``value`` is none of ``words``; ``more``: what else it may be."""
     nearest = _nearest(value, words)

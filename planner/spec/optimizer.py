@@ -26,7 +26,7 @@ from planner.spec.fields import (
     key,
 )
 from planner.spec.learning_rate import LearningRateSpec
-from planner.spec.messages import describe_value
+from planner.spec.messages import describe_value, not_read, wrong
 from planner.spec.update_rules import (
     MEAN_RULES,
     PREFIX,
@@ -157,32 +157,27 @@ class OptimizerSpec(Section):
         except PlanError as error:
             yield SpecError(error.what, where=error.where, fix=error.fix)
         if self.schedule.min_lr > self.lr:
-            at = "optimizer.schedule.min_lr"
-            what = f"{at} = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
-            yield SpecError(what, where=at, fix="choose a smaller min_lr")
+            what = f" = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
+            yield wrong("optimizer.schedule.min_lr", what, "choose a smaller min_lr")
 
     def _beside_a_mean(self) -> Iterator[PlanError]:
         """Keys that a schedule-free rule stands for."""
         (rule,) = MEAN_RULES
         if self.schedule.kind != "constant":
-            at = "optimizer.schedule.kind"
-            yield SpecError(f"{at}: {rule} has no schedule beside a warm-up", where=at, fix="set kind: constant")
+            yield wrong("optimizer.schedule.kind", f": {rule} has no schedule beside a warm-up", "set kind: constant")
         if self.ema is not None:
-            yield SpecError(f"optimizer.ema: {rule} has a mean of its own", where="optimizer.ema", fix="remove it")
+            yield wrong("optimizer.ema", f": {rule} has a mean of its own", "remove it")
 
     def _keys_of_others(self) -> Iterator[PlanError]:
         """A key that no update rule of the run reads, with another value than its default."""
         read = set[str]().union(*(keys_read(rule) for rule in self.rules))
         for name in dict.fromkeys(("options", *(name for rule in UPDATE_RULES.values() for name in rule.keys))):
             if name not in read and getattr(self, name) != type(self).model_fields[name].default:
-                at = f"optimizer.{name}"
-                yield SpecError(f"{at} is not for {self.name}, which does not read it", where=at, fix="remove it")
+                yield not_read(f"optimizer.{name}", self.name)
             for pattern, group in self.groups.items():
                 rule = group.name or self.name
                 if name not in keys_read(rule) and getattr(group, name, None) is not None:
-                    at = f"optimizer.groups.{pattern}.{name}"
-                    yield SpecError(f"{at} is not for {rule}, which does not read it", where=at, fix="remove it")
+                    yield not_read(f"optimizer.groups.{pattern}.{name}", rule)
         momentum, nesterov = momentum_of(self)
         if nesterov and not momentum:
-            at = "optimizer.nesterov"
-            yield SpecError(f"{at} needs momentum", where=at, fix="set optimizer.momentum: 0.9")
+            yield wrong("optimizer.nesterov", " needs momentum", "set optimizer.momentum: 0.9")

@@ -28,13 +28,10 @@ from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import (
     AUTO,
     LARGEST_SIZE,
-    MOST_DIMS,
-    MOST_LENGTHS,
     MOST_NAMES,
     AtLeastOne,
     Auto,
     Count,
-    Dtype,
     Flag,
     Float,
     Name,
@@ -46,14 +43,12 @@ from planner.spec.fields import (
     Style,
     Word,
     key,
-    optional_by_like,
     required,
 )
 from planner.spec.lines import locate
-from planner.spec.messages import describe_value, no_choice
+from planner.spec.messages import describe_value, no_choice, wrong
 
 GLOBAL = "global"
-Lengths = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MOST_LENGTHS)]
 STYLES: tuple[str, ...] = get_args(Style)
 _SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_SIZE}
 _ROW = {"type": "array", "items": {"anyOf": [_SIZE, {"enum": [*WORDS]}]}}
@@ -65,10 +60,8 @@ _SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
 
 def needs_auto_mesh(path: str, example: Any) -> PlanError:
     """A key is left to the search, but no axis is: nothing searches."""
-    fix = f"write a value, such as {example}, or mesh: auto"
-    return SpecError(
-        f"{path} is auto, but no axis of the mesh is auto, so that nothing is searched", where=path, fix=fix
-    )
+    what = " is auto, but no axis of the mesh is auto, so that nothing is searched"
+    return wrong(path, what, f"write a value, such as {example}, or mesh: auto")
 
 
 class MeshSpec(Section):
@@ -132,51 +125,6 @@ class BatchSpec(Section):
     )
 
 
-def _nested(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(_nested, value)) if isinstance(value, (list, tuple)) else value
-
-
-def sizes_of(value: Any) -> tuple[int, ...]:
-    """The shape of nested tuples of numbers. Raises ValueError if they have none."""
-    if not isinstance(value, tuple):
-        if not isinstance(value, (int, float)):
-            raise ValueError(f"{value!r} is no number")
-        return ()
-    sizes = {sizes_of(inner) for inner in value}
-    if len(sizes) != 1:
-        raise ValueError("it has lists that are empty, or of different sizes")
-    return len(value), *sizes.pop()
-
-
-Value = Annotated[tuple[Any, ...], Field(min_length=1), BeforeValidator(_nested)]
-
-
-class InputSpec(Section):
-    """One tensor of the batch. A Spec fills in the keys that it takes from the input that it is ``like``."""
-
-    shape: Annotated[tuple[Size | Lengths, ...], Field(max_length=MOST_DIMS)] = optional_by_like(
-        (), "without the batch dim; required, unless like another input; a list for a dim of several lengths"
-    )
-    dtype: Dtype = optional_by_like("int64", "of the tensor; required, unless like another input")
-    high: Size | None = key(None, "integers of the input are smaller than this")
-    joined: Flag = key(False, "samples lie one after another: shape [n, …] of one sample is [b · n, …] of a batch")
-    batch_dim: Count = key(0, "the dim of the batch in the tensor of a batch")
-    value: Value | None = key(
-        None, "in place of shape and high: the value of every sample; of several lengths a list of such values"
-    )
-    like: Name | None = key(None, "another input, which gives the keys that are missing here")
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """``shape``, or that of ``value``, of an input of one length."""
-        if self.value is not None:
-            return sizes_of(self.value)
-        found = tuple(n for n in self.shape if isinstance(n, int))
-        assert len(found) == len(self.shape), "one of several lengths is to be chosen first"
-        return found
-
-
 class TensorParallelSpec(Section):
     sequence_parallel: Flag | Auto = key(
         False, "shard activations along the sequence between the tensor-parallel regions"
@@ -235,10 +183,10 @@ def _words(row: Any, index: int) -> list[str]:
     """One stage of a layout that is written out."""
     at, fix = f"{KEY}.{index}", f"give a list of {', '.join(WORDS)}"
     if not isinstance(row, (list, tuple)):
-        raise SpecError(f"{at} is {describe_value(row)}, not a list", where=at, fix=fix)
+        raise wrong(at, f" is {describe_value(row)}, not a list", fix)
     for i, word in enumerate(row):
         if not isinstance(word, str) or word not in WORDS:
-            raise SpecError(f"{at}.{i} is {describe_value(word)}, not a layer", where=f"{at}.{i}", fix=fix)
+            raise wrong(f"{at}.{i}", f" is {describe_value(word)}, not a layer", fix)
     return list(row)
 
 
@@ -305,8 +253,8 @@ class PipelineSpec(Section):
     def problems(self) -> Iterator[PlanError]:
         split = self.split
         if isinstance(split, EvenSplit) and (split.embedding or split.loss) and (split.first or split.last):
-            what = "pipeline.split: embedding and loss count as blocks only if first and last are not given"
-            yield SpecError(what, where="pipeline.split", fix="remove either of the two")
+            what = ": embedding and loss count as blocks only if first and last are not given"
+            yield wrong(KEY, what, "remove either of the two")
 
 
 class PrecisionSpec(Section):
@@ -340,19 +288,18 @@ class CudaGraphsSpec(Section):
     def problems(self) -> Iterator[PlanError]:
         at = "cuda_graphs.scope"
         if "moe_preprocess" in self.scope and "moe_router" not in self.scope:
-            yield SpecError(f"{at}: moe_preprocess needs moe_router", where=at, fix="add moe_router")
+            yield wrong(at, ": moe_preprocess needs moe_router", "add moe_router")
         if "moe" in self.scope and "moe_router" in self.scope:
-            yield SpecError(f"{at}: moe already contains moe_router", where=at, fix="keep one of them")
+            yield wrong(at, ": moe already contains moe_router", "keep one of them")
         if FULL_ITERATION in self.scope and len(self.scope) > 1:
             fix = f"write scope: [{FULL_ITERATION}], or remove {FULL_ITERATION}"
-            yield SpecError(f"{at}: {FULL_ITERATION} already contains every part of every block", where=at, fix=fix)
+            yield wrong(at, f": {FULL_ITERATION} already contains every part of every block", fix)
         if FULL_ITERATION in self.scope and self.impl == "transformer_engine":
-            what = f"{at}: transformer_engine captures parts of blocks, not a {FULL_ITERATION}"
-            yield SpecError(what, where=at, fix="set impl: local or emulate, or another scope")
+            what = f": transformer_engine captures parts of blocks, not a {FULL_ITERATION}"
+            yield wrong(at, what, "set impl: local or emulate, or another scope")
         if self.impl != "none" and not self.warmup_steps:
-            at = "cuda_graphs.warmup_steps"
-            what = f"{at} is 0: kernels and workspaces must be set up in eager steps before a graph is captured"
-            yield SpecError(what, where=at, fix="set it to 1 or more")
+            what = " is 0: kernels and workspaces must be set up in eager steps before a graph is captured"
+            yield wrong("cuda_graphs.warmup_steps", what, "set it to 1 or more")
 
 
 class InitializationSpec(Section):

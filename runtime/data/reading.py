@@ -15,7 +15,7 @@ import xxhash
 
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec
 from runtime.data.text.documents import STDLIB, Split, files_of, parts
 from runtime.data.text.encoders import ByteEncoder, TokenizerFile
 from runtime.data.token_batches import OF_IDS

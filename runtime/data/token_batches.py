@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.spec.inputs import NAMES, ROLES, DataSpec
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import NAMES, ROLES, DataSpec, InputSpec
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.objectives.masked import masked

@@ -8,8 +8,7 @@ from torch import Tensor
 from planner.documents import telling_values
 from planner.forms import given_by
 from planner.frozen_plan import Plan
-from planner.spec.inputs import role_of
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec, role_of
 from planner.spec.spec import Spec
 
 IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts

@@ -14,7 +14,6 @@ from planner.fold import LOOP
 from planner.pipeline.layout import (
     PATTERN,
     WORDS,
-    Ends,
     by_stage,
     even_split,
     layout_of,
@@ -23,6 +22,7 @@ from planner.pipeline.layout import (
     read_layout,
     spelled,
 )
+from planner.spec.sections import EvenSplit
 from planner.spec.spec import Spec
 from tests.tools.paths import ORACLES
 
@@ -87,22 +87,22 @@ def test_a_layout_that_the_oracle_cannot_read_is_refused_at_its_character(case):
 
 @pytest.mark.parametrize("case", SPLITS, ids=by_id)
 def test_an_even_split_equals_the_oracle(case):
-    keys = {
-        "first": case["num_layers_in_first_pipeline_stage"],
-        "last": case["num_layers_in_last_pipeline_stage"],
-        "embedding": case["account_for_embedding_in_pipeline_split"],
-        "loss": case["account_for_loss_in_pipeline_split"],
-    }
+    split = EvenSplit(
+        first=case["num_layers_in_first_pipeline_stage"],
+        last=case["num_layers_in_last_pipeline_stage"],
+        embedding=case["account_for_embedding_in_pipeline_split"],
+        loss=case["account_for_loss_in_pipeline_split"],
+    )
     num_layers, pp, vpp = case["num_layers"], case["pp"], case["vpp"] or 1
     if "error" in case:
         with pytest.raises(PlanError) as error:
-            even_split(num_layers, pp, vpp, LOOP, Ends(**keys))
+            even_split(num_layers, pp, vpp, LOOP, split)
         assert str(error.value.where) == "pipeline.split"
         assert error.value.fix
         return
-    sizes = even_split(num_layers, pp, vpp, LOOP, Ends(**keys))
+    sizes = even_split(num_layers, pp, vpp, LOOP, split)
     assert sizes == case["layers_by_pp_then_vp"]
-    blocks = layout_of(keys, pp, vpp, num_layers).blocks
+    blocks = layout_of(split, pp, vpp, num_layers).blocks
     assert [[blocks[c * pp + r].start for c in range(vpp)] for r in range(pp)] == case["offset_by_pp_then_vp"]
     assert [block for stage in blocks for block in stage] == list(range(num_layers))
 
@@ -117,10 +117,10 @@ def test_an_even_split_equals_the_oracle(case):
         ("Et*3,|,t*5,L", 2, 1, [3, 5]),
         ("E|(tt|)*4L", 6, 1, [0, 2, 2, 2, 2, 0]),
         ("E((t|)*2t|)*2ttL", 7, 1, None),
-        ({"first": 2}, 3, 1, [2, 3, 3]),
-        ({"last": 2, "first": 2}, 4, 1, [2, 2, 2, 2]),
-        ({"embedding": True, "loss": True}, 5, 1, [1, 2, 2, 2, 1]),
-        ({"first": 4}, 2, 2, [2, 2, 2, 2]),
+        (EvenSplit(first=2), 3, 1, [2, 3, 3]),
+        (EvenSplit(last=2, first=2), 4, 1, [2, 2, 2, 2]),
+        (EvenSplit(embedding=True, loss=True), 5, 1, [1, 2, 2, 2, 1]),
+        (EvenSplit(first=4), 2, 2, [2, 2, 2, 2]),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import yaml
 from expecttest import assert_expected_inline
 
 from passes.errors import PlanError, SpecError
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec
 from planner.spec.spec import Spec
 from tests.tools.specs import MINIMAL, TWO_LINES, error, load
 

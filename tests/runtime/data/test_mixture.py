@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner import PlanError
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec
 from runtime.commands.train import Given, job_of
 from runtime.data.buckets import BLOCK, MixedBatches
 from runtime.data.objectives.next_token import Packed

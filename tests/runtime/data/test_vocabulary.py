@@ -10,7 +10,7 @@ import pytest
 
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
-from planner.spec.sections import InputSpec
+from planner.spec.inputs import InputSpec
 from runtime.data.reading import check_vocabulary
 from runtime.data.tokens import Tokens
 
