@@ -9,7 +9,7 @@ the result moves along axes by a number of steps. Axes are joined only where a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -28,6 +28,7 @@ from planner.capture.functional import viewed
 OF_MEMORY = Ops(
     "as_strided as_strided_ as_strided_copy as_strided_scatter _reshape_alias set_ resize_ resize_as_ is_set_to"
 )
+Views = tuple[tuple[Any, tuple[Any, ...]], ...]  # ops, each with its arguments after the tensor
 FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:, rows]`)"
 
 
@@ -49,12 +50,12 @@ def _rewritten(node: fx.Node) -> fx.Node:
         raise _refused(node, "is not supported within torch.vmap")
     if is_mutable(node.target) and (x.op == "placeholder" or any(n > node for n in x.users)):
         raise _refused(node, "changes the memory of a tensor that is read later")
-    asked = _Layout.asked(given, x) if "stride" in given else _Layout.of(node.meta["val"])
+    asked = Layout.asked(given, x) if "stride" in given else Layout.of(node.meta["val"])
     return _seen_as(node, given.get("source", x), asked)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Where the elements of a tensor lie in memory."""
 
     sizes: tuple[int, ...]
@@ -62,11 +63,11 @@ class _Layout:
     start: int
 
     @classmethod
-    def of(cls, x: Tensor) -> _Layout:
+    def of(cls, x: Tensor) -> Layout:
         return cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), int(x.storage_offset()))
 
     @classmethod
-    def asked(cls, given: dict[str, Any], x: fx.Node) -> _Layout:
+    def asked(cls, given: dict[str, Any], x: fx.Node) -> Layout:
         start = given.get("storage_offset")
         start = x.meta["val"].storage_offset() if start is None else start
         return cls(tuple(map(int, given["size"])), tuple(map(int, given["stride"])), int(start))
@@ -76,32 +77,31 @@ class _Layout:
         return self.start + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layout) and self._moves == other._moves
+        return isinstance(other, Layout) and self._moves == other._moves
 
     @property
     def _moves(self) -> tuple[Any, ...]:
         """The stride of a dim of one element says nothing."""
         return self.sizes, self.start, [s for n, s in zip(self.sizes, self.strides, strict=True) if n != 1]
 
-    def holds(self, other: _Layout) -> bool:
+    def holds(self, other: Layout) -> bool:
         """Whether each place of ``other`` is one of this."""
         places = torch.zeros(max(self.end, other.end), dtype=torch.bool)
         places.as_strided(self.sizes, self.strides, self.start).fill_(True)
         return bool(places.as_strided(other.sizes, other.strides, other.start).all())
 
 
-def _seen_as(node: fx.Node, x: fx.Node, asked: _Layout) -> fx.Node:
+def _seen_as(node: fx.Node, x: fx.Node, asked: Layout) -> fx.Node:
     """``x`` seen in the layout ``asked``; or the tensor of which ``x`` is a view, if ``x`` holds all that is asked."""
-    own, stops = _Layout.of(x.meta["val"]), False
+    own, stops = Layout.of(x.meta["val"]), False
     for base in _owners(x):
         between = takewhile(lambda owner, base=base: owner is not base, _owners(x))
         stops |= any(n.target is aten.detach.default for n in between)
-        row = _Row(node, base)
-        if 0 not in asked.sizes and row.move(asked):
+        views = views_of(base.meta["val"], asked)
+        if views is not None:
             if base is not x and not own.holds(asked):
                 raise _refused(node, "reads memory beyond its operand, for which autograd has no gradient")
-            return row.add(aten.detach.default) if stops else row.at
-        row.undo()
+            return seen_through(base, (*views, *([(aten.detach.default, ())] if stops else [])), node.meta)
     shown = f"size {list(asked.sizes)}, stride {list(asked.strides)}, of {list(own.sizes)} with {list(own.strides)}"
     raise _refused(node, f"reads memory in an order that is no view of a tensor: {shown}")
 
@@ -116,6 +116,22 @@ def _owners(x: fx.Node) -> Iterator[fx.Node]:
 def _source(x: fx.Node) -> fx.Node | None:
     source = viewed(x)
     return source if source is not None and source.meta["val"].dtype == x.meta["val"].dtype else None
+
+
+def views_of(whole: Tensor, asked: Layout) -> Views | None:
+    """By which views ``whole`` is seen in the layout ``asked``; None if there are none."""
+    row = _Row(whole)
+    is_seen = Layout.of(whole) == asked or (0 not in asked.sizes and row.move(asked))
+    return tuple(row.made) if is_seen else None
+
+
+def seen_through(x: fx.Node, views: Views, meta: Mapping[str, Any]) -> fx.Node:
+    """The last of the calls that make ``views`` of ``x``, where the graph inserts. ``meta``: of each, but its value."""
+    for target, args in views:
+        val = target(x.meta["val"], *args)
+        x = x.graph.call_function(target, (x, *args))
+        x.meta = {**meta, "val": val}
+    return x
 
 
 @dataclass
@@ -136,31 +152,22 @@ class _Move:
 
 
 class _Row:
-    """View after view of ``at``, each a call before ``node``. ``names``: the dim of the result that each dim of ``at``
-    becomes.
-    """
+    """View after view of a tensor, the last is ``at``. ``names``: the dim of the result that each dim of it becomes."""
 
-    def __init__(self, node: fx.Node, at: fx.Node) -> None:
-        self.node, self.at, self.names, self.made = node, at, list[int](), list[fx.Node]()
+    def __init__(self, at: Tensor) -> None:
+        self.at, self.names, self.made = at, list[int](), list[tuple[Any, tuple[Any, ...]]]()
 
-    def add(self, target: Any, *args: Any) -> fx.Node:
-        val = target(self.at.meta["val"], *fx.map_arg(args, lambda n: n.meta["val"]))
-        self.at = self.node.graph.call_function(target, (self.at, *args))
-        self.at.meta = {**self.node.meta, "val": val}
-        self.made.append(self.at)
-        return self.at
-
-    def undo(self) -> None:
-        for made in reversed(self.made):
-            self.node.graph.erase_node(made)
+    def add(self, target: Any, *args: Any) -> None:
+        self.at = target(self.at, *args)
+        self.made.append((target, args))
 
     @property
     def shape(self) -> list[int]:
-        return [int(n) for n in self.at.meta["val"].shape]
+        return [int(n) for n in self.at.shape]
 
-    def move(self, asked: _Layout) -> bool:
+    def move(self, asked: Layout) -> bool:
         """Whether the layout is reached; the strides of the views prove it."""
-        given = _Layout.of(self.at.meta["val"])
+        given = Layout.of(self.at)
         axes, order = _axes(given)
         found = _along(axes, asked, asked.start - given.start) if axes is not None else None
         if found is None:
@@ -171,7 +178,7 @@ class _Row:
             self._open(axis, start, moves[axis])
         self._diagonals()
         self._arrange(asked)
-        return _Layout.of(self.at.meta["val"]) == asked
+        return Layout.of(self.at) == asked
 
     def _as_axes(self, axes: list[_Axis], order: list[int]) -> None:
         """One dim for each axis."""
@@ -211,7 +218,7 @@ class _Row:
             self.add(aten.diagonal.default, 0, first, second)
             self.names = [n for i, n in enumerate(self.names) if i not in (first, second)] + [twice]
 
-    def _arrange(self, asked: _Layout) -> None:
+    def _arrange(self, asked: Layout) -> None:
         self._permute(sorted(range(len(self.names)), key=lambda i: self.names[i]))
         self._view([n if d in self.names else 1 for d, n in enumerate(asked.sizes)])
         if self.shape != list(asked.sizes):
@@ -230,7 +237,7 @@ class _Row:
             self.add(aten.slice.Tensor, dim, start, start + length, step)
 
 
-def _axes(given: _Layout) -> tuple[list[_Axis] | None, list[int]]:
+def _axes(given: Layout) -> tuple[list[_Axis] | None, list[int]]:
     """The dims by their strides, largest first; None if elements share memory otherwise than by an expanded dim.
 
     A dim of one element is left out where it has no place among the others.
@@ -246,11 +253,11 @@ def _axes(given: _Layout) -> tuple[list[_Axis] | None, list[int]]:
     return [_Axis(given.sizes[d], given.strides[d]) for d in dims], dims
 
 
-def _fits(given: _Layout) -> Callable[[int, int], bool]:
+def _fits(given: Layout) -> Callable[[int, int], bool]:
     return lambda outer, inner: given.strides[outer] >= given.sizes[inner] * given.strides[inner] > 0
 
 
-def _along(axes: list[_Axis], asked: _Layout, start: int) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
+def _along(axes: list[_Axis], asked: Layout, start: int) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
     """The axes, where the result begins along each, and the moves along each; axes that a move leaves are joined."""
     axes = list(axes)
     while start >= 0:
@@ -277,7 +284,7 @@ def _steps(axes: Sequence[_Axis], distance: int) -> list[int] | None:
     return steps if distance == 0 else None
 
 
-def _moves(axes: Sequence[_Axis], asked: _Layout) -> list[list[_Move]] | None:
+def _moves(axes: Sequence[_Axis], asked: Layout) -> list[list[_Move]] | None:
     """For each axis, the dims of the result that move along it, the longest steps first.
 
     A dim of one element takes an axis of one element of its stride, so that it stays the same dim.

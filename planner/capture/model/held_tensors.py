@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import origin_of, where_of
+from planner.capture.memory_order import Layout, Views, seen_through, views_of
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.draws import Draw
 from planner.capture.user_lines import CallSites
@@ -31,12 +32,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """The identity of a constant: the tensor ``fqn`` of the model, seen through ``views`` (op, arguments after the
-    tensor).
-    """
+    """The identity of a constant: the tensor ``fqn`` of the model, seen through ``views``."""
 
     fqn: str
-    views: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    views: Views = ()
 
 
 class ForeignTensors:
@@ -104,17 +103,14 @@ def read_kept_values(exported: ExportedProgram) -> None:
             made.setdefault(value.untyped_storage()._cdata, node)
     for name, value in kept.items():
         maker = made.get(value.untyped_storage()._cdata)
-        views = None if maker is None else _seen_as(value, maker.meta["val"])
+        views = None if maker is None else _views_between(maker.meta["val"], value)
         if maker is not None and views is not None:
             last = list(holders.values())[-1] if maker.op == "placeholder" else maker
             _read_instead(holders[name], maker, views, last)
 
 
-def _seen_as(value: Tensor, whole: Tensor) -> tuple[Any, ...] | None:
-    same = (value.shape, value.stride(), value.dtype) == (whole.shape, whole.stride(), whole.dtype)
-    if same and value.storage_offset() == whole.storage_offset():
-        return ()
-    return _geometry(value, whole) if value.dtype == whole.dtype else None
+def _views_between(whole: Tensor, value: Tensor) -> Views | None:
+    return views_of(whole.detach(), Layout.of(value)) if value.dtype == whole.dtype else None
 
 
 def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradient: Where | None) -> None:
@@ -141,7 +137,7 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
 
 
-def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callable[[], Where]) -> tuple[Any, ...]:
+def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callable[[], Where]) -> Views:
     """How ``value`` is made of the model's tensor: ``owner``, or the one that holds its ``values`` meanwhile."""
     if isinstance(value, FakeTensor):  # the very object: views of it that a forward makes are calls of the graph
         return ()
@@ -151,7 +147,7 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
             where=where(),
             fix="create the view in the forward, or remove precision.parameters",
         )
-    views = _geometry(value, values)
+    views = _views_between(values, value)
     if views is None:
         raise PlanError(
             f"the forward sees the memory of {fqn} in an unsupported way",
@@ -162,34 +158,6 @@ def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callab
     return (*(((aten.detach.default, ()),) if stopped else ()), *views)
 
 
-def _geometry(value: Tensor, whole: Tensor) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
-    """The same elements in the same order, as views of ``whole``: a box of it with its dims in another order, or all of
-    it in another shape; None for anything else."""
-    start, strides = int(value.storage_offset() - whole.storage_offset()), list(whole.stride())
-    if start == 0 and value.numel() == whole.numel() and value.is_contiguous() and whole.is_contiguous():
-        same = value.shape == whole.shape
-        return () if same else ((aten.reshape.default, (list(value.shape),)),)
-    if start < 0 or sorted(value.stride()) != sorted(strides) or len(set(strides)) < len(strides):
-        return None
-    order = [strides.index(s) for s in value.stride()]
-    box = _box({d: int(n) for d, n in zip(order, value.shape, strict=True)}, whole, start)
-    if box is None:
-        return None
-    return box if order == sorted(order) else (*box, (aten.permute.default, (order,)))
-
-
-def _box(sizes: Mapping[int, int], whole: Tensor, start: int) -> tuple[tuple[Any, tuple[Any, ...]], ...] | None:
-    """``sizes`` of each dim of ``whole``, from an offset along each: largest stride first."""
-    slices = []
-    for dim in sorted(sizes, key=lambda d: -whole.stride(d)):
-        first, start = divmod(start, whole.stride(dim))
-        if first + sizes[dim] > whole.shape[dim]:
-            return None
-        if sizes[dim] != whole.shape[dim]:
-            slices.append((aten.slice.Tensor, (dim, first, first + sizes[dim])))
-    return tuple(slices) if start == 0 else None
-
-
 def put_in_place(module: fx.GraphModule, held: Mapping[str, HeldTensor], placeholders: Mapping[str, str]) -> None:
     """Readers of each held constant (by its placeholder's name) read the model's tensor (by its fqn) instead."""
     by_name = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
@@ -198,15 +166,10 @@ def put_in_place(module: fx.GraphModule, held: Mapping[str, HeldTensor], placeho
         last = _read_instead(by_name[name], by_name[placeholders[what.fqn]], what.views, last)
 
 
-def _read_instead(
-    constant: fx.Node, value: fx.Node, views: tuple[tuple[Any, tuple[Any, ...]], ...], last: fx.Node
-) -> fx.Node:
+def _read_instead(constant: fx.Node, value: fx.Node, views: Views, last: fx.Node) -> fx.Node:
     """Readers of ``constant`` read ``views`` of ``value``, which stand behind ``last``; returns the last of them."""
-    for target, args in views:
-        reader = next(iter(constant.users), None)
-        with constant.graph.inserting_after(last):
-            made = constant.graph.call_function(target, (value, *args))
-        made.meta = (origin_of(reader) if reader else {}) | {"val": target(value.meta["val"], *args)}
-        value = last = made
-    constant.replace_all_uses_with(value)
-    return last
+    reader = next(iter(constant.users), None)
+    with constant.graph.inserting_before(last.next):
+        seen = seen_through(value, views, origin_of(reader) if reader else {})
+    constant.replace_all_uses_with(seen)
+    return seen if views else last

@@ -46,9 +46,16 @@ def test_a_detached_view_is_detached_in_the_graph() -> None:
     assert sorted(readers(model, "up.weight")) == ["detach", "linear"]
 
 
-def test_a_piece_that_is_no_box_of_the_parameter_is_refused() -> None:
+def test_a_piece_in_any_order_of_memory_is_a_view_of_the_parameter() -> None:
     model = Model(lambda m, x: x + m.seen)
     model.seen = model.up.weight.as_strided((8,), (9,))
+    assert readers(model, "up.weight") == ["diagonal"]
+
+
+def test_memory_beyond_the_parameter_is_refused() -> None:
+    model, memory = Model(lambda m, x: x + m.seen), torch.randn(8, 16)
+    model.up.weight = nn.Parameter(memory[:, :8])
+    model.seen = memory[0, 8:]
     with pytest.raises(PlanError, match=r"sees the memory of up\.weight"):
         capture(model, INPUTS)
 
