@@ -38,7 +38,7 @@ from passes.base import LowerContext, StageGraph
 from passes.moe import exchange
 from passes.ops import meeting, slots
 from passes.ops.attention import causal_attention
-from passes.ops.axis import AxisHandle
+from passes.ops.axis import ALONE
 from passes.ops.collectives import g_f
 from passes.ops.context import gather_sequence, local_rows
 from passes.ops.counts import global_sum
@@ -52,7 +52,6 @@ from passes.program.ops.aten import aten, is_random, shape_of
 from passes.program.ops.groups import VIEWS
 from passes.program.ops.sequence import over_data
 
-ALONE = AxisHandle("alone", 1, 0)  # every rank has all experts, and all rows
 BECOMES: dict[Any, Callable[..., Any]] = {
     exchange.meet: meeting.meet,
     exchange.dispatch: meeting.dispatch,

@@ -64,6 +64,9 @@ class AxisHandle:
         return f"{self.name}[{self.rank}/{self.size}]"
 
 
+ALONE = AxisHandle("alone", 1, 0)  # of a rank that has all of a value
+
+
 def own_part(length: int, axis: AxisHandle | None, size: int) -> tuple[int, int]:
     """The first of ``size`` elements that this rank has, and how many of its ``length`` are no padding behind them."""
     start = 0 if axis is None else axis.rank * length

@@ -73,12 +73,12 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
         whole = x.new_empty([n * axis.size if d == cut.dim else n for d, n in enumerate(x.shape)])
         runs = cut.num_runs(x.shape)
         works = gather_runs(whole, own, runs, group=axis.group, async_op=ahead) if has_values(x) else []
-        return partial(_ended, works, whole)
+        return partial(ended, works, whole)
     parts = x.new_empty((axis.size, *x.shape))
     work = None
     if has_values(x):
         work = all_gather_single(parts.view(-1), own.view(-1), group=axis.group, async_op=ahead)
-    return lambda: _joined(list(_ended([work], parts).unbind(0)), axis, cut)
+    return lambda: _joined(list(ended([work], parts).unbind(0)), axis, cut)
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
@@ -113,16 +113,17 @@ def start_reduce_scatter(
     out, beyond = x.new_empty(cut.local_shape(tuple(x.shape), axis.size)), 0 if of_gradient else None
     note(axis, "reduce_scatter", phase, out, axis.size)
     if not has_values(x):
-        return partial(_ended, [], out)
+        return partial(ended, [], out)
     if cut.in_place(x.shape):
         runs = cut.num_runs(x.shape)
-        return partial(_ended, scatter_runs(out, x.contiguous(), runs, group=axis.group, async_op=ahead), out)
+        return partial(ended, scatter_runs(out, x.contiguous(), runs, group=axis.group, async_op=ahead), out)
     # parts of an image that lies with its channels last stack up without being contiguous
     parts = torch.stack([part(x, cut, axis.size, rank, beyond) for rank in range(axis.size)]).contiguous()
-    return partial(_ended, [reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)], out)
+    return partial(ended, [reduce_scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=ahead)], out)
 
 
-def _ended(works: Sequence[Any], result: Tensor) -> Tensor:
+def ended(works: Sequence[Any], result: Tensor) -> Tensor:
+    """``result``, once these works are done; None is no work."""
     for work in works:
         if work is not None:
             work.wait()

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from passes.ops.axis import AxisHandle
-from passes.ops.collectives import Ending, all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from passes.ops.collectives import Ending, all_gather, ended, start_all_gather, start_all_reduce, start_reduce_scatter
 from passes.ops.weight_gradients import SumPlace, WeightGradients
 from passes.types.types import Placement
 
@@ -109,16 +109,10 @@ class _Way(NamedTuple):
             return lambda: gradient
         if self.cut is not None:
             return start_reduce_scatter(gradient, self.axis, self.cut, "backward", of_gradient=True, ahead=True)
-        return partial(_ended, start_all_reduce(gradient, self.axis, "backward"), gradient)
+        return partial(ended, [start_all_reduce(gradient, self.axis, "backward")], gradient)
 
 
 _HERE = _Way()
-
-
-def _ended(work: Any, gradient: Tensor) -> Tensor:
-    if work is not None:
-        work.wait()
-    return gradient
 
 
 def _exchanged(

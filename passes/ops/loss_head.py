@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, all_gather_single, has_values, own_part, widened
+from passes.ops.axis import ALONE, AxisHandle, all_gather_single, has_values, own_part, widened
 from passes.ops.collectives import all_reduce, note, part
 from passes.ops.random_state import RandomState
 from passes.types.types import Placement
@@ -103,7 +103,7 @@ def log_probabilities(
 ) -> tuple[Tensor, ...]:
     """log P [n] (float64), log Σ exp z [n] in the dtype of the sums, and with ``top`` whether the target is the arg max
     [n]; logits [n, v/tp], target [n] global ids."""
-    handle, columns = AxisHandle("whole", 1, 0) if axis is None else axis, logits.shape[1]
+    handle, columns = axis or ALONE, logits.shape[1]
     start, true_columns = own_part(columns, axis, num_classes)
     z = widened(logits)
     highest = z[:, :true_columns].amax(1) if true_columns else torch.full_like(z[:, 0], -torch.inf)

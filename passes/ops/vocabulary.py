@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from passes.ops.axis import AxisHandle, own_part, widened
+from passes.ops.axis import ALONE, AxisHandle, own_part, widened
 from passes.ops.collectives import all_reduce
 
 Tensor = torch.Tensor
@@ -105,7 +105,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         parts = logits.detach() if in_place else logits.new_empty(logits.shape, dtype=widened(logits[:0]).dtype)
         z = logits.detach()[:, :true_columns]
         top = widened(z.amax(1) if true_columns else torch.full_like(logits[:, 0], -torch.inf))
-        top = _over_ranks(top, axis, dist.ReduceOp.MAX)
+        top = all_reduce(top, axis or ALONE, "forward", dist.ReduceOp.MAX, owned=True)
         torch.sub(z, top.unsqueeze(1), out=parts[:, :true_columns])
         parts[:, true_columns:].fill_(-torch.inf)
         mine = (target >= start) & (target < start + true_columns)
@@ -119,7 +119,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             scalars.append(true.sum(1) if of_column is None else (true * of_column).sum(1))
         parts.exp_()
         scalars.append(parts.sum(1))
-        sums = _over_ranks(torch.stack(scalars), axis)
+        sums = all_reduce(torch.stack(scalars), axis or ALONE, "forward", owned=True)
         log_total = sums[-1].log()
         loss = log_total - sums[0]
         valid = target != ignore_index
@@ -148,8 +148,3 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         if smoothing:
             gradient[:, :true_columns] -= pulled.unsqueeze(1) * (smoothing / vocabulary * of_column)
         return gradient.to(dtype), None, None, None, None
-
-
-def _over_ranks(x: Tensor, axis: AxisHandle | None, op: Any = None) -> Tensor:
-    """The sum (or ``op``) over all ranks; x is overwritten."""
-    return x if axis is None else all_reduce(x, axis, "forward", op, owned=True)
