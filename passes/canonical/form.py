@@ -22,14 +22,14 @@ from torch import fx
 
 from passes.canonical.branches import join_branches
 from passes.canonical.decompose import LAYERS, HasRule, frequency_scaled, written_out
-from passes.canonical.emit import Emit, reshaped, table
+from passes.canonical.emit import Emit, table
 from passes.canonical.heads import join_heads
 from passes.canonical.layout import LAYOUT
-from passes.canonical.products import PRODUCTS
+from passes.canonical.products import PRODUCTS, loss_of_rows
 from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
 from passes.program.builder import prune
-from passes.program.ops.aten import aten, nodes_in
+from passes.program.ops.aten import aten, has_floats, nodes_in
 from passes.program.ops.groups import FILLED
 from passes.program.ops.own_backward import OWN_BACKWARD, OwnBackward, recorded
 from passes.program.program import Unwritten
@@ -87,7 +87,7 @@ class _Writer:
             if node.op == "output":
                 return fx.map_arg(node.args[0], lambda n: env[n])
             if node.op == "get_attr":
-                env[node] = _attribute(source, str(node.target))
+                env[node] = operator.attrgetter(str(node.target))(source)
             elif node.op == "call_function":
                 env[node] = self._rewrite(node, env)
         return None
@@ -152,7 +152,7 @@ class _Writer:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
         new.meta = origin_of(origin) | {"val": val}
         stops = target is aten.detach.default or target in FILLED  # of zeros_like(x) x has no gradient
-        new.meta["grad"] = not stops and _floating(val) and any(n.meta["grad"] for n in new.all_input_nodes)
+        new.meta["grad"] = not stops and has_floats(new) and any(n.meta["grad"] for n in new.all_input_nodes)
         return new
 
     def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
@@ -160,18 +160,6 @@ class _Writer:
         if not value.meta["grad"]:
             return value
         return self._create(origin, aten.detach.default, (value,), {}, value.meta["val"].detach())
-
-
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _floating(val: Any) -> bool:
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _identity(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -225,19 +213,10 @@ def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any
 
 
 def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Logits [n, classes, d ..] or [classes] with class ids become rows [tokens, classes]."""
-    logits, target = args[0].meta["val"], args[1].meta["val"]
-    if logits.dim() == 2 or target.is_floating_point():
+    """Of class ids."""
+    if args[1].meta["val"].is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
-    last = args[0]
-    if logits.dim() > 2:
-        dims = [0, *range(2, logits.dim()), 1]
-        last = emit(aten.permute.default, (args[0], dims), {}, logits.permute(dims))
-    rows = reshaped(emit, last, last.meta["val"].reshape(-1, last.meta["val"].shape[-1]))
-    flat = reshaped(emit, args[1], target.reshape(-1))
-    val = node.meta["val"]
-    loss = emit(node.target, [rows, flat, *args[2:]], kwargs, val.reshape(-1) if val.dim() else val)
-    return reshaped(emit, loss, val)
+    return loss_of_rows(emit, args, kwargs, node.meta["val"])
 
 
 def _new_filled(value: float | None) -> Callable[..., Any]:

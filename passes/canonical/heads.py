@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from passes.canonical.branches import Branches, equal_branches
-from passes.program.ops.aten import aten, dim_of_cat, draws, is_pointwise, reduced_dims, shape_of
+from passes.program.ops.aten import aten, dim_of_cat, draws, has_floats, is_pointwise, reduced_dims, shape_of
 from passes.program.ops.groups import PRODUCTS, equation
 from passes.program.source_lines import origin_of
 from passes.rules.rule import Role
@@ -131,8 +131,7 @@ class _Writer:
         with torch.no_grad():
             val = target(*given, **named)
         new.meta = origin_of(self.origin) | {"val": val}
-        is_inexact = val.is_floating_point() or val.is_complex()
-        new.meta["grad"] = is_inexact and any(n.meta["grad"] for n in new.all_input_nodes)
+        new.meta["grad"] = has_floats(new) and any(n.meta["grad"] for n in new.all_input_nodes)
         return new
 
     def _view(self, x: fx.Node, shape: list[int]) -> fx.Node:

@@ -146,14 +146,18 @@ def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
     logits = _before_log_softmax(emit, given["self"], 1 if len(shape_of(given["self"])) > 1 else 0)
     if logits is None or given["target"].meta["val"].is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
-    reduced = (given["weight"], given["reduction"], given["ignore_index"])
-    target, val = given["target"], node.meta["val"]
-    ndim = len(shape_of(logits))
-    if ndim > 2:  # [b, classes, d ..]: as rows [tokens, classes]
-        last = applied(emit, aten.permute.default, logits, [0, *range(2, ndim), 1])
-        logits, target = viewed(emit, last, [-1, shape_of(last)[-1]]), viewed(emit, target, [-1])
-    loss = emit(aten.cross_entropy_loss.default, (logits, target, *reduced), {}, val.reshape(-1) if val.dim() else val)
-    return reshaped(emit, loss, val)
+    reduced = [given[name] for name in ("target", "weight", "reduction", "ignore_index")]
+    return loss_of_rows(emit, [logits, *reduced], {}, node.meta["val"])
+
+
+def loss_of_rows(emit: Emit, args: list[Any], kwargs: dict[str, Any], val: Any) -> fx.Node:
+    """``cross_entropy_loss`` of logits [classes] or [b, classes, d ..] as that of rows [tokens, classes]."""
+    logits, target, *rest = args
+    if (ndim := len(shape_of(logits))) > 2:
+        logits = applied(emit, aten.permute.default, logits, [0, *range(2, ndim), 1])
+    if ndim != 2:
+        logits, target = viewed(emit, logits, [-1, shape_of(logits)[-1]]), viewed(emit, target, [-1])
+    return reshaped(emit, applied(emit, aten.cross_entropy_loss.default, logits, target, *rest, **kwargs), val)
 
 
 def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:

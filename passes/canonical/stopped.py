@@ -10,10 +10,10 @@ values depend on some that have one.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from passes.program.ops.aten import aten, named
 from passes.program.ops.own_backward import OwnBackward
@@ -32,7 +32,7 @@ def stop_early(graph: fx.Graph) -> bool:
                 node.replace_input_with(value, detached[value])
     for node in stopped:
         node.meta["grad"], node.meta["stopped"] = False, True
-        node.meta["val"] = _without_gradient(node.meta["val"])
+        node.meta["val"] = tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
         if node.all_input_nodes[0] in stopped:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -62,12 +62,6 @@ def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
         new = graph.call_function(aten.detach.default, (value,))
     new.meta = origin_of(reader) | {"val": value.meta["val"].detach(), "grad": False, "stopped": True}
     return new
-
-
-def _without_gradient(val: Any) -> Any:
-    if isinstance(val, torch.Tensor):
-        return val.detach()
-    return type(val)(map(_without_gradient, val)) if isinstance(val, (tuple, list)) else val
 
 
 def _pick(graph: fx.Graph, node: fx.Node) -> None:

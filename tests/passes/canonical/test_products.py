@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,6 +201,13 @@ v3 = aten.reshape(labels, [12])
 v4 = aten.cross_entropy_loss(v2, v3, None, 1, -100)
 """,
     )
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda y, *rest, **how: F.nll_loss(y.log_softmax(-1), *rest, **how)])
+def test_the_loss_of_one_row_without_a_batch_is_one_over_rows(loss, reduction):
+    found = canonical_loss(lambda y, labels: loss(y[0, 0], labels[0, 0], reduction=reduction).sum())
+    assert re.search(r"(v\d+) = aten\.reshape\(v\d+, \[1, 16\]\)[^|]*aten\.cross_entropy_loss\(\1, ", found), found
 
 
 @pytest.mark.thorough
