@@ -97,11 +97,8 @@ def _number(name: str) -> int:
 
 def names_of_own_tokens(program: Program) -> frozenset[str]:
     """The values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp."""
-    found: set[fx.Node] = set()
-    for node in program.graph.graph.nodes:
-        is_made_of_them = node.target not in WHOLE_AGAIN and any(n in found for n in node.all_input_nodes)
-        if node.op == "call_function" and (node.target is local_rows or is_made_of_them):
-            found.add(node)
+    own = program.graph.graph.find_nodes(op="call_function", target=local_rows)
+    found = walk(own, readers, into=lambda n: n.op == "call_function" and n.target not in WHOLE_AGAIN)
     return frozenset(node.name for node in found)
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 
 from torch import fx
 
 from passes.program.ops.aten import is_random
 from passes.program.source_lines import lines_of
-from passes.program.walks import in_order, in_turn
+from passes.program.walks import in_order, in_turn, readers, walk
 
 _NUMBERED = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
 
@@ -27,7 +28,7 @@ def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
     """Bring each run of neighbouring calls that depend on none of ``weights`` into that order."""
     aside = _aside(graph, weights)
     first_read = _first_read(graph, aside)
-    for run in _runs(graph, aside):
+    for run in [list(run) for is_aside, run in groupby(graph.nodes, aside.__contains__) if is_aside]:
         order = _ordered(run, first_read)
         if order != run:
             _place(run, order)
@@ -35,11 +36,8 @@ def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
 
 def _aside(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
     """Calls that depend on no weight, and draw nothing."""
-    weighed: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_source = node.name in weights if node.op == "placeholder" else node.op == "output" or is_random(node)
-        if is_source or any(n in weighed for n in node.all_input_nodes):
-            weighed.add(node)
+    sources = [node for node in graph.nodes if node.name in weights or is_random(node)]
+    weighed = set(walk(sources, readers))
     return {node for node in graph.nodes if node.op == "call_function" and node not in weighed}
 
 
@@ -52,16 +50,6 @@ def _first_read(graph: fx.Graph, aside: Collection[fx.Node]) -> dict[fx.Node, in
             above = in_order(read, found, step=lambda n: [x for x in n.all_input_nodes if x in aside])
             found |= {node: len(found) + i for i, node in enumerate(above)}
     return found
-
-
-def _runs(graph: fx.Graph, aside: Collection[fx.Node]) -> Iterator[list[fx.Node]]:
-    run: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if node in aside:
-            run.append(node)
-        elif run:
-            yield run
-            run = []
 
 
 def _ordered(run: Sequence[fx.Node], first_read: Mapping[fx.Node, int]) -> list[fx.Node]:

@@ -39,31 +39,28 @@ class Pattern:
         terms = (*self.operands, self.result)
         if len(terms) != len(shapes) or any(not _covers(t, s) for t, s in zip(terms, shapes, strict=True)):
             return False
-        sizes: dict[str, set[int]] = {}
-        for term, shape in zip(terms, shapes, strict=True):
+        return all(len({size for *_, size in places} - {1}) <= 1 for places in self._places(call).values())
+
+    def _places(self, call: Call) -> dict[str, list[tuple[int, int, int]]]:
+        """Of each word, and of each dim of "...", where it stands: (operand or RESULT, dim, size)."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        terms = zip((*self.operands, self.result), (*call.shapes, call.result), strict=True)
+        for operand, (term, shape) in zip((*range(len(call.shapes)), RESULT), terms, strict=True):
             for word, dim in _dims(term, shape).items():
-                sizes.setdefault(word, set()).add(shape[dim])
-        return all(len(found - {1}) <= 1 for found in sizes.values())
+                found.setdefault(word, []).append((operand, dim, shape[dim]))
+        return found
 
     def sizes(self, call: Call) -> dict[str, int]:
         """Of each word in a call that it fits, and of "..." the product of all dims in front."""
-        found: dict[str, int] = {}
-        for term, shape in zip((*self.operands, self.result), (*call.shapes, call.result), strict=True):
-            for word, dim in _dims(term, shape).items():
-                found[word] = max(found.get(word, 1), shape[dim])
+        found = {word: max(1, *(size for *_, size in places)) for word, places in self._places(call).items()}
         front = [word for word in found if word.startswith("...")]
         return found | ({"...": prod(found.pop(word) for word in front)} if front else {})
 
     def rule(self, call: Call) -> OpRule:
         """Of a call that it fits."""
         factors = Factors(call)
-        places: dict[str, list[tuple[int, int]]] = {}
-        for operand, term in (*enumerate(self.operands), (RESULT, self.result)):
-            shape = call.result if operand == RESULT else call.shapes[operand]
-            for word, dim in _dims(term, shape).items():
-                places.setdefault(word, []).append((operand, dim))
-        for word, found in places.items():
-            factors.add(self.roles.get(word, Role.EACH), *found)
+        for word, places in self._places(call).items():
+            factors.add(self.roles.get(word, Role.EACH), *((operand, dim) for operand, dim, _ in places))
         return factors.done()
 
 

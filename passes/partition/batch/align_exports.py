@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.ops.aten import aten, cut_source, is_cut
+from passes.program.ops.aten import aten, cut_source, is_cut, nodes_in
 from passes.program.ops.groups import COPIES
 
 
@@ -121,8 +121,7 @@ def _operands(found: TwoCaptures, a: fx.Node, b: fx.Node) -> Iterator[tuple[fx.N
             return
     if a.target is aten.cat.default and len(pieces_of(a)) != len(pieces_of(b)):
         found.more[a] = len(pieces_of(b)) - len(pieces_of(a))
-    yield from _pairs(a.args, b.args)
-    yield from _pairs([a.kwargs.get(k) for k in a.kwargs], [b.kwargs.get(k) for k in a.kwargs])
+    yield from zip(nodes_in((a.args, a.kwargs)), nodes_in((b.args, b.kwargs)), strict=False)
 
 
 def _ends(here: list[fx.Node], there: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -130,15 +129,6 @@ def _ends(here: list[fx.Node], there: list[fx.Node]) -> Iterator[tuple[fx.Node, 
     front = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a.target != b.target), len(here))
     yield from zip(here[:front], there, strict=False)
     yield from zip(reversed(here[front:]), reversed(there), strict=False)
-
-
-def _pairs(a: Any, b: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes that stand at the same places of two lists of arguments."""
-    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-        yield a, b
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        for x, y in zip(a, b, strict=False):
-            yield from _pairs(x, y)
 
 
 def _spread_along(a: fx.Node, b: fx.Node, times: int) -> int | None:

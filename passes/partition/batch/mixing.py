@@ -30,7 +30,7 @@ from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, ten
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
-from passes.program.walks import operands, walk
+from passes.program.walks import operands, readers, walk
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Role
 from passes.rules.table import rule_of
@@ -218,12 +218,8 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
 
 def follows_batch(program: Program) -> set[fx.Node]:
     """The nodes computed from the batch's values, not from their shapes alone."""
-    found: set[fx.Node] = set()
-    for node in program.graph.graph.nodes:
-        reads = any(n in found for n in node.all_input_nodes) and node.target not in SHAPE_READERS
-        if node.name in program.inputs or reads:
-            found.add(node)
-    return found
+    inputs = [node for node in program.graph.graph.nodes if node.name in program.inputs]
+    return set(walk(inputs, readers, into=lambda n: n.target not in SHAPE_READERS))
 
 
 def batch_size(program: Program) -> int:

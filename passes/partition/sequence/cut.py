@@ -42,12 +42,11 @@ from passes.partition.sequence.sorted_rows import sort_plainly
 from passes.partition.sequence.types import decide_types
 from passes.partition.typings.base import Form, Option, Site
 from passes.program.builder import Builder, erase_unread
-from passes.program.known_values import computed, follows
+from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, reduced_dims, shape_of, value_bytes
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from passes.program.walks import in_order
 from passes.program.weights import is_weight
 from passes.types.types import I, P, Placement, V
 
@@ -154,21 +153,10 @@ def _repetitions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
         if index.meta["val"].dim() != 1 or count % size or not rows.meta.get("grad"):
             continue
         if index not in known:
-            known[index] = _value(index)
+            known[index] = value_of(index, graph, {})
         value, times = known[index], count // size
         if value is not None and torch.equal(value, torch.arange(count) // times):
             yield node, rows, times
-
-
-def _value(index: fx.Node) -> Tensor | None:
-    """Of a value that is made of numbers alone."""
-    order = in_order([index])
-    if not all(map(follows, order)):
-        return None
-    values: dict[fx.Node, Tensor] = {}
-    for node in order:
-        values[node] = computed(node, values.__getitem__)
-    return values[index]
 
 
 # ---- a loss over all but the first or last tokens

@@ -78,9 +78,9 @@ class Exchange:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, mode: FakeTensorMode) -> None:
-        tensors = _unique([*model.parameters(), *model.buffers()])
-        self._tensors = [t for t in tensors if t.layout is torch.strided]  # a sparse one stays, a constant
-        self._plain = [t for t in _unique(plain_tensors(model)) if t.device.type != "cpu"]
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self._tensors = [t for t in tensors.values() if t.layout is torch.strided]  # a sparse one stays, a constant
+        self._plain = [t for t in {id(t): t for t in plain_tensors(model)}.values() if t.device.type != "cpu"]
         self._modules = list(model.modules())
         self.classes = {n: type(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
         self._in_scripts = tensors_in_scripts(self._modules)
@@ -202,14 +202,6 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
     elif isinstance(value, _CONTAINERS) and depth:
         for inner in list(value.values() if isinstance(value, dict) else value):
             yield from _tensors_in(inner, depth - 1)
-
-
-def _unique(tensors: Any) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for tensor in tensors:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
 
 
 def refuse_shared_memory(model: nn.Module) -> None:

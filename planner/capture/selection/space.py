@@ -25,6 +25,7 @@ from torch import fx
 
 from passes.program.ops.aten import aten, draws, is_pointwise, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, PERMUTES, RESHAPES, Ops
+from passes.program.walks import in_order
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Role
 from passes.rules.table import rule_of
@@ -72,15 +73,8 @@ class Keys:
         self._known: dict[fx.Node, str] = {}
 
     def __call__(self, node: fx.Node) -> str:
-        stack = [node]
-        while stack:
-            last = stack[-1]
-            missing = [n for n in last.all_input_nodes if n not in self._known]
-            if missing:
-                stack += missing
-            else:
-                stack.pop()
-                self._known.setdefault(last, self._made(last))
+        for each in in_order([node], self._known):
+            self._known[each] = self._made(each)
         return self._known[node]
 
     def _made(self, node: fx.Node) -> str:
