@@ -192,8 +192,8 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCE if dtype == torch.float64 else COARSE.get(dtype, 0.5)
 
 
-def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Equal up to the rounding of the norm; values that are not finite must be alike on both sides."""
+def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float, least: float = 0.0) -> bool:
+    """Equal up to the rounding of the norm, or of ``least``; values that are not finite must be alike on both sides."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not has_gradient(a.dtype):
@@ -202,7 +202,7 @@ def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float) -> bool:
     if not torch.equal(finite, torch.isfinite(b)):
         return False
     a, b = a[finite], b[finite]
-    return (a - b).norm().item() <= tolerance * max(a.norm().item(), b.norm().item())
+    return (a - b).norm().item() <= tolerance * max(a.norm().item(), b.norm().item(), least)
 
 
 def _pairs_of_sizes() -> Iterator[tuple[float, float]]:
@@ -294,16 +294,11 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
     compared = None
     for a, b in zip(own, derived, strict=True):
         finite = torch.isfinite(a)
-        a, b = a[finite], b[finite]
-        if not torch.isfinite(b).all():
-            return False, seen.dtype
-        if not a.numel():
-            continue
-        compared = True
-        rounding = NOTHING * sample.gradient * a.numel() ** 0.5
-        size = max(a.norm().item(), b.norm().item(), rounding)
-        if (a - b).norm().item() > tolerance * size:
-            return False, seen.dtype
+        if finite.any():
+            compared = True
+            rounding = NOTHING * sample.gradient * int(finite.sum()) ** 0.5
+            if not equal_up_to_rounding(a[finite], b[finite], tolerance, rounding):
+                return False, seen.dtype
     return compared, seen.dtype
 
 

@@ -219,18 +219,10 @@ class Draw(_Refused, float):
             self.refuse()
         return bool(answer)
 
-    def __lt__(self, bound: Any) -> bool:
-        return self._compare("lt", bound)
-
-    def __le__(self, bound: Any) -> bool:
-        return self._compare("le", bound)
-
-    def __gt__(self, bound: Any) -> bool:
-        return self._compare("gt", bound)
-
-    def __ge__(self, bound: Any) -> bool:
-        return self._compare("ge", bound)
-
+    __lt__: Any = functools.partialmethod(_compare, "lt")
+    __le__: Any = functools.partialmethod(_compare, "le")
+    __gt__: Any = functools.partialmethod(_compare, "gt")
+    __ge__: Any = functools.partialmethod(_compare, "ge")
     __round__ = __int__ = __trunc__ = __bool__ = _USED
 
 
