@@ -1,11 +1,11 @@
-"""A program with the exchange of its experts computes what the captured one does, by each opening and on each mesh.
+"""A program with the exchange of its experts computes what the captured one does, in each spelling and on each mesh.
 
 Both run in one process, in float64, so that each layer is held without ranks; tests/numeric runs ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.program.program import Program, copied
 from planner.captured import prepare
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
-from tests.models import experts, slots, sorted_experts, stacked_experts
+from tests.models import experts, selected_rows, sliced_experts, slots, sorted_experts, stacked_experts
 from tests.tools.captures import captured_again
 from tests.tools.opened_programs import difference, drawn_values
 from tests.tools.simulated_mesh import spec_of
@@ -32,20 +32,54 @@ MESHES = {  # (mesh, nodes that ep extends over)
     "etp 1": (Mesh(tp=2, etp=1), 1),
 }
 NEAR = 1e-11
-OPENINGS: dict[str, Callable[[], nn.Module]] = {
-    "loop": partial(experts.Layer, experts.masks),
-    "stacks": partial(stacked_experts.Stacks, stacked_experts.biased),
-    "looked up": partial(stacked_experts.Stacks, stacked_experts.of_pairs),
-    "sorted": partial(sorted_experts.Sorting, sorted_experts.by_places),
-    "slots": partial(slots.Slots, slots.one_hot),
-    "slots of modules": partial(slots.Slots, slots.unbound),
+Make = Callable[[], nn.Module]
+
+
+def of(layer: Callable[..., nn.Module], ways: Iterable[Callable[..., Any]]) -> dict[str, Make]:
+    """Layers by name."""
+    return {f"{layer.__name__}.{way.__name__}": partial(layer, way) for way in ways}
+
+
+LOOPS = (
+    selected_rows.index_add,
+    selected_rows.one_hot,
+    selected_rows.compared_with_all,
+    selected_rows.some_choice,
+    selected_rows.columns,
+    selected_rows.every_copy,
+    selected_rows.weighted_before,
+    selected_rows.divided,
+    selected_rows.of_batches,
+    selected_rows.pairs_of_batches,
+    selected_rows.beside_shared,
+    selected_rows.weighted_by_another,
+)
+FILLED = (
+    slots.one_hot,
+    slots.scattered,
+    slots.expert_choice,
+    slots.by_sequence,
+    slots.unbound,
+    slots.chunks,
+    slots.as_deepspeed,
+    slots.experts_first,
+)
+SPELLINGS = {
+    **of(experts.Layer, (*experts.LOOPS, experts.copied, experts.looked_up)),
+    **of(selected_rows.Selecting, LOOPS),
+    **of(sliced_experts.Sliced, (sliced_experts.with_biases, sliced_experts.unbound)),
+    **of(stacked_experts.Stacks, stacked_experts.WAYS),
+    **of(sorted_experts.Sorting, sorted_experts.WAYS),
+    **of(slots.Slots, FILLED),
 }
+OPENINGS = ("Layer.masks", "Stacks.biased", "Stacks.of_pairs", "Sorting.by_places", "Slots.one_hot", "Slots.unbound")
+OTHERS = [name for name in SPELLINGS if name not in OPENINGS]
 
 
 def captured(name: str) -> tuple[Program, dict[str, Any]]:
     """A program before anything is decided about experts, and values of its placeholders."""
     torch.manual_seed(3)
-    model, spec = experts.Net(OPENINGS[name]()), Spec.load(spec_of(experts.batch(), {}))
+    model, spec = experts.Net(SPELLINGS[name]()), Spec.load(spec_of(experts.batch(), {}))
     program = prepare(captured_again(model, spec), spec).program
     return program, drawn_values(program, model, experts.batch())
 
@@ -57,7 +91,7 @@ def opened(program: Program, mesh: Mesh, nodes: int = 1) -> Program:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("name", [*OPENINGS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_no_mesh_changes_outputs_or_gradients(name: str) -> None:
     program, values = captured(name)
     for title, (mesh, nodes) in MESHES.items():
@@ -98,7 +132,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_wrong_exchange_is_seen(fault: Callable[[fx.Graph], None]) -> None:
-    program, values = captured("loop")
+    program, values = captured("Layer.masks")
     made, ep = opened(program, FAULTS[fault]), FAULTS[fault].ep
     fault(made.graph.graph)
     assert difference(program, made, values, ep)[0] > 1e-3
