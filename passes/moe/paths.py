@@ -25,7 +25,6 @@ from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 
 MOST = 200
-FILLING = (aten.gather, aten.sum)  # beside those of PLACING, ops that fill slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +184,14 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node, takes: bool
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(is_product(n) or lookup(n) or n.target in PLACING or packet_of(n.target) in FILLING for n in way):
+    if any(is_product(n) or lookup(n) or _fills_slots(n) for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return (Dispatch.TAKEN if takes else Dispatch.CAPACITY), first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
+
+
+def _fills_slots(node: fx.Node) -> bool:
+    return node.target in PLACING or packet_of(node.target) in (aten.gather, aten.sum)
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:

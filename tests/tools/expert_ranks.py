@@ -101,7 +101,7 @@ def run_cases() -> dict[Any, list[dict[str, Any]]]:
     found: dict[Any, list[dict[str, Any]]] = {}
     for name, mesh in MESHES.items():
         groups = open_groups(mesh, {}, [], timeout_seconds=HANG_SECONDS)
-        axes = {axis: getattr(groups, axis) for axis in ("dp", "edp", "tp", "etp", "world")}
+        axes = {axis: groups.over(axis) for axis in ("dp", "edp", "tp", "etp", "world")}
         for _, zero, size in [case for case in CASES if case[0] == name]:
             found[name, zero, size] = list(_steps(mesh, groups.place, settings(zero, size), axes))
         for axis in [axis for axis, on in FORGOTTEN.items() if on == name]:
