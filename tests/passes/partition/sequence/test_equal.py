@@ -19,6 +19,7 @@ from tests.models import families, own, sequences
 from tests.planner.test_documents import family
 from tests.tools.captures import captured_again
 from tests.tools.sequence_ranks import compared
+from tests.tools.simulated_mesh import run_mesh
 
 IN_FLOAT64 = ["bert", "t5", "roberta", "opt"]
 IN_FLOAT32 = [
@@ -33,6 +34,7 @@ IN_FLOAT32 = [
     "llama-one-key-head",
     "phi3",
 ]
+SCANS = ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"]
 MODELS = ["gpt", "einsum", "relative-bias", "memory", "parallel", "experts", "torch-encoder", "penalty-loss", "z-loss"]
 
 
@@ -72,10 +74,25 @@ def test_a_family_is_equal(name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("kind", SCANS)
 def test_a_family_with_scans_of_4_chunks_is_equal(kind: str) -> None:
     entry = families.Entry(family(kind).double().eval(), families.tokens(97, length=32), ("labels",))
     assert worst_of(entry, 2) < 2e-6
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", SCANS)
+def test_a_family_with_scans_over_cp_and_tp_is_equal(kind: str) -> None:
+    def make() -> nn.Module:
+        return family(kind).eval()  # grouped products have no float64
+
+    batch, model = families.Entry(make(), families.tokens(97, length=32), ("labels",)).batch(2, 5), make()
+    ran, loss = run_mesh(make, batch, {"cp": 2, "tp": 2}), model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(ran.loss, loss.detach(), rtol=2e-6, atol=0.0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.sampled(1)
