@@ -33,7 +33,7 @@ from planner.capture.model.eager import uncompiled, unwrapped
 from planner.capture.model_fingerprint import ModelState
 from planner.capture.own_loss import apply_loss, loss_function
 from planner.capture.resized import Earlier
-from planner.documents import check_documents
+from planner.documents import check_documents, kept_apart
 from planner.forms import Forms
 from planner.named_code import is_named
 from planner.progress import shown_if_slow
@@ -64,7 +64,7 @@ class Captured:
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier | None = None  # captures of the model at other lengths
     forms: Forms = ()  # of the inputs that the model takes in other forms than rows
-    apart: list[Mapping[str, str]] = field(default_factory=list)  # data.inputs by which documents were found apart
+    apart: list[tuple[Mapping[str, str], bool]] = field(default_factory=list)  # see ``keeps_apart``
 
     @property
     def model(self) -> nn.Module:
@@ -109,6 +109,16 @@ class Captured:
             return self.program() if inputs is self.example else self._of(inputs)
         except PlanError:
             return self.program()
+
+    def keeps_apart(self, given: Mapping[str, str]) -> bool:
+        """Whether ``kept_apart`` must change the program; ``given``: the spec's ``data.inputs``. Raises PlanError for a
+        model that mixes documents otherwise."""
+        known = next((found for inputs, found in self.apart if inputs == given), None)
+        if known is None:
+            with shown_if_slow("looking for ops that read tokens of other documents"):
+                known = check_documents(self.model, self.example, given, self.program_at)
+            self.apart.append((given, known))
+        return known
 
     def _of(self, inputs: Mapping[str, Tensor]) -> Program:
         module, loss = apply_loss(self.model, self.loss, self.forms)
@@ -190,11 +200,15 @@ def capture_model(
 
 def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared:
     """The canonical program of ``captured`` as ``spec`` asks for it, on a cluster of GPUs or not. Raises PlanError."""
-    if spec.data.packing == "documents" and spec.data.inputs not in captured.apart:
-        with shown_if_slow("looking for ops that read tokens of other documents"):
-            check_documents(captured.model, captured.example, spec.data.inputs, captured.program_at)
-        captured.apart.append(spec.data.inputs)
-    program = captured.program()
+    changes = spec.data.packing == "documents" and captured.keeps_apart(spec.data.inputs)
+
+    def program_of(times: int = 1) -> Program:
+        program = captured.program(times)
+        if changes:
+            kept_apart(program, spec.data.inputs)
+        return program
+
+    program = program_of()
     if spec.tensor_parallel.infer_rules:
         with shown_if_slow("running ops without a rule on random values"):
             infer_rules(program)
@@ -204,7 +218,7 @@ def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared
         name_draws(program, int(spec.batch.micro))
     num_microbatches = spec.batch.global_size // int(spec.batch.micro)
     is_whole = spec.batch.statistics == GLOBAL or spec.num_microbatches == 1
-    terms = share_loss(program, num_microbatches, captured.program, in_turn=spec.num_microbatches if is_whole else 0)
+    terms = share_loss(program, num_microbatches, program_of, in_turn=spec.num_microbatches if is_whole else 0)
     if spec.fuses_norms(on_gpu=on_gpu):
         fuse_norms(program)
     documents = find_documents(program, spec.telling_inputs, spec.data.mean_document)

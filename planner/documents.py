@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 
 from passes.errors import PlanError
 from passes.moe.find import find_experts
+from passes.partition.sequence.borders import end_at_borders
 from passes.partition.sequence.crossing import crossing
 from passes.partition.sequence.facts import op
-from passes.program.ops.aten import aten
+from passes.program.ops.aten import aten, shape_of
 from passes.program.ops.groups import ATTENTION
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -30,9 +31,10 @@ Inputs = Mapping[str, Tensor]
 
 def check_documents(
     model: nn.Module, inputs: Inputs, given: Mapping[str, str], program_of: Callable[[Inputs], Program]
-) -> None:
-    """``inputs``: of one microbatch, without values; if none names documents, nothing is checked, and the objective
-    refuses them. ``given``: the spec's ``data.inputs``. ``program_of``: the program captured of such inputs.
+) -> bool:
+    """Whether ``kept_apart`` must make the model's scans and convolutions end with documents. ``inputs``: of one
+    microbatch, without values; if none names documents, nothing is checked, and the objective refuses them. ``given``:
+    the spec's ``data.inputs``. ``program_of``: the program captured of such inputs.
 
     Raises PlanError, with the line, for an op by which the loss of a document depends on another.
     """
@@ -40,7 +42,7 @@ def check_documents(
     names = [name for name, role in roles.items() if role in TELLING]
     tokens = next((x.shape[1] for name, x in inputs.items() if roles[name] != "cu_seqlens" and x.dim() == 2), 0)
     if not names or tokens < 2:
-        return
+        return False
     used = inputs if tokens <= SHORT else _shortened(inputs, tokens)
     found, length = program_of(used), min(tokens, SHORT)
     first = next(n for n in range(length // 2, 0, -1) if gcd(n, length) == 1)  # no boundary of equal chunks
@@ -50,10 +52,22 @@ def check_documents(
     by_placeholder = {p: batch[n] for p, n in found.inputs.items() if n in batch and n not in tokens_too}
     held = {name: x.detach().cpu() for name, x in model.named_buffers(remove_duplicate=False) if not x.is_meta}
     tensors = {p: held[name] for p, name in found.buffers.items() if name in held}
+    experts = find_experts(found).layers
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        node = crossing(found, homes, by_placeholder, tensors, find_experts(found).layers)
+        node = crossing(found, homes, by_placeholder, tensors, experts)
+        changes = node is not None and kept_apart(found, given)
+        if changes:
+            node = crossing(found, homes, by_placeholder, tensors, experts, repeats=True)
     if node is not None:
         raise _refused(node, names)
+    return changes
+
+
+def kept_apart(program: Program, given: Mapping[str, str]) -> bool:
+    """Make scans and convolutions end with documents, in place; returns whether any does."""
+    roles = {p: role_of(name, given) for p, name in program.inputs.items()}
+    told = [p for p, role in roles.items() if role == "positions" and len(shape_of(program.node(p))) == 2]
+    return bool(told) and end_at_borders(program, told[0])
 
 
 def telling_values(begins: Tensor, num_ends: int) -> dict[str, Tensor]:

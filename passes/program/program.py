@@ -48,6 +48,7 @@ STAGE_META = {
     "change": "of a collective: the change of type that it carries out",
     "names": "of the output: returned values, by name in the captured graph",
 }
+PACKED = "packed documents: "  # so begin rewrites by which ops end with documents
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None,
     look = Look(spec, directory)
 
     def make() -> Kept:
-        return Kept(verify.one_process(model, spec, decided.parameters))
+        return Kept(verify.one_process(model, spec, decided))
 
     beside = verify.run_beside(decided, batches, make, look=look, is_local=is_local)
     if not isinstance(beside, Kept):

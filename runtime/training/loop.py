@@ -37,6 +37,7 @@ from runtime.training.job import FRESH, Job, Trained, plan_of, spec_of
 from runtime.training.saving import RunSaves, say
 from runtime.training.showing import Orders, Samples, Seen, Showing
 from runtime.training.validation import Best, Metric, TextMetric, Validation, metric_of, validate
+from runtime.verify.alone import ignored_apart
 from runtime.verify.reference import OneProcess, with_values
 
 LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
@@ -179,7 +180,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
         best = Best(engine, job, data.identity)
         _take_weights(engine, job, saves, best)
         # after the engine has taken its weights: the one process trains the model itself
-        beside = None if alone is None else OneProcess(alone, spec, None, decided.parameters)
+        beside = None if alone is None else OneProcess(alone, spec, None, decided.parameters, ignored_apart(decided))
         if beside is not None and data.training is not None:
             for step in range(engine.step_index):  # it has no saves: the steps before a resume are made again
                 beside.train_step(data.training.batch(step))

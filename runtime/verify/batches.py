@@ -10,6 +10,7 @@ from planner.forms import given_by
 from planner.frozen_plan import Plan
 from planner.spec.inputs import InputSpec, role_of
 from planner.spec.spec import Spec
+from runtime.verify.alone import ignore_first, ignored_apart
 
 IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts
 _BEGINS = 0.2  # the chance that a document begins at a token
@@ -40,6 +41,8 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
             chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
             drawn = torch.rand(batch[name].shape, generator=generator)
             batch[name][(drawn.movedim(0, -1) < chance).movedim(-1, 0)] = ignored
+    if ignored_apart(decided) is not None:
+        ignore_first(batch, spec, decisions.ignored_labels)
     return given_by(of.forms, batch)
 
 

@@ -39,6 +39,7 @@ from runtime.checkpoint.conversion import described
 from runtime.checkpoint.pretrained_load import find_in, read_whole
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.optimizer.scalars import LearningRate
+from runtime.verify.alone import each_document_alone
 from runtime.weights.initial_weights import fingerprint_of_model
 from runtime.weights.sources import weight_source
 
@@ -119,7 +120,7 @@ class OneProcess:
 
     Made after the engine that it is compared with, which takes its weights from the same model.
     ``draws``: the names of its draws, if dropout is on. ``parameters``: the plan's rows, if its optimizer has a rule of
-    matrices.
+    matrices. ``ignored``: by key the label that the loss skips, if the model is to see each document alone.
     """
 
     def __init__(
@@ -128,8 +129,9 @@ class OneProcess:
         spec: Spec,
         draws: NamedDraws | None = None,
         parameters: Iterable[ParameterPlan] = (),
+        ignored: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.draws = model, draws
+        self.model, self.draws, self.ignored = model, draws, ignored
         if (dtype := _dtype_of(spec)) is not None:
             self.model.to(dtype)
         self.spec = spec
@@ -144,6 +146,8 @@ class OneProcess:
         """The loss of the global batch; gradients are left in ``.grad``."""
         self.model.zero_grad()
         draws = self.draws
+        if self.ignored is not None:
+            batch = each_document_alone(batch, self.spec, self.ignored)
         # caches are for generation: with one, some models mask otherwise
         rows = self.spec.in_rows(batch)
         drawn = nullcontext() if draws is None else draws.forward(self.num_updates, rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from planner.capture.model.eager import in_eager_mode
 from planner.capture.model.reference import load_to_plan, pretrained_directory
 from planner.frozen_plan import Plan
 from planner.lower import check_stages
-from planner.sharding.parameters import ParameterPlan
 from planner.spec.spec import Spec
 from planner.tables.diagnostics import batch_notes
 from runtime.checkpoint.pretrained_load import check_pretrained
@@ -32,6 +31,7 @@ from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
 from runtime.engine.engine import Engine
 from runtime.shared_plan import Planned, planned, shared
+from runtime.verify.alone import ignored_apart
 from runtime.verify.batches import random_batch
 from runtime.verify.comparison import Beside, EngineStep, Row
 from runtime.verify.mutants import without_collective
@@ -165,7 +165,7 @@ def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -
     def make() -> Beside:
         untouched.check(model)
         # if the engine read its slices of files, the one process reads all: by transformers, unless it is quantised
-        alone.append(one_process(with_values(model, job.model, decided, spec), spec, decided.parameters))
+        alone.append(one_process(with_values(model, job.model, decided, spec), spec, decided))
         return Beside(alone[0], job.tolerance)
 
     number, rank = job.remove_collective, int(os.environ.get("RANK", "0"))
@@ -183,11 +183,11 @@ def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -
     return VerifyReport(tuple(beside.rows), tuple(notes), warned)
 
 
-def one_process(model: nn.Module, spec: Spec, parameters: Iterable[ParameterPlan] = ()) -> OneProcess:
-    """``model`` itself, which draws by name if the plan does. ``parameters``: the plan's rows."""
+def one_process(model: nn.Module, spec: Spec, decided: Plan) -> OneProcess:
+    """``model`` itself, which draws by name if the plan does."""
     is_mapped = spec.dropout == "layout_invariant"
     draws = NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if is_mapped else None
-    return OneProcess(model, spec, draws, parameters)
+    return OneProcess(model, spec, draws, decided.parameters, ignored_apart(decided))
 
 
 def in_mode(model: nn.Module, spec: Spec) -> nn.Module:

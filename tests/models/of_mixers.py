@@ -110,7 +110,6 @@ def masked_linear_attention(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
 MIXED = {
     mix.__name__: mix
     for mix in (
-        convolution,
         running_sum,
         shift,
         joined_shift,

@@ -32,7 +32,7 @@ from passes.partition.sequence.three_runs import (
     spread,
 )
 from passes.program.ops.aten import shape_of, tensors_of
-from passes.program.ops.groups import CONVOLUTIONS, PRODUCTS
+from passes.program.ops.groups import CHOICES, CONVOLUTIONS, PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import ancestors, readers, walk
 from passes.program.weights import is_parameter, is_weight
@@ -50,13 +50,16 @@ def crossing(
     batch: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     experts: Collection[ExpertLayer] = (),
+    *,
+    repeats: bool = False,
 ) -> fx.Node | None:
     """The first op by which a value of one document of the loss reads the other; None if none does.
 
     ``homes`` [tokens]: the document of each token, 1 or 2, in every sequence. ``batch``: by placeholder, the inputs
     that are no tokens. ``tensors``: likewise of buffers. ``experts``: layers that compute tokens one by one.
+    ``repeats``: whether an op counts, too, that gives equal documents other values, by their places.
     """
-    return _Crossing(ThreeRuns(program, batch, tensors), homes, experts).first()
+    return _Crossing(ThreeRuns(program, batch, tensors, repeats), homes, experts).first()
 
 
 class _Crossing:
@@ -70,6 +73,9 @@ class _Crossing:
         plain, node = [layer for layer in experts if layer.dispatch not in DROPPING], runs.program.node
         self.layers = {node(layer.combined): node(layer.tokens) for layer in plain}
         self.inside = {n for layer in plain for n in _inside(runs.program, layer)}
+        nodes = runs.program.graph.graph.nodes
+        self.unread = {n: len(n.users) for n in nodes}  # readers that are not known yet
+        self.above = ancestors(filter(self._counts_tokens, nodes)) if runs.repeats else set[fx.Node]()
 
     def first(self) -> fx.Node | None:
         program = self.runs.program
@@ -79,6 +85,10 @@ class _Crossing:
                 self._begin(node)
             elif node.op == "call_function" and node in needed and (origin := self._asked(node)) is not None:
                 return origin
+            for n in node.all_input_nodes:
+                self.unread[n] -= 1
+                if not self.unread[n] and isinstance(state := self.states.get(n), HeldValues):
+                    self.states[n] = Pooled(state.origin)  # its values take memory
         return None
 
     def _asked(self, node: fx.Node) -> fx.Node | None:
@@ -164,7 +174,8 @@ class _Crossing:
     def _may_mask(self, node: fx.Node, rows: list[Rows], is_sum: bool) -> bool:
         """Whether an operand that no token reaches could blank rows that are not at home, or a part of a sum."""
         is_told = any(n not in self.states and not _is_of_parameters(n) for n in node.all_input_nodes)
-        return is_told and (is_sum or not all(self._is_at_home(s.run[2], s.homes) for s in rows))
+        is_chosen = self.runs.repeats and node.target in CHOICES  # by masks of documents, before a sum
+        return is_told and (is_sum or is_chosen or not all(self._is_at_home(s.run[2], s.homes) for s in rows))
 
     def _is_at_home(self, size: int, homes: Tensor) -> bool:
         """Whether rows read their own tokens, or none. Of a number that is new, they say which are their own."""
@@ -181,6 +192,10 @@ class _Crossing:
         state = self._state(node, values)
         if isinstance(state, Pooled) and mixed is not None:
             return mixed
+        if isinstance(state, Rows) and self.runs.repeats:
+            is_whole = state.run[2] == self.tokens  # parts of chunks depend on where they begin, until they are added
+            if not is_whole or not self.runs.starts_alone(values, state):
+                state = HeldValues(self._origin(node), values, None if is_whole else state, is_mixed=is_whole)
         if key is not None and (state is None or (isinstance(state, Rows) and state.origin is None)):
             self.tried[key] = state
         if state is None:
@@ -220,7 +235,11 @@ class _Crossing:
         return of_means and not (is_product and any(map(is_weight, node.all_input_nodes)))
 
     def _has_tokens(self, node: fx.Node) -> bool:
-        """Whether some dim is as long as rows of tokens are."""
+        """Whether some dim is as long as rows of tokens are, or, if documents repeat, that of a value made of it: sums
+        of chunks are no means."""
+        return node in self.above or self._counts_tokens(node)
+
+    def _counts_tokens(self, node: fx.Node) -> bool:
         return any(n in self.sizes for x in tensors_of(node) for n in map(int, x.shape))
 
     def _origin(self, node: fx.Node) -> fx.Node:

@@ -68,6 +68,7 @@ EXTREMES = Ops("amax amin")
 SORTS = Ops("sort argsort")
 BEST = Ops("topk max argmax")  # along a dim, with their indices
 BINS = Ops("one_hot histc bincount")  # made of numbers, a place for each
+CHOICES = Ops("where masked_fill")
 ANDS = Ops("__and__ bitwise_and logical_and")
 ORS = Ops("__or__ bitwise_or logical_or")
 DIVISIONS = Ops("div divide true_divide")
