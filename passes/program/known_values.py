@@ -28,7 +28,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from passes.program.ops.aten import arguments, aten, is_random, shares_memory, written_by
+from passes.program.ops.aten import arguments, aten, is_mutable, is_random, shares_memory, written_by
 from passes.program.ops.groups import VALUED
 from passes.program.program import Program
 from passes.program.walks import in_order, operands, walk
@@ -56,6 +56,20 @@ def known_answer(tensor: Tensor, question: str) -> Any:
         return None if value is None else getattr(value, question)()
 
 
+def assume(tracer: Any, node: fx.Node, value: Tensor) -> None:
+    """From now on ``value`` is that of ``node``, until something is written into it."""
+    vars(tracer).setdefault("assumed", {})[node] = value, _writes(node)
+
+
+def _writes(node: fx.Node) -> set[fx.Node]:
+    return {n for n in walk([node], with_writes) if n.op == "call_function" and is_mutable(n.target)}
+
+
+def _assumed(tracer: Any) -> dict[fx.Node, Tensor]:
+    found = vars(tracer).get("assumed", {})
+    return {node: value for node, (value, writes) in found.items() if _writes(node) == writes}
+
+
 def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
     node = node_of(tensor, tracer)
     if node is None and not isinstance(tensor, FakeTensor):
@@ -63,17 +77,26 @@ def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
         node = next((n for n in holders if getattr(tracer.root, str(n.target), None) is tensor), None)
         if node is None:
             return None if tensor.requires_grad or tensor.is_meta else tensor
-    return None if node is None else value_of(node, tracer.root, {})
+    if node is None:
+        return None
+    assumed = _assumed(tracer)
+    return assumed[node] if node in assumed else value_of(node, tracer.root, assumed)
 
 
 # ---- ops with a number, or a shape, that depends on values
 
 
-def known_results() -> tuple[Any, str, Any]:
-    """(owner, name, replacement) with which export records known shapes in place of those that depend on data."""
+def known_results(selects: Callable[[Tensor, Any], None]) -> tuple[Any, str, Any]:
+    """(owner, name, replacement) with which export records known shapes in place of those that depend on data.
+
+    ``selects``: called with a mask of bools that selects rows, and the tracer.
+    """
     before: Any = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = [i for i in args[1] if isinstance(i, Tensor)] if func is aten.index.Tensor else ()
+        if len(masks) == 1 and masks[0].dtype == torch.bool:
+            selects(masks[0], mode.tracer)
         found = known_result(mode, func, args, kwargs or {})
         return before(mode, func, types, args, kwargs) if found is None else found
 
@@ -111,11 +134,14 @@ def _computed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> 
 
 
 def _indexed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
-    """x[mask] as x[places]."""
+    """x[mask] as x[places]; of one that selects everything, all rows."""
     masks = [isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in given["indices"]]
     asked = [i for i, is_mask in zip(given["indices"], masks, strict=True) if is_mask]
-    if not asked or known(asked) is _UNKNOWN:
+    values = known(asked) if asked else _UNKNOWN
+    if values is _UNKNOWN:
         return None
+    if masks == [True] and asked[0].dim() and asked[0].dtype == torch.bool and bool(values[0].all()):
+        return given["self"].flatten(0, asked[0].dim() - 1).clone()
     places = [torch.where(i) if is_mask else (i,) for i, is_mask in zip(given["indices"], masks, strict=True)]
     return func(given["self"], [place for of_one in places for place in of_one])
 
@@ -160,7 +186,7 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
     Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """
     needed = set[fx.Node]()
-    for above in walk([node], _with_writes, stop=lambda n: n in given):
+    for above in walk([node], with_writes, stop=lambda n: n in given):
         if above not in given and not _is_constant(above):
             return None
         needed.add(above)
@@ -170,7 +196,7 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
     return _run(order, node, root, given)
 
 
-def _with_writes(node: fx.Node) -> Iterator[fx.Node]:
+def with_writes(node: fx.Node) -> Iterator[fx.Node]:
     """The inputs of a value, the views of its memory, and the writes into that."""
     yield from operands(node)
     if node.op == "get_attr":

@@ -164,11 +164,13 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
         }
         fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
-        made.told.extend(compute_all_rows(exported.graph_module, made.asked, others, values))
+        inputs: Any = exported.graph_signature.user_inputs
+        told, checks = compute_all_rows(exported.graph_module, made.asked, others, values, inputs)
+        made.told.extend(told)
     program = _program(asked, exported, constants, held, made.notes, written)
     refuse_unknown_values(program.graph.graph, program.constants, made.gradient)
     program.rewrites.extend(made.told)
-    program.assumptions = made.assumptions
+    program.assumptions = [*made.assumptions, *checks]
     program.skipped = skipped & frozenset(program.parameters.values())
     return program
 

@@ -252,6 +252,7 @@ def _functional_op(target: Any) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.No
     name, overload = target._opname, target._overloadname or "default"
     if name in _WRITES:
         return _WRITES[name]
+    name = f"__{name[3:]}_" if name.startswith("__i") else name  # __ior__ writes what __or__ makes
     plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None) if name.endswith("_") else None
     if plain is None or is_mutable(plain) or torch.Tag.inplace_view in target.tags:
         return None

@@ -1,4 +1,4 @@
-"""A model of images and text with the batch of its processor: equal to one process."""
+"""Models of images and text with the batch of their processor: equal to one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from planner.forms import given_by
 from planner.spec.spec import Spec
-from tests.models.processed import INPUTS, batch, qwen2_5_vl
+from tests.models.processed import EQUAL, FAMILIES
 from tests.tools.simulated_mesh import run_mesh
 
 CLOSE = 1e-6  # its logits are cast to float32
@@ -21,11 +21,15 @@ LAYOUTS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "more"), LAYOUTS)
-def test_patches_of_all_images_and_tokens_at_other_places_in_each_sequence(mesh: dict[str, int], more: Any) -> None:
+@pytest.mark.parametrize("name", EQUAL)
+def test_patches_of_all_images_and_tokens_at_other_places_in_each_sequence(
+    name: str, mesh: dict[str, int], more: Any
+) -> None:
     torch.manual_seed(1)
-    rows, model = batch(), qwen2_5_vl()
-    ran = run_mesh(qwen2_5_vl, rows, mesh, inputs=INPUTS, **more)
-    forms = Spec.load({"mesh": mesh, "batch": {"global": 2, "micro": 2}, "inputs": INPUTS}).forms
+    family = FAMILIES[name]
+    rows, model = family.batch(), family.model()
+    ran = run_mesh(family.model, rows, mesh, inputs=family.inputs, **more)
+    forms = Spec.load({"mesh": mesh, "batch": {"global": 2, "micro": 2}, "inputs": family.inputs}).forms
     loss = model(**given_by(forms, rows)).loss
     loss.backward()
     torch.testing.assert_close(ran.loss.double(), loss.double().detach(), rtol=CLOSE, atol=CLOSE)

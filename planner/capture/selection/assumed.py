@@ -26,6 +26,7 @@ from passes.program.program import Assumption, Condition
 from passes.program.source_lines import is_foreign_frame
 from planner.capture.data_dependence import FIX
 
+CHECK = "this check does not raise"
 DRAW = "a number drawn from [0, 1) is not exactly 0, which is the case for one in 16,777,216"
 Key = tuple[tuple[str, str, int], ...]
 T = TypeVar("T")
@@ -33,6 +34,10 @@ T = TypeVar("T")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # PyTorch's own checks of a user's values; all else that it raises says that tracing failed
 _CHECKING = tuple(_TORCH + part for part in ("nn" + os.sep, "distributions" + os.sep, "functional.py", "__init__.py"))
+
+
+class ExportAgain(PlanError):
+    """Raised in a forward once one more mask is assumed to select every row (planner.capture.selection.full_masks)."""
 
 
 @dataclass(slots=True)
@@ -51,12 +56,13 @@ class Assumptions:
 
     def __init__(self) -> None:
         self.flipped: Key | None = None
+        self.full: set[Key] = set()  # where masks select rows, all of them as is assumed
         self._answers: dict[Key, bool] = {}
         self._raises: dict[Key, str] = {}  # of answers that were tried the other way round
         self._last: Taken | None = None
         self._taken: dict[Key, list[Taken]] = {}
         self._draws: list[Where] = []
-        self._checks: dict[Where, Condition] = {}
+        self._checks: dict[tuple[Where, str], Condition] = {}
 
     # ---- while a forward runs
 
@@ -67,10 +73,10 @@ class Assumptions:
         self._draws = []
         self._checks = {}
 
-    def checks(self, where: Where, condition: Condition | None) -> None:
-        """A check that PyTorch makes when the forward runs; None if a host cannot make it."""
+    def checks(self, where: Where, condition: Condition | None, what: str = CHECK) -> None:
+        """A check that PyTorch makes when the forward runs, or ``what``; None if a host cannot make it."""
         if condition is not None:
-            self._checks[where] = condition
+            self._checks[where, what] = condition
 
     def drew(self, where: Where) -> None:
         """A comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
@@ -101,6 +107,8 @@ class Assumptions:
         while True:
             try:
                 found = attempt()
+            except ExportAgain:
+                continue
             except PlanError as error:
                 if not self._learn(error):
                     raise
@@ -143,10 +151,13 @@ class Assumptions:
         for key, all_taken in self._taken.items():
             for taken in all_taken:
                 condition = taken.condition and taken.condition.named(names)
-                row = Assumption(taken.where, f"this check does not raise ({self._raises[key]})", condition)
+                row = Assumption(taken.where, f"{CHECK} ({self._raises[key]})", condition)
                 rows.setdefault((taken.where, str(condition and condition.graph.graph)), row)
-        for where, condition in self._checks.items():
-            rows[where, ""] = Assumption(where, "this check does not raise", condition.named(names))
+        for (where, what), condition in self._checks.items():
+            named = condition.named(names)
+            if named is None and what != CHECK:  # it reads parameters
+                raise branch_on_data(where)
+            rows[where, what] = Assumption(where, what, named)
         return [*rows.values(), *(Assumption(where, DRAW) for where in dict.fromkeys(self._draws))]
 
 

@@ -12,9 +12,10 @@ makes a gradient NaN (planner.capture.selection.space). All else is refused by l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -28,6 +29,7 @@ from passes.program.ops.groups import LAID_OUT, LOOKUPS, PLACING
 from passes.program.source_lines import where_of
 from passes.program.walks import ancestors
 from planner.capture.data_dependence import name_of, refused, tensors
+from planner.capture.selection.features import Features
 from planner.capture.selection.places import (
     COUNT,
     AllRows,
@@ -44,6 +46,8 @@ from planner.capture.selection.places import (
     read,
     replaced,
     row_dim,
+    runs_along,
+    summed,
     symbols_of,
 )
 from planner.capture.selection.space import (
@@ -53,26 +57,37 @@ from planner.capture.selection.space import (
     acts_on_each_row,
     at_most_one,
     endangered,
+    is_known,
     key_of_mask,
     root_of,
 )
 
+_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
-def with_all_rows(module: fx.GraphModule, nobody: Collection[int] = ()) -> AllRows:
+
+def with_all_rows(
+    module: fx.GraphModule,
+    nobody: Collection[int] = (),
+    inputs: Sequence[str] = (),
+    constants: Mapping[str, torch.Tensor] = _NOTHING,
+) -> AllRows:
     """A graph of its own in which no shape depends on data.
 
-    ``nobody``: of masks that a branch asked about, by number, those with selections that write nothing.
+    ``nobody``: of masks that a branch asked about, by number, those with selections that write nothing. ``inputs``: of
+    the batch. ``constants``: by placeholder.
     """
-    rewriter = _Rewriter(nobody)
+    rewriter = _Rewriter(nobody, inputs, constants)
     graph = rewriter.run(module.graph)
-    return AllRows(graph, rewriter.asked, list(dict.fromkeys(rewriter.told)))
+    told, checks = list(dict.fromkeys(rewriter.told)), list(rewriter.features.checks.values())
+    return AllRows(graph, rewriter.asked, told, checks)
 
 
 class _Rewriter:
     """Owns the new graph; ``env`` maps each old value to its replacement."""
 
-    def __init__(self, nobody: Collection[int]) -> None:
+    def __init__(self, nobody: Collection[int], inputs: Sequence[str], constants: Mapping[str, torch.Tensor]) -> None:
         self.write, self.keys = Writer(), Keys()
+        self.features = Features(self.write, inputs, constants)
         self.env: dict[fx.Node, Any] = {}
         self.spaces: dict[sympy.Symbol, Space] = {}
         self.by_mask: dict[str, Space] = {}
@@ -104,6 +119,8 @@ class _Rewriter:
         if is_number and (symbols := value.node.expr.free_symbols) and symbols <= self.spaces.keys():
             return COUNT
         is_static = not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)
+        if is_static and (placed := self.features.scattered(node, [self.env.get(n) for n in node.args])) is not None:
+            return placed
         if is_number or is_static or node.op != "call_function":
             return self.write.graph.node_copy(node, lambda n: self._static(node, n))
         found = self._select(node, given) or self._place(node) or self._put(node)
@@ -203,20 +220,12 @@ class _Rewriter:
                 dim += len(space.shape)
             else:
                 return None
-        if alone and not self._runs_along(node, indices[0], dim - 1):
+        if alone and not runs_along(node, indices[0], dim - 1):
             return None
         spaces = {space.key: space for space, _, _ in found}
         if len(spaces) > 1:
             raise refused(node, "positions of two selections are used together")
         return (next(iter(spaces.values())), Slots(tuple((d, m) for _, d, m in found))) if spaces else None
-
-    def _runs_along(self, node: fx.Node, index: fx.Node, dim: int) -> bool:
-        """Whether an index of gather or scatter is the same for all dims beside the rows, and for all of it."""
-        shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
-        if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
-            return len(shape) == 1
-        same = all(shape[d] == whole[d] for d in range(len(shape)) if d != dim)
-        return len(shape) == len(whole) and row_dim(index.meta["val"]) == dim and same
 
     # ---- writing at positions
 
@@ -270,17 +279,27 @@ class _Rewriter:
         raise refused(node, f"{name_of(node)} computes with the positions of selected rows")
 
     def _rows(self, node: fx.Node) -> Rows:
-        value = node.meta["val"]
         if node.target is getitem:
             return self._piece(node, self.env[node.all_input_nodes[0]])
+        tables = self.features.beside(node, self.env)
+        kept = {n: self.env[n] for n in tables}
+        self.env |= {n: rows for n, (rows, _) in tables.items()}
+        made = self._of_rows(node, {n: dim for n, (_, dim) in tables.items()})
+        self.env |= kept
+        return made
+
+    def _of_rows(self, node: fx.Node, of_tables: Mapping[fx.Node, int]) -> Rows:
+        value = node.meta["val"]
         space = self._space_of(node, value)
-        dims = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
+        own = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
+        dims = own | dict(of_tables)
         inputs = {n: d for n, d in dims.items() if d is not None}
         rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
         counts = size_argument(node.target) is not None and all(self.env[n] is COUNT for n in rests)
         if any(self.env[n] is COUNT for n in rests) and not counts:
             raise refused(node, "the number of selected rows is used in a computation")
-        if (rests and not counts) or not acts_on_each_row(node, inputs, row_dim(value)):
+        acts = is_known(node) if of_tables else acts_on_each_row(node, inputs, row_dim(value))
+        if (rests and not counts) or not acts:
             what = f"the input shape of {name_of(node)} depends on data, and it may mix rows"
             raise refused(node, what)
         guarded = self._guarded(node, space, inputs)
@@ -290,7 +309,7 @@ class _Rewriter:
         self._check(node, made, space)
         dim = row_dim(value)
         rows = Rows(space, kept_small(self.write, space, made, dim) if dim is not None else made)
-        return self._sum(node, rows)
+        return summed(node, rows, self.env)
 
     def _piece(self, node: fx.Node, made: Any) -> Rows:
         index: Any = node.args[1]
@@ -335,14 +354,3 @@ class _Rewriter:
         for before, after in zip(tensors(node.meta["val"]), tensors(made.meta["val"]), strict=True):
             if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
                 raise refused(node, f"{name_of(node)} mixes the selected rows")
-
-    def _sum(self, node: fx.Node, rows: Rows) -> Rows:
-        """Notes the addend of a sum with rows of a value, as the sum may be written back to that value."""
-        if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
-            return rows
-        made = [self.env[n] if isinstance(n, fx.Node) else None for n in node.args]
-        for read_before, other in (made, made[::-1]):
-            if isinstance(read_before, Rows) and read_before.source is not None and isinstance(other, Rows):
-                parts = {n.meta["val"].dtype for n in (read_before.node, other.node, rows.node)}
-                return Rows(rows.space, rows.node, read_before.source, other.node) if len(parts) == 1 else rows
-        return rows

@@ -10,7 +10,7 @@ Rows are one dim, [.., num, ..], in the place of the dim of selected ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import fx
 from passes.errors import Where
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LOOKUPS
+from passes.program.program import Assumption
 from planner.capture.data_dependence import calls_in, tensors
 from planner.capture.selection.space import Space
 
@@ -32,6 +33,7 @@ class AllRows:
     graph: fx.Graph
     asked: dict[str, int]
     told: list[Where]
+    checks: list[Assumption]
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,27 @@ class Slots:
         side_by_side = self.dims == tuple(range(self.dims[0], self.dims[0] + len(self.dims)))
         once = len(set(self.of_mask)) == len(self.pairs)
         return side_by_side and once and all(shape_of(x)[d] == space.shape[m] for d, m in self.pairs)
+
+
+def runs_along(node: fx.Node, index: fx.Node, dim: int) -> bool:
+    """Whether an index of gather or scatter is the same for all dims beside the rows, and for all of it."""
+    shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
+    if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
+        return len(shape) == 1
+    same = all(shape[d] == whole[d] for d in range(len(shape)) if d != dim)
+    return len(shape) == len(whole) and row_dim(index.meta["val"]) == dim and same
+
+
+def summed(node: fx.Node, rows: Rows, env: Mapping[fx.Node, Any]) -> Rows:
+    """Notes the addend of a sum with rows of a value, as the sum may be written back to that value."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return rows
+    made = [env[n] if isinstance(n, fx.Node) else None for n in node.args]
+    for read_before, other in (made, made[::-1]):
+        if isinstance(read_before, Rows) and read_before.source is not None and isinstance(other, Rows):
+            parts = {n.meta["val"].dtype for n in (read_before.node, other.node, rows.node)}
+            return Rows(rows.space, rows.node, read_before.source, other.node) if len(parts) == 1 else rows
+    return rows
 
 
 def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: float = 0) -> fx.Node:

@@ -6,8 +6,6 @@
 All other questions are refused. Whether a mask selects any row may be answered either way, if the plan is the same: if
 no row is selected, nothing is written. So the model is exported with other answers too, and each export must compute
 what the first does without those writes.
-
-The small graph by which a host checks an assumption: its batch inputs, and the question about them.
 """
 
 from __future__ import annotations
@@ -25,19 +23,18 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from passes.errors import Where
-from passes.program.known_values import follows, known_results
+from passes.program.known_values import known_results
 from passes.program.ops.aten import aten, is_mutable, packet_of
-from passes.program.program import Condition
-from passes.program.walks import in_order
 from planner.capture.interceptors import installed
 from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
+from planner.capture.selection.conditions import condition_of, is_read
+from planner.capture.selection.full_masks import FullMasks
 from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
 from planner.capture.selection.spelled_out import SpelledOut
 from planner.capture.user_lines import CallSites
 
 Answer = Callable[[int], bool]  # of the first, second … mask asked about: whether it selects no row
 OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)
-MOST_ELEMENTS = 1 << 22  # of all values of one microbatch together
 
 
 class Questions:
@@ -46,6 +43,7 @@ class Questions:
     def __init__(self, sites: CallSites, assumed: Assumptions, answer: Answer | None = None) -> None:
         self._sites, self._assumed, self._answer = sites, assumed, answer or (lambda i: False)
         self._is_first = answer is None
+        self._full = FullMasks(assumed, sites.here)
         self.asked: list[Where] = []
         self.empty: set[int] = set()
         self._keys, self._numbers = Keys(), dict[str, int]()
@@ -70,11 +68,14 @@ class Questions:
                 return sympy.true if answer else sympy.false
 
         def deferred(env: ShapeEnv, question: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._compares_selected(question):
+                return True
             self._check(question)
             return defer(env, question, *args, **kwargs)
 
         watched = (ShapeEnv, "evaluate_sym_node", evaluate), (ShapeEnv, "guard_or_defer_runtime_assert", deferred)
-        with installed(*watched, known_results()), SpelledOut(self._sites.refuse):
+        selections = known_results(self._full.selects), (FakeTensor, "tolist", self._full.asked(FakeTensor.tolist))
+        with installed(*watched, *selections), SpelledOut(self._sites.refuse):
             yield
 
     def draw_is_not_zero(self) -> None:
@@ -102,6 +103,15 @@ class Questions:
             if again is not None:
                 self._answered[again] = answer
         return answer
+
+    def _compares_selected(self, question: Any) -> bool:
+        """Whether rows that a mask selects are as many as others: PyTorch would replace the symbol by that number, but
+        by it the rows are known (planner.capture.selection.features).
+        """
+        symbols = question.free_symbols if isinstance(question, sympy.Eq) else ()
+        graph = self._full.graph
+        makers = [None if graph is None else self._maker(graph, symbol) for symbol in symbols]
+        return len(makers) == 1 and makers[0] is not None and packet_of(makers[0].target) is aten.index
 
     def _check(self, question: Any) -> None:
         """``torch._check`` of numbers read from the batch, which export leaves to the run."""
@@ -218,53 +228,3 @@ def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
     if isinstance(compared, int) and (packet, compared) in signs and is_count(first):
         return root_of(first), signs[(packet, compared)]
     return None
-
-
-# ---- the small graph by which a host checks an assumption: its batch inputs, and the question about them
-
-
-def is_read(node: fx.Node | None) -> bool:
-    """Whether a call reads a number out of a tensor."""
-    return node is not None and packet_of(node.target) in (aten.item, aten._local_scalar_dense)
-
-
-def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:
-    """``makers``: of each symbol the call that read it. None if it reads more than the batch, or much.
-
-    Inputs are named by their position among the placeholders.
-    """
-    reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
-    if len(reads) < len(makers) or not all(isinstance(n, fx.Node) for n in reads):
-        return None
-    order = in_order([n for n in reads if isinstance(n, fx.Node)])
-    attributes = {str(n.target): getattr(tracer.root, str(n.target)) for n in order if n.op == "get_attr"}
-    sizes = [n.meta["val"].numel() for n in order if isinstance(n.meta.get("val"), torch.Tensor)]
-    if any(isinstance(n, torch.SymInt) for n in sizes) or sum(sizes) > MOST_ELEMENTS:  # as many as data selects
-        return None
-    if not all(_is_plain(n) for n in order):
-        return None
-    if any(isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) for value in attributes.values()):
-        return None
-    return _made(question, answer, tuple(makers), order, reads, attributes)
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a call can be made again later: it draws nothing, and no op writes into its inputs or results."""
-    if node.op != "call_function":
-        return not any(is_mutable(user.target) for user in node.users)
-    is_op = follows(node) and hasattr(node.target, "_schema") and not is_mutable(node.target)
-    return is_op and not any(is_mutable(user.target) for user in node.users)
-
-
-def _made(question: Any, answer: bool, symbols: Any, order: Any, reads: Any, attributes: Any) -> Condition:
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    placeholders = list(order[0].graph.find_nodes(op="placeholder")) if order else []
-    inputs = [n for n in placeholders if n in order]
-    for node in [*inputs, *(n for n in order if n.op != "placeholder")]:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {}
-        if node.target is aten._is_all_true.default:  # of torch._check; a plan file may not hold it
-            copies[node].target = aten.all.default
-    graph.output(tuple(copies[n] for n in reads))
-    places = tuple((str(placeholders.index(n) - len(placeholders)), n.meta["val"].dtype) for n in inputs)
-    return Condition(fx.GraphModule(attributes, graph), places, symbols, question, answer)

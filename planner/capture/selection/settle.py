@@ -11,7 +11,7 @@ drawn batches, forward and backward, with the mask set to false.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from passes.errors import PlanError, Where
 from passes.program.known_values import computed, follows
 from passes.program.ops.aten import aten, named, nodes_in, packet_of
+from passes.program.program import Assumption
 from passes.program.walks import operands, walk
 from planner.capture.graphs_equal import CHEAP, InFloat64, widened
 from planner.capture.model.exchange import tensors_in
@@ -35,6 +36,7 @@ EMPTY_FIX = (
     "branches such as `if mask.any():` may skip only computation on the selected rows: with no row selected, the "
     "forward must give the same result without the branch"
 )
+SCATTER = aten.masked_scatter.default
 MOST_ELEMENTS = 1 << 22
 NUM_TRIALS = 3
 TOLERANCE = 1e-9
@@ -49,16 +51,20 @@ def compute_all_rows(
     asked: Questions,
     others: Iterable[tuple[Questions, fx.GraphModule]],
     constants: Mapping[str, Tensor],
-) -> list[tuple[str, Where]]:
-    """Rewrite ``module`` so that no shape depends on data; returns its notes for the user. ``others``: exports with
-    other answers than ``asked`` got. ``constants``: by placeholder. Raises PlanError if rows that data selects are
-    mixed, and if an answer changes more than the choice of written rows, or a mask that selects nothing there.
+    inputs: Sequence[str],
+) -> tuple[list[tuple[str, Where]], list[Assumption]]:
+    """Rewrite ``module`` so that no shape depends on data; returns its notes for the user, and assumptions.
+
+    ``others``: exports with other answers than ``asked`` got. ``constants``: by placeholder. ``inputs``: of the batch.
+    Raises PlanError if rows that data selects are mixed, and if an answer changes more than the choice of written rows,
+    or a mask that selects nothing there.
     """
-    if not asked.asked and not is_dynamic(module):
-        return []
-    found, is_branched = with_all_rows(module), False
+    if not asked.asked and not is_dynamic(module) and not any(n.target is SCATTER for n in module.graph.nodes):
+        return [], []
+    found, is_branched = with_all_rows(module, (), inputs, constants), False
     for questions, other in others:
-        if _are_same(with_all_rows(module, questions.empty), with_all_rows(other), questions.empty):
+        one, two = (with_all_rows(m, e, inputs, constants) for m, e in ((module, questions.empty), (other, ())))
+        if _are_same(one, two, questions.empty):
             continue
         is_branched = True
         if is_dynamic(module) or not is_same_without(module, other, questions.empty, constants):
@@ -70,7 +76,8 @@ def compute_all_rows(
     module.graph = found.graph
     module.delete_all_unused_submodules()
     module.recompile()
-    return [*((TOLD, where) for where in found.told), *((BRANCHED, where) for where in asked.asked if is_branched)]
+    told = [*((TOLD, where) for where in found.told), *((BRANCHED, where) for where in asked.asked if is_branched)]
+    return told, found.checks
 
 
 def skipped_parameters(

@@ -231,7 +231,7 @@ def acts_on_each_row(call: fx.Node, rows: Mapping[fx.Node, int], out: int | None
 
     ``out``: where the rows stand in what the call makes; None where it is no tensor or has none.
     """
-    rule = rule_of(call) if _is_known(call) else None
+    rule = rule_of(call) if is_known(call) else None
     if rule is None:
         return False
     places = {(i, rows[n]) for i, n in enumerate(operands_of(call)) if n in rows and i not in rule.unread}
@@ -243,7 +243,7 @@ def acts_on_each_row(call: fx.Node, rows: Mapping[fx.Node, int], out: int | None
     return {(p.operand, p.dim) for p in factor.places if p.operand not in rule.unread} == places
 
 
-def _is_known(call: fx.Node) -> bool:
+def is_known(call: fx.Node) -> bool:
     """Whether the op has a number and a derivative everywhere, or it is known where not, and draws none of its own."""
     packet = packet_of(call.target)
     known = not is_pointwise(call.target) or packet in TOTAL or packet in SINGULAR

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner import PlanError, plan
-from planner.capture.selection.questions import condition_of
+from planner.capture.selection.conditions import condition_of
 from planner.frozen_plan import Plan
 from runtime.data.batches import BatchLayout
 

@@ -1,0 +1,101 @@
+"""Features put at the positions that a mask selects: the first at the first position of a sequence, and so on.
+
+    x.masked_scatter(mask, features)        mask [b, s], features [b·n, ..]
+    x[mask] + features                      with all rows of x (planner.capture.selection.dense)
+    →
+    where(mask, features[b, rank], x)       rank [b, s] = cumsum(mask) − 1 of each sequence
+
+A microbatch then computes what the batch does. It is so if each sequence has n positions: a host checks each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.errors import Where
+from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of
+from passes.program.program import Assumption
+from passes.program.source_lines import where_of
+from passes.program.walks import in_order
+from planner.capture.data_dependence import refused
+from planner.capture.selection.conditions import that
+from planner.capture.selection.places import Rows, Writer, row_dim
+from planner.capture.selection.space import Space
+
+
+class Features:
+    """Owns the ``checks`` that each sequence has as many positions as features. ``inputs``: of the batch, by name."""
+
+    def __init__(self, write: Writer, inputs: Sequence[str], constants: Mapping[str, Tensor]) -> None:
+        self.checks: dict[tuple[Where, str], Assumption] = {}
+        self._write, self._inputs, self._constants = write, inputs, constants
+
+    def scattered(self, call: fx.Node, given: Sequence[Any]) -> fx.Node | None:
+        """The value of ``masked_scatter``; None where it stays a call, and for others. ``given``: its operands."""
+        if packet_of(call.target) is not aten.masked_scatter or len(given) < 3:
+            return None
+        x, mask, source = given
+        while packet_of(mask.target) in (aten.expand, aten.expand_as):
+            mask = mask.args[0]
+        shape, strides = shape_of(call), mask.meta["val"].expand(shape_of(call)).stride()
+        is_shared = [stride == 0 or size == 1 for stride, size in zip(strides, shape, strict=True)]
+        num = max((d + 1 for d, shared in enumerate(is_shared) if not shared), default=0)  # dims that it chooses along
+        if shape_of(mask) != shape:
+            mask = self._write.call(aten.expand.default, mask, list(shape))
+        for _ in shape[num:]:
+            mask = self._write.call(aten.select.int, mask, -1, 0)
+        rows = self._at(call, mask, source, shape[num:])
+        if rows is None:
+            return None
+        chosen = self._write.shaped(mask, [*shape[:num], *[1] * (len(shape) - num)])
+        return self._write.call(aten.where.self, chosen, self._write.shaped(rows, shape), x)
+
+    def beside(self, call: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, tuple[Rows, int]]:
+        """The operands of a pointwise ``call`` that have a row for each selected one: with all rows, and their dim."""
+        selected = [n for n in call.all_input_nodes if isinstance(env[n], Rows) and row_dim(n.meta["val"]) is not None]
+        if not selected or not is_pointwise(call.target):
+            return {}
+        space, value = env[selected[0]].space, selected[0].meta["val"]
+        dim: Any = row_dim(value)
+        others = [n for n in call.all_input_nodes if isinstance(env[n], fx.Node)]
+        tables = [n for n in others if len(shape_of(n)) == value.dim() - dim and shape_of(n)[0] > 1]
+        return {n: (Rows(space, self._of_all(call, space, env[n])), 0) for n in tables}
+
+    def _of_all(self, call: fx.Node, space: Space, table: fx.Node) -> fx.Node:
+        rows = None if space.gone else self._at(call, space.mask, table, shape_of(table)[1:])
+        if rows is None:
+            raise refused(call, "as many rows as are selected cannot be told for each sequence")
+        return self._write.shaped(rows, [space.num, *shape_of(table)[1:]])
+
+    def _at(self, call: fx.Node, mask: fx.Node, source: fx.Node, inner: Sequence[int]) -> fx.Node | None:
+        """[b, s, ..]: the feature of each position; any at one that is not selected. ``inner``: of one feature."""
+        if len(shape_of(mask)) < 2:
+            return None
+        batch, length, width = shape_of(mask)[0], prod(shape_of(mask)[1:]), prod(inner)
+        num, rest = divmod(prod(shape_of(source)), batch * width)
+        if rest or not self._is_checked(call, mask, num):
+            return None
+        write = self._write
+        rank = write.call(aten.cumsum.default, write.shaped(mask, [batch, length]), 1)
+        rank = write.call(aten.clamp.default, write.call(aten.sub.Tensor, rank, 1), 0)
+        rank = write.call(aten.expand.default, write.shaped(rank, [batch, length, 1]), [batch, length, width])
+        return write.call(aten.gather.default, write.shaped(source, [batch, num, width]), 1, rank)
+
+    def _is_checked(self, call: fx.Node, mask: fx.Node, num: int) -> bool:
+        """Whether a host can check that each sequence has ``num`` positions."""
+
+        def truth(graph: fx.Graph, mask: fx.Node) -> fx.Node:
+            counts = graph.call_function(aten.sum.dim_IntList, (mask, dims))
+            return graph.call_function(aten.all.default, (graph.call_function(aten.eq.Scalar, (counts, num)),))
+
+        dims = list(range(1, len(shape_of(mask))))
+        made = that(truth, mask, in_order([mask]), None, constants=self._constants)
+        check = None if made is None else made.named(self._inputs)
+        if check is not None:
+            where, what = where_of(call), f"each sequence has {num} positions for its {num} features"
+            self.checks[where, what] = Assumption(where, what, check)
+        return check is not None
