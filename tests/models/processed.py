@@ -130,3 +130,4 @@ FAMILIES = {
         IDS | _SOUND | LABELS,
     ),
 }
+EQUAL = ("Qwen2.5-VL", "Qwen3-VL", "SmolVLM", "Voxtral")  # of each kind one

@@ -279,29 +279,22 @@ class _Rewriter:
         raise refused(node, f"{name_of(node)} computes with the positions of selected rows")
 
     def _rows(self, node: fx.Node) -> Rows:
+        value = node.meta["val"]
         if node.target is getitem:
             return self._piece(node, self.env[node.all_input_nodes[0]])
-        tables = self.features.beside(node, self.env)
-        kept = {n: self.env[n] for n in tables}
-        self.env |= {n: rows for n, (rows, _) in tables.items()}
-        made = self._of_rows(node, {n: dim for n, (_, dim) in tables.items()})
-        self.env |= kept
-        return made
-
-    def _of_rows(self, node: fx.Node, of_tables: Mapping[fx.Node, int]) -> Rows:
-        value = node.meta["val"]
-        space = self._space_of(node, value)
+        space, env = self._space_of(node, value), self.env
+        tables = self.features.beside(node, env)
+        self.env = {**env, **tables} if tables else env
         own = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
-        dims = own | dict(of_tables)
+        dims = own | dict.fromkeys(tables, 0)
         inputs = {n: d for n, d in dims.items() if d is not None}
         rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
         counts = size_argument(node.target) is not None and all(self.env[n] is COUNT for n in rests)
         if any(self.env[n] is COUNT for n in rests) and not counts:
             raise refused(node, "the number of selected rows is used in a computation")
-        acts = is_known(node) if of_tables else acts_on_each_row(node, inputs, row_dim(value))
+        acts = is_known(node) if tables else acts_on_each_row(node, inputs, row_dim(value))
         if (rests and not counts) or not acts:
-            what = f"the input shape of {name_of(node)} depends on data, and it may mix rows"
-            raise refused(node, what)
+            raise refused(node, f"the input shape of {name_of(node)} depends on data, and it may mix rows")
         guarded = self._guarded(node, space, inputs)
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
         kwargs = map_aggregate(dict(node.kwargs), lambda a: self._resolved(a, guarded))
@@ -309,7 +302,8 @@ class _Rewriter:
         self._check(node, made, space)
         dim = row_dim(value)
         rows = Rows(space, kept_small(self.write, space, made, dim) if dim is not None else made)
-        return summed(node, rows, self.env)
+        rows, self.env = summed(node, rows, self.env), env
+        return rows
 
     def _piece(self, node: fx.Node, made: Any) -> Rows:
         index: Any = node.args[1]

@@ -14,17 +14,20 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes.errors import Where
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of
+from passes.program.ops.groups import SAME, Ops
 from passes.program.program import Assumption
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order
 from planner.capture.data_dependence import refused
 from planner.capture.selection.conditions import that
 from planner.capture.selection.places import Rows, Writer, row_dim
-from planner.capture.selection.space import Space
+
+_SPREAD = SAME | Ops("expand expand_as")
 
 
 class Features:
@@ -39,7 +42,7 @@ class Features:
         if packet_of(call.target) is not aten.masked_scatter or len(given) < 3:
             return None
         x, mask, source = given
-        while packet_of(mask.target) in (aten.expand, aten.expand_as):
+        while mask.target in _SPREAD and mask.args[0].meta["val"].dtype == torch.bool:
             mask = mask.args[0]
         shape, strides = shape_of(call), mask.meta["val"].expand(shape_of(call)).stride()
         is_shared = [stride == 0 or size == 1 for stride, size in zip(strides, shape, strict=True)]
@@ -54,22 +57,23 @@ class Features:
         chosen = self._write.shaped(mask, [*shape[:num], *[1] * (len(shape) - num)])
         return self._write.call(aten.where.self, chosen, self._write.shaped(rows, shape), x)
 
-    def beside(self, call: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, tuple[Rows, int]]:
-        """The operands of a pointwise ``call`` that have a row for each selected one: with all rows, and their dim."""
+    def beside(self, call: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, Rows]:
+        """The operands of a pointwise ``call`` with a row for each selected one, along dim 0: with all rows."""
         selected = [n for n in call.all_input_nodes if isinstance(env[n], Rows) and row_dim(n.meta["val"]) is not None]
         if not selected or not is_pointwise(call.target):
             return {}
         space, value = env[selected[0]].space, selected[0].meta["val"]
         dim: Any = row_dim(value)
-        others = [n for n in call.all_input_nodes if isinstance(env[n], fx.Node)]
-        tables = [n for n in others if len(shape_of(n)) == value.dim() - dim and shape_of(n)[0] > 1]
-        return {n: (Rows(space, self._of_all(call, space, env[n])), 0) for n in tables}
-
-    def _of_all(self, call: fx.Node, space: Space, table: fx.Node) -> fx.Node:
-        rows = None if space.gone else self._at(call, space.mask, table, shape_of(table)[1:])
-        if rows is None:
-            raise refused(call, "as many rows as are selected cannot be told for each sequence")
-        return self._write.shaped(rows, [space.num, *shape_of(table)[1:]])
+        whole = [n for n in call.all_input_nodes if isinstance(env[n], fx.Node)]
+        tables = [n for n in whole if len(shape_of(n)) == value.dim() - dim and shape_of(n)[0] > 1]
+        found = {n: None if space.gone else self._at(call, space.mask, env[n], shape_of(n)[1:]) for n in tables}
+        if None in found.values():
+            raise refused(call, "no host can check how many rows of each sequence are selected")
+        return {
+            n: Rows(space, self._write.shaped(x, [space.num, *shape_of(n)[1:]]))
+            for n, x in found.items()
+            if x is not None
+        }
 
     def _at(self, call: fx.Node, mask: fx.Node, source: fx.Node, inner: Sequence[int]) -> fx.Node | None:
         """[b, s, ..]: the feature of each position; any at one that is not selected. ``inner``: of one feature."""

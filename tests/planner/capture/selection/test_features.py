@@ -30,7 +30,7 @@ def in_rows(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
 
 
 def in_rows_of_an_expanded_mask(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
-    return x.masked_scatter(mask[..., None].expand_as(x), m.encode(images).flatten(0, 1))
+    return x.masked_scatter(mask[..., None].expand_as(x).to(x.device), m.encode(images).flatten(0, 1))
 
 
 def element_by_element(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
