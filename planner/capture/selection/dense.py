@@ -119,7 +119,7 @@ class _Rewriter:
         if is_number and (symbols := value.node.expr.free_symbols) and symbols <= self.spaces.keys():
             return COUNT
         is_static = not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)
-        if is_static and (placed := self.features.scattered(node, [self.env.get(n) for n in node.args])) is not None:
+        if is_static and (placed := self.features.scattered(node, self.env)) is not None:
             return placed
         if is_number or is_static or node.op != "call_function":
             return self.write.graph.node_copy(node, lambda n: self._static(node, n))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import Where
-from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
 from passes.program.ops.groups import SAME, Ops
 from passes.program.program import Assumption
 from passes.program.source_lines import where_of
@@ -37,11 +37,11 @@ class Features:
         self.checks: dict[tuple[Where, str], Assumption] = {}
         self._write, self._inputs, self._constants = write, inputs, constants
 
-    def scattered(self, call: fx.Node, given: Sequence[Any]) -> fx.Node | None:
-        """The value of ``masked_scatter``; None where it stays a call, and for others. ``given``: its operands."""
-        if packet_of(call.target) is not aten.masked_scatter or len(given) < 3:
+    def scattered(self, call: fx.Node, env: Mapping[Any, Any]) -> fx.Node | None:
+        """The value of ``masked_scatter``; None where it stays a call, and for others. ``env``: the new values."""
+        if packet_of(call.target) is not aten.masked_scatter:
             return None
-        x, mask, source = given
+        x, mask, source = (env[named(call)[name]] for name in ("self", "mask", "source"))
         while mask.target in _SPREAD and mask.args[0].meta["val"].dtype == torch.bool:
             mask = mask.args[0]
         shape, strides = shape_of(call), mask.meta["val"].expand(shape_of(call)).stride()
