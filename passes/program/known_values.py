@@ -137,7 +137,7 @@ def _indexed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> A
     """x[mask] as x[places]; of one that selects everything, all rows."""
     masks = [isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in given["indices"]]
     asked = [i for i, is_mask in zip(given["indices"], masks, strict=True) if is_mask]
-    values = known(asked) if asked else _UNKNOWN
+    values: Any = known(asked) if asked else _UNKNOWN
     if values is _UNKNOWN:
         return None
     if masks == [True] and asked[0].dim() and asked[0].dtype == torch.bool and bool(values[0].all()):

@@ -58,7 +58,7 @@ class FullMasks:
                 self._assumed.checks(self._here(), condition, WHAT)
                 assume(tracer, node, torch.ones(mask.shape, dtype=torch.bool))
 
-    def asked(self, to_list: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def asked(self, to_list: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """``to_list``, the numbers of a tensor; raises ExportAgain if they are known once masks are assumed full."""
 
         def asked(tensor: Tensor) -> Any:
