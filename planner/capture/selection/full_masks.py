@@ -89,7 +89,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def _condition(mask: fx.Node, last: fx.Node, tracer: Any) -> Condition | None:
-    """That all of ``mask`` is true, as it was after the call ``last``."""
+    """That all of ``mask`` is true, with its values after the call ``last``."""
     needed = {n for n in walk([mask], with_writes) if n <= last}
     order = [n for n in tracer.graph.nodes if n in needed]
     return that(
