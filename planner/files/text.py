@@ -46,14 +46,16 @@ def read_text(
     Raises ``error`` if there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
     or is not UTF-8.
     """
-    content, shown = read_bytes(path, what, most_bytes=most_bytes, error=error, fix=fix), shorten(path)
+    content = read_bytes(path, what, most_bytes=most_bytes, error=error, fix=fix)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
-        line = content.count(b"\n", 0, failed.start) + 1
-        raise error(
-            f"the {what} is not UTF-8 text", where=Where(file=shown, line=line), fix="save the file as UTF-8"
-        ) from None
+        raise _not_utf8(error, path, what, content.count(b"\n", 0, failed.start) + 1) from None
+
+
+def _not_utf8(error: type[PlanError], path: str | PathLike[str], what: str, line: int) -> PlanError:
+    where = Where(file=shorten(path), line=line)
+    return error(f"the {what} is not UTF-8 text", where=where, fix="save the file as UTF-8")
 
 
 def read_bytes(
@@ -98,10 +100,7 @@ def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str 
                 try:
                     yield content.decode("utf-8-sig" if number == 1 else "utf-8"), content.endswith(b"\n")
                 except UnicodeDecodeError:
-                    where = Where(file=shorten(path), line=number)
-                    raise PlanError(
-                        f"the {what} is not UTF-8 text", where=where, fix="save the file as UTF-8"
-                    ) from None
+                    raise _not_utf8(PlanError, path, what, number) from None
     except OSError as failed:
         words = f"cannot read the {what} {shorten(path)}: {reason(failed)}"
         raise PlanError(words, where=shorten(path), fix=fix) from None

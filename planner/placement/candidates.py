@@ -7,7 +7,7 @@ or backward. A cut that no rule names is never considered, so a block of 80 node
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, isqrt
 
@@ -150,6 +150,13 @@ def nearest_tp(sizes: Iterable[int], tp: int) -> list[int]:
     if tp in valid:
         return [tp]
     return [max(n for n in valid if n < tp), *[n for n in valid if n > tp][:1]]
+
+
+def uneven_words(shape: Sequence[int], tp: int, before_nearest: str) -> str:
+    """``dim 0 = 33 not divisible by tp = 2; nearest valid tp: 1, 3``; empty if tp divides all dims."""
+    uneven = {d: int(n) for d, n in enumerate(shape) if n % tp}
+    dims = " and ".join(f"dim {d} = {n}" for d, n in uneven.items())
+    return f"{dims} not divisible by tp = {tp}{before_nearest} {nearest_words(uneven.values(), tp)}" if uneven else ""
 
 
 def nearest_words(sizes: Iterable[int], tp: int) -> str:

@@ -36,7 +36,7 @@ from passes.program.walks import readers, walk
 from passes.program.weights import is_computed_weight
 from passes.rules.flops import has_flops
 from passes.types.types import Placement
-from planner.placement.candidates import Candidates, nearest_words
+from planner.placement.candidates import Candidates, uneven_words
 
 aten = torch.ops.aten
 OF_FORM = {Form.ROW: "row", Form.VOCABULARY: "vocab", Form.CLASSES: "vocab"}
@@ -199,19 +199,14 @@ class Overrides:
         return all(o.detour for reader, i in reading for o in options[reader.name] if o.args[i] == cut)
 
     def obstacle(self, node: fx.Node, style: str) -> str:
-        shape = [int(n) for n in node.meta["val"].shape]
+        shape = node.meta["val"].shape
         if self._is_vector(node) and style in ("row", "expert"):
             return "it is a vector"
         if style == "vocab" and not any(r.target is aten.embedding.default or _meets_a_loss(r) for r in node.users):
             return "it is not a vocabulary table"
-        uneven = [d for d, n in enumerate(shape) if n % self.candidates.tp]
         if style == "expert" and len(shape) < 3:
             return "it is not a stack of matrices"
-        if uneven:
-            dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
-            nearest = nearest_words([shape[d] for d in uneven], self.candidates.tp)
-            return f"{dims} not divisible by tp = {self.candidates.tp}, {nearest}"
-        return "no op that reads it can run on such a shard"
+        return uneven_words(shape, self.candidates.tp, ",") or "no op that reads it can run on such a shard"
 
     def _refuse(self, name: str, wish: Asked, why: str, possible: set[str]) -> None:
         styles = ", ".join(sorted(possible | {"replicate"}))

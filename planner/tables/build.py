@@ -56,7 +56,7 @@ from planner.tables.op_notes import documents_notes
 from planner.tables.parameters import decay_notes, dtype_name, optimizer_plan, parameter_rows, regather_notes
 from planner.tables.reasons import Reasons
 from planner.tables.sizes import format_bytes
-from planner.tables.tables import Diagnostic, StagePlan, Tables
+from planner.tables.tables import Diagnostic, StagePlan, Tables, remark, warning
 from planner.trace.lowered import Lowered
 
 
@@ -114,8 +114,8 @@ def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | N
 
 def cluster_warnings(cluster: Cluster | None) -> Iterator[Diagnostic]:
     """Warnings for values of a cluster file that are more often a mistake."""
-    for warning in cluster.warnings() if cluster is not None else ():
-        yield Diagnostic("warning", warning.what, str(warning.where), warning.fix)
+    for error in cluster.warnings() if cluster is not None else ():
+        yield warning(error.what, str(error.where), error.fix)
 
 
 def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> Iterator[Diagnostic]:
@@ -123,8 +123,7 @@ def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> I
     worst = max(too_large(memory, cluster), key=lambda row: row.total, default=None)
     if worst is not None and cluster is not None:
         device, part = cluster.device, f"{cluster.device.usable_memory:.0%}"
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"pp rank {worst.pp_rank} needs {format_bytes(worst.total)}, more than the usable "
             f"{format_bytes(usable_bytes(cluster))} of a {device.name} ({part} of its memory)",
             "cluster",
@@ -137,8 +136,7 @@ def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
     for name, given in spec.inputs.items():
         ids = min(decisions.id_ranges.get(name, ()), key=lambda ids: ids.high, default=None)
         if ids is not None and given.high is not None and given.high > ids.high:
-            yield Diagnostic(
-                "warning",
+            yield warning(
                 f"inputs.{name}.high is {given.high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
                 f"inputs.{name}.high",
                 f"set high: {ids.high}, or less",
@@ -149,8 +147,7 @@ def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
     """Fewer microbatches than ranks of the pipeline: it runs and is right, but ranks wait more than they must."""
     count, pp = schedule.num_microbatches, len(schedule.orders)
     if count < pp:
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"{count} microbatch{'es do' if count > 1 else ' does'} not fill a pipeline of {pp} ranks, which "
             f"idle for {schedule.bubble_fraction:.0%} of the step (bubble)",
             "batch.global",
@@ -181,8 +178,7 @@ def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic
     }
     if narrow:
         (_, dtype, of_sum), count = min(narrow, key=str), len({name for name, _, _ in narrow})
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"the gradients of {count} weights in graphs are rounded to {dtype_name(dtype)} in each microbatch and "
             f"summed in {dtype_name(of_sum)}: transformer_engine returns them so; on a GPU, eager steps and impl: "
             "local do not round",
@@ -195,7 +191,7 @@ def compile_notes(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
     """One row if the cluster has GPUs and ``compile: auto`` is off."""
     if spec.compile == AUTO and decisions.on_gpu and not spec.compiles(on_gpu=True):
         what = "compile: auto is off beside cuda_graphs: graphs of compiled pieces have not run on a GPU"
-        yield Diagnostic("info", what, "compile", "set compile: true to use both")
+        yield remark(what, "compile", "set compile: true to use both")
 
 
 def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
@@ -209,8 +205,7 @@ def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterat
         size, held = shape_of(value)[cut.dim], cut.local_size(decisions.placements.size(value))
         if (size, held) not in told:
             told.add((size, held))
-            yield Diagnostic(
-                "info",
+            yield remark(
                 f"dim {cut.dim} = {size} is padded to {size + cut.padding} over {change.axis}: each rank holds "
                 f"{held}, and no sum includes padding",
                 places.text(value),
@@ -228,13 +223,13 @@ def sharded_notes(
     at, once = "optimizer.reshard", "gathered once a step and whole until its end"
     if cluster is None:
         what = "weights are freed after each use: without a cluster the plan does not know whether they fit"
-        yield Diagnostic("info", what, at, f"set reshard: false for weights that are {once}, or name a cluster")
+        yield remark(what, at, f"set reshard: false for weights that are {once}, or name a cluster")
     elif lowered.shards.reshards:
-        yield Diagnostic("info", f"weights are freed after each use: {once}, they do not fit", at)
+        yield remark(f"weights are freed after each use: {once}, they do not fit", at)
     else:
         most, usable = max(row.total for row in memory), usable_bytes(cluster)
         what = f"weights are {once}: the fullest rank needs {format_bytes(most)} of {format_bytes(usable)}"
-        yield Diagnostic("info", what, at, "set reshard: true to free them after each use")
+        yield remark(what, at, "set reshard: true to free them after each use")
 
 
 WHERE = "pipeline.schedule"
@@ -246,13 +241,13 @@ def weight_gradient_notes(lowered: Lowered, schedule: SchedulePlan) -> Iterator[
         return
     rows = weight_gradients(lowered)
     waiting = {row.name for row in rows if row.how == CAN_WAIT}
-    yield Diagnostic("info", f"gradients of {len(waiting)} parameters wait for W: those of matrix products", WHERE)
+    yield remark(f"gradients of {len(waiting)} parameters wait for W: those of matrix products", WHERE)
     others: dict[str, list[str]] = {}
     for row in rows:
         if row.how != CAN_WAIT:
             others.setdefault(row.reason, []).append(glob_of(row.name))
     for reason, names in others.items():
-        yield Diagnostic("info", f"computed with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
+        yield remark(f"computed with the backward, {reason}: {', '.join(dict.fromkeys(names))}", WHERE)
 
 
 CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "by autograd"

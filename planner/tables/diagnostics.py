@@ -30,7 +30,7 @@ from planner.sharding.parameters import ParameterPlan
 from planner.tables.experts import expert_notes
 from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, without_rule
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_words
-from planner.tables.tables import Diagnostic, Summary
+from planner.tables.tables import Diagnostic, Summary, remark, warning
 
 aten = torch.ops.aten
 
@@ -66,8 +66,7 @@ def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
     """A cp rank's part of each sequence."""
     context = decisions.context
     for length in context.lengths:
-        yield Diagnostic(
-            "info",
+        yield remark(
             f"sequences of {length} tokens are sharded over cp {context.cp}: {length // context.cp} tokens on a "
             f"rank, in 2 of {2 * context.cp} chunks",
             "mesh.cp",
@@ -78,20 +77,20 @@ def stored_notes(hub: HubFormat, parameters: tuple[ParameterPlan, ...]) -> Itera
     """The format of quantised weights, and ops of which no part can be made alone."""
     if kind := stored_in(hub.config):
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in parameters))
-        yield Diagnostic("info", f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
+        yield remark(f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
     for op, elements in read_whole(hub.stored_names.values()).items():
         size = elements * getattr(torch, parameters[0].dtype).itemsize
         what = f"stored tensors are converted by {op}, which has no rule for parts"
-        yield Diagnostic("info", f"{what}: it reads {size:,} bytes whole, and so does each rank that needs a part")
+        yield remark(f"{what}: it reads {size:,} bytes whole, and so does each rank that needs a part")
 
 
 def _notes(decisions: Decisions) -> Iterator[Diagnostic]:
     for note in decisions.program.notes:
-        yield Diagnostic("warning", note)
+        yield warning(note)
     for what, where in decisions.program.rewrites:
-        yield Diagnostic("info", what, str(where))
+        yield remark(what, str(where))
     for assumption in decisions.program.assumptions:
-        yield Diagnostic("info", str(assumption), str(assumption.where))
+        yield remark(str(assumption), str(assumption.where))
 
 
 MOST_NAMED = 4
@@ -106,8 +105,7 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
     """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
     names = program.untrained
     if names:
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"{len(names)} parameters get no gradient and are not updated: {_some(names)}",
             names[0].rpartition(".")[0],
             "set requires_grad_(False) on them if this is intended",
@@ -122,11 +120,10 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
             f"{len(resting)} parameters are not updated in a step in which no token chooses their expert, as in one "
             "process"
         )
-        yield Diagnostic("info", what, next(iter(resting)).rpartition(".")[0])
+        yield remark(what, next(iter(resting)).rpartition(".")[0])
     names = sorted(decisions.program.skipped - resting.keys() - _always_chosen(decisions))
     if names:
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"in a step that selects no rows for {_some(names)}, one process does not update them; here weight decay "
             "and momentum still apply",
             names[0].rpartition(".")[0],
@@ -184,8 +181,7 @@ def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: P
     for site in sites:
         if not site.is_cut:
             tp = nearest_tp([site.heads], decisions.mesh.tp) if site.heads else [1]
-            yield Diagnostic(
-                "warning",
+            yield warning(
                 f"this attention is replicated on every rank: {site.why_whole(decisions.mesh.tp)}",
                 places.text(site.node),
                 "" if site.divides(decisions.mesh.tp) else f"choose tp from {{{', '.join(map(str, tp))}}}",
@@ -238,8 +234,7 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
         padding = option.args[0].padding
         padded = f", padded by {padding}" if padding else ""
         scalars = 4 if arguments(node).get("label_smoothing") else 3
-        return Diagnostic(
-            "info",
+        return remark(
             f"{op_name(node)} over {classes} classes{padded} is sharded (vocab): logits are never gathered, "
             f"ranks exchange {scalars} scalars per token",
             places.text(node),
@@ -247,7 +242,7 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
     why = "its logits are replicated"
     if classes % decisions.mesh.tp:
         why += f"; {classes} classes are not divisible by tp = {decisions.mesh.tp}, and too few to pad"
-    return Diagnostic("info", f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))
+    return remark(f"{op_name(node)} over {classes} classes is not sharded: {why}", places.text(node))
 
 
 def summary_row(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Summary:

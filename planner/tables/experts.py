@@ -10,7 +10,7 @@ from passes.moe.layers import Doubt, ExpertLayer
 from planner.decisions import Decisions
 from planner.exchanges.collectives import bytes_over_ep, exchanges_of, sent_bytes
 from planner.sharding.parameters import ParameterPlan
-from planner.tables.tables import Diagnostic, ExpertsPlan
+from planner.tables.tables import Diagnostic, ExpertsPlan, remark
 
 ROWS, SLOTS = "rows", "slots"
 ONCE_TO_A_RANK, ONCE_TO_A_NODE = "tokens, once to a rank", "tokens, once to a node"
@@ -74,7 +74,7 @@ def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], pl
         for_a_token = f"{layer.top_k} per token" if layer.top_k else "any number per token"
         what = f"{layer.num_experts} experts, {for_a_token} ({layer.how})"
         where = places.text(decisions.program.node(layer.products[0]))
-        yield Diagnostic("info", f"{what}: every rank holds {how}", where)
+        yield remark(f"{what}: every rank holds {how}", where)
         if layer.dense is not None:
             yield _computed_densely(layer, layer.dense, where)
     for doubt in decisions.experts.doubts:
@@ -91,4 +91,4 @@ def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnosti
     why, fix = dense.why, "weight and sum the results of the tokens of each expert"
     if why == "cuda_graphs":  # the key that asks for it
         why, fix = "CUDA graphs capture fixed shapes", "remove cuda_graphs, or set mesh.ep"
-    return Diagnostic("info", f"{what}: {why}", str(dense.where or where), fix)
+    return remark(f"{what}: {why}", str(dense.where or where), fix)

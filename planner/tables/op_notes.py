@@ -18,7 +18,7 @@ from passes.rules.flops import node_cost
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite
 from planner.spec.spec import Spec
-from planner.tables.tables import Diagnostic
+from planner.tables.tables import Diagnostic, remark, warning
 from planner.trace.attention_kernels import MATH, kernel_of
 
 aten = torch.ops.aten
@@ -31,17 +31,16 @@ def own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
             option, facts = decisions.placements.options[node.name], node.target.facts
             what = f"{node.target} is a custom Function with its own backward: one op"
             if decisions.mesh.tp == 1:
-                yield Diagnostic("info", what, places.text(node))
+                yield remark(what, places.text(node))
             elif option.out.is_sharded:
-                yield Diagnostic(
-                    "info",
+                yield remark(
                     f"{what}, sharded over dim {option.out.dim}, after trials on shards, forward and backward",
                     places.text(node),
                 )
             else:
                 why = "" if facts.cuts else ": a trial on shards failed along every dim"
                 why += "" if facts.linear else "; its backward is not linear and needs complete gradients"
-                yield Diagnostic("info", f"{what}, replicated on every rank{why}", places.text(node))
+                yield remark(f"{what}, replicated on every rank{why}", places.text(node))
 
 
 def norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
@@ -49,8 +48,7 @@ def norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
     found = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
     num_ops = sum(norm.num_ops for norm in found)
     if found:
-        yield Diagnostic(
-            "info",
+        yield remark(
             f"{len(found)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
             "kernel forward and one backward, which sum in another order",
             places.text(found[0].results[0]),
@@ -72,14 +70,12 @@ def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
                 if kernel == MATH
                 else "its result and one value per row, no probabilities"
             )
-            yield Diagnostic(
-                "info",
+            yield remark(
                 f"memory of attention{drops} is that of the {kernel} kernel of a GPU, which saves {keeps}",
                 places.text(node),
             )
         elif drops:
-            yield Diagnostic(
-                "info",
+            yield remark(
                 "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities",
                 places.text(node),
                 "name a cluster of GPUs to plan with a GPU kernel",
@@ -93,8 +89,7 @@ def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
         if "inferred" in node.meta:
             found.setdefault((str(node.target), str(node.meta["inferred"])), node)
     for (op, pattern), node in found.items():
-        yield Diagnostic(
-            "info",
+        yield remark(
             f'{op} has no rule; by trials on random values it has "{pattern}"',
             str(where_of(node)),
             f'to say it yourself: meshwright.rule("{own_name(op)}", "{pattern}"); to replicate such ops: '
@@ -114,8 +109,7 @@ def without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
     total = max(sum(map(node_cost, nodes)) if found else 1, 1)
     for (op, *_), group in found.items():
         times = f", {len(group)} times" if len(group) > 1 else ""
-        yield Diagnostic(
-            "warning",
+        yield warning(
             f"{op} has no rule{times} and is replicated on every rank, {sum(map(node_cost, group)) / total:.1%} of the "
             "estimated work",
             str(where_of(group[0])),
@@ -147,7 +141,7 @@ def documents_notes(
         how = f"for documents of {documents.mean} tokens" if documents.mean < length else "unless documents are shorter"
         fix = "" if documents.mean < length else "set data.mean_document for the predicted memory and time"
         what = f"{len(within)} attentions run within documents: {share}, {how}"
-        yield Diagnostic("info", what, places.text(within[0]), fix)
+        yield remark(what, places.text(within[0]), fix)
     others = [site.node for site in sites if not any(n.name in documents.attentions for n in site.nodes)]
     if others:
         why = "" if spec.cuda_graphs.impl == "none" else ", as CUDA graphs hold the blocks of no document"
@@ -155,4 +149,4 @@ def documents_notes(
             f"{len(others)} kinds of attention compute all pairs of a sequence and mask those of other documents{why}"
         )
         fix = "" if why else "use torch.nn.functional.scaled_dot_product_attention with a mask and without dropout"
-        yield Diagnostic("info", what, places.text(others[0]), fix)
+        yield remark(what, places.text(others[0]), fix)

@@ -32,7 +32,7 @@ from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.tables.reasons import Reasons
 from planner.tables.sizes import format_bytes
-from planner.tables.tables import Diagnostic
+from planner.tables.tables import Diagnostic, remark
 from planner.trace.lowered import Lowered
 from planner.updates import UpdateRules, aliases_of, base_of, settings_of
 
@@ -96,8 +96,7 @@ def decay_notes(
     vectors = [row.name for row in parameters if len(row.shape) < 2 and row.name in trained]
     decayed = [name for name in vectors if own.get(name, base).weight_decay]
     if decayed:
-        yield Diagnostic(
-            "info",
+        yield remark(
             f"norms and biases are decayed: {len(decayed)} parameters with fewer than two dims, such as {decayed[0]}",
             "optimizer.no_decay",
             "set optimizer.no_decay: vectors to leave them out",
@@ -137,16 +136,14 @@ def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
         sizes = [_bytes(decisions, change) for change, again in found if again]
         whole, tp = sum(sizes), decisions.mesh.tp
         if sizes:
-            yield Diagnostic(
-                "info",
+            yield remark(
                 f"stage {stage} gathers the inputs of {len(sizes)} groups of linears again in the backward: per "
                 f"microbatch, {format_bytes(whole * (tp - 1) // tp)} are not saved and {format_bytes(whole)} "
                 "gathered again",
                 "tensor_parallel.regather",
             )
         for change in (change for change, again in found if not again):
-            yield Diagnostic(
-                "info",
+            yield remark(
                 f"a gathered value of {format_bytes(_bytes(decisions, change))} is saved for the backward: "
                 "ops other than products with trained weights read it, or CUDA graphs separate them",
                 places.text(decisions.program.node(change.value)),

@@ -19,7 +19,7 @@ from passes.rules.flops import has_flops
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite, count, is_attention, is_overridden
-from planner.placement.candidates import nearest_words
+from planner.placement.candidates import uneven_words
 from planner.recompute.decide import op_name
 
 aten = torch.ops.aten
@@ -162,11 +162,7 @@ class Reasons:
             yield f"{keys} key heads are not divisible by tp = {self.tp}: every rank computes them"
 
     def _uneven_dims(self, node: fx.Node) -> Iterator[str]:
-        shape = [int(n) for n in node.meta["val"].shape]
-        uneven = [d for d, n in enumerate(shape) if n % self.tp]
-        if uneven:
-            dims = " and ".join(f"dim {d} = {shape[d]}" for d in uneven)
-            yield f"{dims} not divisible by tp = {self.tp}; {nearest_words([shape[d] for d in uneven], self.tp)}"
+        yield from filter(None, [uneven_words(node.meta["val"].shape, self.tp, ";")])
 
     def _unaligned_dims(self, node: fx.Node) -> Iterator[str]:
         """A grouped product of experts reads rows of whole 16 bytes."""

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -151,6 +151,9 @@ class Diagnostic:
 
     def __post_init__(self) -> None:
         require(self.level in LEVELS, f"a diagnostic has the unknown level {self.level}")
+
+
+remark, warning = partial(Diagnostic, "info"), partial(Diagnostic, "warning")
 
 
 @dataclass(frozen=True, slots=True)
