@@ -22,7 +22,7 @@ from torch import nn
 from planner import plan
 from planner.cluster.cluster import Cluster, read_cluster
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import estimate
+from planner.cost.estimate import Estimate
 from planner.cost.layout import CostPlan, Layout
 from planner.cost.planned import cut_work
 from planner.mesh import Mesh
@@ -106,7 +106,7 @@ def predicted(run: Run, dtype: str, cluster: Cluster) -> CostPlan:
     sizes = tuple(run.model.layers // stages for _ in range(stages))
     layout = Layout(run.mesh, run.micro, count, False, "full", kind, sizes)
     spec = Spec.load(spec_of(run, dtype, cluster.name))
-    return estimate(work_of(run.model, run.mesh.tp, dtype, run.fused), layout, cluster, spec).cost
+    return Estimate(work_of(run.model, run.mesh.tp, dtype, run.fused), layout, cluster, spec).cost
 
 
 def speed(run: Run, dtype: str, cluster: Cluster) -> float:

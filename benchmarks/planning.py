@@ -245,7 +245,7 @@ def time_phases(api: Any) -> dict[str, float]:
     for name, value in list(vars(api).items()):
         module = getattr(value, "__module__", "") or ""
         is_function = callable(value) and not isinstance(value, type)
-        if is_function and module.startswith("planner") and name not in ("plan", "_decide"):
+        if is_function and module.startswith("planner") and name != "plan":
             setattr(api, name, timed(name, value))
     return spent
 

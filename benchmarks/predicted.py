@@ -31,7 +31,7 @@ from passes.errors import PlanError
 from planner.capture.model.reference import load_model
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.cluster import Cluster, read_cluster
-from planner.cost.estimate import estimate
+from planner.cost.estimate import Estimate
 from planner.cost.planned import usable_bytes
 from planner.pause_gc import gc_paused
 from planner.pipeline.layout import may_be_alone
@@ -154,7 +154,7 @@ def _candidate(run: Run, cuts: Cuts, recompute: str) -> Candidate:
         why = next(iter(space.pruned), "the batch or the model does not divide into it")
         raise PlanError(f"this layout is not possible: {why}", where=run.name, fix="correct mesh, batch or pipeline")
     work = cuts.works(points[0].cut)[recompute]
-    return Candidate(points[0], estimate(work, points[0].layout, run.cluster, run.spec))
+    return Candidate(points[0], Estimate(work, points[0].layout, run.cluster, run.spec))
 
 
 def _key(run: Run) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -21,8 +21,8 @@ from planner.capture.resized import Earlier
 from planner.captured import Captured, capture_model, inputs_of, prepare
 from planner.cluster.cluster import read_cluster
 from planner.compiled.pieces import decide_compiled
-from planner.cost.memory import memory_rows, on_device
-from planner.cost.planned import cost_row, costs_of_stages, decide_reshard
+from planner.cost.memory import memory_rows
+from planner.cost.planned import PlannedSeconds, decide_reshard
 from planner.frozen_plan import Plan
 from planner.lengths import KeptDecisions, of_length, plan_lengths
 from planner.mesh import Mesh
@@ -43,7 +43,7 @@ from planner.spec.cluster import shipped_names
 from planner.spec.learning_rate import check_rate_function
 from planner.spec.spec import Spec
 from planner.tables.build import Beside, tables_of
-from planner.tables.tables import Diagnostic
+from planner.tables.tables import remark
 from planner.trace.lowered import Lowered
 
 _MOST_PLANNED = 8  # layouts that are planned before the error that none fits
@@ -95,15 +95,16 @@ def plan(
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
         check_rate_function(checked.optimizer.schedule.kind)
         earlier = (model.earlier if isinstance(model, Captured) else None) or _earlier(checked)
-        decide = _decide_the_fastest if checked.mesh.has_auto else _decide
+        given = _Given(model, example_inputs, earlier)
+        decide = given.decide_the_fastest if checked.mesh.has_auto else given.decide
         if not checked.lengths:
-            return decide(model, checked, example_inputs, earlier=earlier)
+            return decide(checked)
         try:
-            found = decide(model, checked.longest, None, earlier=earlier)
+            found = decide(checked.longest)
         except Undivided as error:
             raise of_length(error, checked, checked.lengths[-1]) from error.__cause__
         alone = model.given if isinstance(model, Captured) else model
-        return plan_lengths(checked, found, lambda asked, held: _decide(alone, asked, None, held, earlier))
+        return plan_lengths(checked, found, replace(given, model=alone).decide)
 
 
 def find_layouts(
@@ -121,7 +122,7 @@ def find_layouts(
     if not checked.mesh.has_auto:
         raise checked.error("mesh", "no axis of the mesh is auto, so that nothing is searched", "write mesh: auto")
     with _planning(checked, model):
-        return _search(model, checked, example_inputs, top, progress)[1]
+        return _Given(model, example_inputs).search(checked, top, progress)[1]
 
 
 def _checked(
@@ -154,108 +155,95 @@ def _earlier(spec: Spec) -> Earlier | None:
     return Earlier() if spec.lengths or spec.data.packing == "documents" else None
 
 
-def _captured(
-    model: nn.Module | Captured,
-    spec: Spec,
-    example_inputs: Mapping[str, torch.Tensor] | None,
-    earlier: Earlier | None = None,
-) -> Captured:
-    """``model``, captured for ``spec``, unless it is already."""
-    if not isinstance(model, Captured):
-        return capture_model(model, spec, inputs_of(spec, example_inputs), earlier)
-    model.check_spec(spec, inputs_of(spec, example_inputs or model.example_for(spec)))
-    return model
-
-
-def _search(
-    model: nn.Module | Captured,
-    spec: Spec,
-    example_inputs: Mapping[str, torch.Tensor] | None,
-    top: int,
-    progress: Progress,
-    earlier: Earlier | None = None,
-) -> tuple[Captured, Result]:
-    """Capture once, then search."""
-    if spec.cluster is None:
-        fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
-        raise spec.error("mesh", "the mesh is auto, but the spec names no cluster, on which the search depends", fix)
-    cluster = read_cluster(spec.cluster)
-    check_pins(spec, check_devices(spec, cluster))  # before a model is captured
-    start = time.perf_counter()
-    progress("capturing the model", 0, 0)
-    if example_inputs is None and isinstance(model, Captured):
-        example_inputs = model.example_for(spec)
-    seen = spec_to_capture(spec, example_inputs)
-    captured = _captured(model, seen, example_inputs, earlier)
-    prepared = prepare(captured, seen, on_gpu=cluster.device.is_gpu)
-    asked = spec if example_inputs is None else seen.model_copy(update={"mesh": spec.mesh})
-    spent = time.perf_counter() - start
-    result = search(prepared, asked, cluster, top, progress)
-    return captured, replace(result, seconds={"capture": spent, **result.seconds})
-
-
-def _decide_the_fastest(
-    model: nn.Module | Captured,
-    spec: Spec,
-    example_inputs: Mapping[str, torch.Tensor] | None,
-    earlier: Earlier | None = None,
-) -> Plan:
-    """The plan of the fastest layout that also fits by the plan's own rows of memory."""
-    with shown_if_slow("searching the fastest layout"):
-        captured, result = _search(model, spec, example_inputs, _MOST_PLANNED, lambda what, done, total: None, earlier)
-    by_micro, notes = {captured.micro: captured}, []
-    for candidate in result.best:
-        asked = planned_spec(result.spec, candidate.point)
-        micro = int(asked.batch.micro)
-        by_micro[micro] = by_micro.get(micro) or _captured(captured.given, asked, example_inputs, earlier)
-        found = _decide(by_micro[micro], asked, example_inputs)
-        most = max((row.total for row in found.memory), default=0)
-        if most <= result.memory_bytes:
-            rows = [Diagnostic("info", note, "mesh") for note in (chosen(result, candidate), *notes)]
-            return replace(found, diagnostics=(*found.diagnostics, *rows))
-        notes.append(fits_not(candidate, most, result.memory_bytes))
-    raise spec.error("mesh", f"none of the {len(result.best)} fastest layouts fits: {notes[-1]}", "pin recompute: full")
-
-
-def _decide(
-    model: nn.Module | Captured,
-    spec: Spec,
-    example_inputs: Mapping[str, torch.Tensor] | None,
-    held: KeptDecisions | None = None,
-    earlier: Earlier | None = None,
-) -> Plan:
-    """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided;
-    ``earlier``: captures of the model at other lengths.
+@dataclass(frozen=True)
+class _Given:
+    """A model to plan, or its capture, and the inputs of one microbatch, if they are not the spec's. ``earlier``:
+    captures of the model at other lengths.
     """
-    cluster = None if spec.cluster is None else read_cluster(spec.cluster)
-    mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)
-    on_gpu = cluster is not None and cluster.device.is_gpu
-    captured = _captured(model, spec, example_inputs, earlier)
-    prepared = prepare(captured, spec, on_gpu=on_gpu)
-    of = opened(prepared.program, spec, mesh, cluster)
-    blocks = blocks_of(of.program, spec)
-    decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, held)
-    asked = spec.pipeline.schedule
-    if not isinstance(asked, Schedule):
-        check_schedule(asked, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
-    with shown_if_slow("computing shards and collectives of each rank"):
-        shards = decide_shards(spec, decisions)
-        regions = decide_regions(spec.cuda_graphs, decisions, shards)
-        lowered = Lowered(decisions, shards, regions)
-        lowered = replace(lowered, recomputed=decide_recompute(spec.recompute, lowered))
-        compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), lowered)
-        lowered = replace(lowered, pieces=compiled.pieces)
-        costs = costs_of_stages(lowered, spec, cluster)
-        schedule = planned(_schedule(spec, mesh, costs), costs)
-        slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
-        lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, cluster)
-        memory = on_device(memory_rows(lowered, schedule, slots), mesh, cluster, shards.buffers)
-        cost = cost_row(lowered, spec, schedule, cluster)
-    with shown_if_slow("writing the plan's tables"):
-        owner = ModelOwner(captured.given)
-        beside = Beside(schedule, compiled, sites, slots, memory, cost)
-        tables = tables_of(spec, lowered, beside, cluster, owner.hub)
-    return Plan.of(tables, lowered, owner)
+
+    model: nn.Module | Captured
+    example_inputs: Mapping[str, torch.Tensor] | None = None
+    earlier: Earlier | None = None
+
+    def captured(self, spec: Spec) -> Captured:
+        """The model, captured for ``spec``, unless it is already."""
+        if not isinstance(self.model, Captured):
+            return capture_model(self.model, spec, inputs_of(spec, self.example_inputs), self.earlier)
+        self.model.check_spec(spec, inputs_of(spec, self.example_inputs or self.model.example_for(spec)))
+        return self.model
+
+    def search(self, spec: Spec, top: int, progress: Progress) -> tuple[Captured, Result]:
+        """Capture once, then search."""
+        if spec.cluster is None:
+            fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
+            raise spec.error(
+                "mesh", "the mesh is auto, but the spec names no cluster, on which the search depends", fix
+            )
+        cluster = read_cluster(spec.cluster)
+        check_pins(spec, check_devices(spec, cluster))  # before a model is captured
+        start = time.perf_counter()
+        progress("capturing the model", 0, 0)
+        example = self.example_inputs
+        if example is None and isinstance(self.model, Captured):
+            example = self.model.example_for(spec)
+        seen = spec_to_capture(spec, example)
+        captured = replace(self, example_inputs=example).captured(seen)
+        prepared = prepare(captured, seen, on_gpu=cluster.device.is_gpu)
+        asked = spec if example is None else seen.model_copy(update={"mesh": spec.mesh})
+        spent = time.perf_counter() - start
+        result = search(prepared, asked, cluster, top, progress)
+        return captured, replace(result, seconds={"capture": spent, **result.seconds})
+
+    def decide_the_fastest(self, spec: Spec) -> Plan:
+        """The plan of the fastest layout that also fits by the plan's own rows of memory."""
+        with shown_if_slow("searching the fastest layout"):
+            captured, result = self.search(spec, _MOST_PLANNED, lambda what, done, total: None)
+        by_micro, notes = {captured.micro: captured}, []
+        for candidate in result.best:
+            asked = planned_spec(result.spec, candidate.point)
+            micro = int(asked.batch.micro)
+            by_micro[micro] = by_micro.get(micro) or replace(self, model=captured.given).captured(asked)
+            found = _Given(by_micro[micro], self.example_inputs).decide(asked)
+            most = max((row.total for row in found.memory), default=0)
+            if most <= result.memory_bytes:
+                rows = [remark(note, "mesh") for note in (chosen(result, candidate), *notes)]
+                return replace(found, diagnostics=(*found.diagnostics, *rows))
+            notes.append(fits_not(candidate, most, result.memory_bytes))
+        what = f"none of the {len(result.best)} fastest layouts fits: {notes[-1]}"
+        raise spec.error("mesh", what, "pin recompute: full")
+
+    def decide(self, spec: Spec, held: KeptDecisions | None = None) -> Plan:
+        """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided."""
+        cluster = None if spec.cluster is None else read_cluster(spec.cluster)
+        mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)
+        on_gpu = cluster is not None and cluster.device.is_gpu
+        captured = self.captured(spec)
+        prepared = prepare(captured, spec, on_gpu=on_gpu)
+        of = opened(prepared.program, spec, mesh, cluster)
+        blocks = blocks_of(of.program, spec)
+        decisions, sites = decide_cut(of, blocks, prepared, spec, mesh, held)
+        asked = spec.pipeline.schedule
+        if not isinstance(asked, Schedule):
+            check_schedule(asked, mesh.pp, spec.num_microbatches, mesh.vpp, spec.pipeline.group_size)
+        with shown_if_slow("computing shards and collectives of each rank"):
+            shards = decide_shards(spec, decisions)
+            regions = decide_regions(spec.cuda_graphs, decisions, shards)
+            lowered = Lowered(decisions, shards, regions)
+            lowered = replace(lowered, recomputed=decide_recompute(spec.recompute, lowered))
+            compiled = decide_compiled(spec.compiles(on_gpu=decisions.on_gpu), lowered)
+            lowered = replace(lowered, pieces=compiled.pieces)
+            seconds = PlannedSeconds(lowered, spec, cluster)
+            costs = seconds.stage_costs()
+            schedule = planned(_schedule(spec, mesh, costs), costs)
+            slots = decide_slots(spec.cuda_graphs, decisions, schedule, regions)
+            lowered = decide_reshard(spec.optimizer.reshard, lowered, schedule, slots, cluster)
+            memory = memory_rows(lowered, schedule, slots, cluster)
+            cost = seconds.cost_row(schedule, reshards=lowered.shards.reshards)
+        with shown_if_slow("writing the plan's tables"):
+            owner = ModelOwner(captured.given)
+            beside = Beside(schedule, compiled, sites, slots, memory, cost)
+            tables = tables_of(spec, lowered, beside, cluster, owner.hub)
+        return Plan.of(tables, lowered, owner)
 
 
 def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:

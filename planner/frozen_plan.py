@@ -106,9 +106,10 @@ class Plan(Tables):
             return self.cost.flops
         if self.flops is not None:
             return self.flops
-        from planner.cost.planned import step_flops  # a rank with a saved plan counts nothing
+        from planner.cost.planned import PlannedSeconds  # a rank with a saved plan counts nothing
 
-        return step_flops(self.lowered(), Spec.load({**self.spec, "cluster": None}), self.schedule)
+        spec = Spec.load({**self.spec, "cluster": None})
+        return PlannedSeconds(self.lowered(), spec).step_flops(self.schedule)
 
     def evaluation_memory(self) -> tuple[MemoryRow, ...]:
         """Bytes on one rank of each pipeline rank under ``Engine(plan, mode="evaluate")``: parameters, and one

@@ -131,14 +131,15 @@ def resolved(dotted: str) -> Any:
 def test_the_recipe_has_the_steps_of_plan_in_their_order():
     listed = re.findall(r"^\d+\. `([\w.]+)`", section("The recipe"), re.MULTILINE)
     carried = ("shown_if_slow", "PlanError", "replace", "Cutting", "Beside")
-    assert listed == [n for n in steps_of("planner.api", "_decide") if n not in carried]
+    assert listed == [n for n in steps_of("planner.api", "decide") if n not in carried]
 
 
 def steps_of(module: str, function: str) -> Iterator[str]:
     """What a function calls of other modules, in the order of the calls; so do the steps of a capture and of a cut."""
     body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text()).body
     homes = {a.name: node.module for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    methods = (node for of in body if isinstance(of, ast.ClassDef) for node in of.body)
+    functions = {node.name: node for node in (*body, *methods) if isinstance(node, ast.FunctionDef)}
     for called in calls_of(function, functions):
         home = homes.get(called.partition(".")[0])
         if home in ("planner.captured", "planner.recipe"):
@@ -153,7 +154,7 @@ def calls_of(name: str, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
     inner = {id(node) for within in body if isinstance(within, ast.FunctionDef) for node in ast.walk(within)}
     calls = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Call) and id(node) not in inner]
     for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # arguments before their reader
-        called = ast.unparse(call.func)
+        called = ast.unparse(call.func).removeprefix("self.")
         yield from calls_of(called, functions) if called in functions else (called,)
 
 

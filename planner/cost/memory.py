@@ -101,8 +101,10 @@ class MemoryRow:
         require(self.total == total, f"memory of pp rank {self.pp_rank}: {self.total} is not the sum {total}")
 
 
-def memory_rows(lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots] = ()) -> tuple[MemoryRow, ...]:
-    """One row for each pp rank."""
+def memory_rows(
+    lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots], cluster: Cluster | None
+) -> tuple[MemoryRow, ...]:
+    """One row for each pp rank, on a device of ``cluster``."""
     decisions, shards = lowered.decisions, lowered.shards
     after, stages = frozenset(after_blocks(decisions)), list[StageBytes]()
     for index in range(decisions.stages.num_stages):
@@ -116,7 +118,7 @@ def memory_rows(lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphS
     standing = {row.pp_rank for row in slots if row.message_bytes}
     peaks = [_peak(orders, rank, stages, shards, fold, rank in standing) for rank in range(decisions.mesh.pp)]
     whole = whole_bytes(lowered, schedule)
-    return tuple(
+    rows = [
         row_of(
             rank,
             at,
@@ -126,7 +128,8 @@ def memory_rows(lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphS
             update=update_bytes(decisions, shards, rank),
         )
         for rank, (at, full) in enumerate(zip(peaks, whole, strict=True))
-    )
+    ]
+    return on_device(rows, decisions.mesh, cluster, shards.buffers)
 
 
 def _peak(

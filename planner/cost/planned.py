@@ -11,7 +11,8 @@ many blocks of each stage, the last ones, once a step: their backward is the fir
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from passes.errors import PlanError
@@ -20,9 +21,9 @@ from planner.cluster.cluster import Cluster
 from planner.compiled.pieces import decide_compiled
 from planner.cost.cut.build import Builder
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import cost_of, stage_seconds
+from planner.cost.estimate import Estimate
 from planner.cost.layout import CostPlan, Layout
-from planner.cost.memory import MemoryRow, memory_rows, on_device
+from planner.cost.memory import MemoryRow, memory_rows
 from planner.cost.seconds.phases import flops_of, flops_of_stages
 from planner.decisions import Decisions
 from planner.pipeline.kinds import KINDS
@@ -38,52 +39,57 @@ from planner.spec.spec import Spec
 from planner.trace.lowered import Lowered
 
 
-def cost_row(lowered: Lowered, spec: Spec, schedule: SchedulePlan, cluster: Cluster | None) -> CostPlan | None:
-    """Seconds of a step on ``cluster``; None without one."""
-    if cluster is None:
-        return None
-    return cost_of(planned_work(lowered, spec), _layout(lowered, spec, schedule), cluster, spec)
+@dataclass(frozen=True)
+class PlannedSeconds:
+    """Of a plan with these stages, before and after its schedule is decided. ``cluster``: seconds are of one."""
 
+    lowered: Lowered
+    spec: Spec
+    cluster: Cluster | None = None
 
-def step_flops(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> float:
-    """``flops`` of the row, for which no cluster is needed."""
-    flops, _ = flops_of(planned_work(lowered, spec))
-    return schedule.num_microbatches * flops / lowered.decisions.mesh.pp
+    @cached_property
+    def work(self) -> CutWork:
+        return planned_work(self.lowered, self.spec)
 
+    def cost_row(self, schedule: SchedulePlan, *, reshards: bool) -> CostPlan | None:
+        """Seconds of a step; None without a cluster."""
+        return None if self.cluster is None else self._estimate(schedule, self.cluster, reshards=reshards).cost
 
-def planned_stage_seconds(lowered: Lowered, spec: Spec, schedule: SchedulePlan, cluster: Cluster) -> StageCosts:
-    """Seconds of one microbatch's forward, backward and deferred weight gradients, on each stage."""
-    return stage_seconds(planned_work(lowered, spec), _layout(lowered, spec, schedule), cluster)
+    def step_flops(self, schedule: SchedulePlan) -> float:
+        """``flops`` of the row, for which no cluster is needed."""
+        flops, _ = flops_of(self.work)
+        return schedule.num_microbatches * flops / self.lowered.decisions.mesh.pp
 
+    def stage_costs(self) -> StageCosts | None:
+        """By which a schedule with W puts them: seconds, or without a cluster operations of products. None without W.
 
-def costs_of_stages(lowered: Lowered, spec: Spec, cluster: Cluster | None) -> StageCosts | None:
-    """By which a schedule with W puts them: seconds on ``cluster``, else operations of products. None without W."""
-    asked = spec.pipeline.schedule
-    kind, orders = (asked.kind, asked.orders) if isinstance(asked, Schedule) else (asked, ())
-    row = SchedulePlan(kind, spec.num_microbatches, orders)
-    if not (row.has_weights or (kind in KINDS and KINDS[kind].waits)):
-        return None
-    if cluster is not None:
-        return planned_stage_seconds(lowered, spec, row, cluster)
-    work = planned_work(lowered, spec)
-    return flops_of_stages(work, AS_PLANNED, work.ranges(_sizes(lowered.decisions)))
+        Whether weights in shards are freed after each use, which is decided later, does not change them.
+        """
+        asked = self.spec.pipeline.schedule
+        kind, orders = (asked.kind, asked.orders) if isinstance(asked, Schedule) else (asked, ())
+        row = SchedulePlan(kind, self.spec.num_microbatches, orders)
+        if not (row.has_weights or (kind in KINDS and KINDS[kind].waits)):
+            return None
+        if self.cluster is not None:
+            return self._estimate(row, self.cluster).stage_costs
+        return flops_of_stages(self.work, AS_PLANNED, self.work.ranges(_sizes(self.lowered.decisions)))
 
-
-def _layout(lowered: Lowered, spec: Spec, schedule: SchedulePlan) -> Layout:
-    """The plan's decisions in the form of a layout, for its cost."""
-    decisions = lowered.decisions
-    return Layout(
-        decisions.mesh,
-        spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
-        schedule.num_microbatches,
-        bool(spec.tensor_parallel.sequence_parallel),
-        AS_PLANNED,
-        schedule.kind,
-        _sizes(decisions),
-        spec.optimizer.planned_zero,
-        lowered.shards.reshards,
-        schedule.orders if schedule.kind not in KINDS else (),
-    )
+    def _estimate(self, schedule: SchedulePlan, cluster: Cluster, *, reshards: bool = True) -> Estimate:
+        """By the plan's decisions in the form of a layout."""
+        decisions, spec = self.lowered.decisions, self.spec
+        layout = Layout(
+            decisions.mesh,
+            spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
+            schedule.num_microbatches,
+            bool(spec.tensor_parallel.sequence_parallel),
+            AS_PLANNED,
+            schedule.kind,
+            _sizes(decisions),
+            spec.optimizer.planned_zero,
+            reshards,
+            schedule.orders if schedule.kind not in KINDS else (),
+        )
+        return Estimate(self.work, layout, cluster, spec)
 
 
 def _sizes(decisions: Decisions) -> tuple[int, ...]:
@@ -121,9 +127,7 @@ def decide_reshard(
     if asked != AUTO or cluster is None or not has_choice:
         return lowered
     once = replace(lowered, shards=replace(lowered.shards, reshards=False))
-    rows = memory_rows(once, schedule, slots)
-    rows = on_device(rows, once.decisions.mesh, cluster, once.shards.buffers)
-    return lowered if any(too_large(rows, cluster)) else once
+    return lowered if any(too_large(memory_rows(once, schedule, slots, cluster), cluster)) else once
 
 
 def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:

@@ -76,15 +76,12 @@ class BestFirst:
     def __init__(
         self,
         points: Iterable[Point],
-        at_least: Callable[[Point], float],
         estimate: Callable[[Point], Estimate],
-        fixed: Callable[[Point], Sequence[float]],
         memory_bytes: float,
     ) -> None:
-        """``fixed``: bytes that each pp rank holds all the time, the same for all points ``of_weights`` of which are
-        equal; never more than an estimate's totals."""
-        self.bounds = sorted(((at_least(point), point.key, point) for point in points), key=lambda row: row[:2])
-        self._estimate, self._fixed, self.memory_bytes = estimate, fixed, memory_bytes
+        bounds = ((estimate(point).at_least, point.key, point) for point in points)
+        self.bounds = sorted(bounds, key=lambda row: row[:2])
+        self._estimate, self.memory_bytes = estimate, memory_bytes
         self._known: dict[Point, Candidate] = {}
         self._fixed_bytes: dict[Any, tuple[float, ...]] = {}
         self._passing: dict[Any, list[float]] = {}  # of each pp rank: bytes that come and go, whatever ``zero`` is
@@ -175,9 +172,10 @@ class BestFirst:
         )
 
     def _fixed_of(self, point: Point) -> tuple[float, ...]:
+        """Bytes of weights, gradients and optimizer on each pp rank."""
         key = of_weights(point)
         if key not in self._fixed_bytes:
-            self._fixed_bytes[key] = tuple(self._fixed(point))
+            self._fixed_bytes[key] = tuple(float(sum(held.lasting[:3])) for held in self._estimate(point).holds)
         return self._fixed_bytes[key]
 
 

@@ -16,14 +16,14 @@ from functools import partial
 from itertools import count, takewhile
 from math import prod
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from passes.errors import PlanError
 from planner.captured import Prepared
 from planner.cluster.cluster import Cluster, Uncertainty
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import at_least, estimate, rank_holdings
-from planner.cost.layout import Layout, is_as_fast
+from planner.cost.estimate import Estimate
+from planner.cost.layout import is_as_fast
 from planner.cost.planned import usable_bytes
 from planner.mesh import MOST_RANKS, SIZES
 from planner.search.best_first import BestFirst, Candidate, Found, Loser, gigabytes, losers, why_too_large
@@ -32,7 +32,6 @@ from planner.search.space import KINDS_OF_RECOMPUTE, Cut, Point, Space
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
-T = TypeVar("T")
 COMPARED = 8  # layouts of which the simplest is chosen
 NEAR = 0.03  # of a step: a simpler layout may be slower by this, if it is as fast within what is known
 Progress = Callable[[str, int, int], None]  # name of the phase, number done, total (0: not known)
@@ -177,7 +176,7 @@ class _Search:
     def run(self, top: int) -> Result:
         points = self._points()
         with self._clock("bounds"):
-            order = BestFirst(points, self._by(at_least), self._by(estimate), self._fixed, usable_bytes(self.cluster))
+            order = BestFirst(points, self._estimate, usable_bytes(self.cluster))
         with self._clock("estimates"):
             found = order.search(max(top, COMPARED), step=lambda done: self.progress("estimating layouts", done, 0))
             behind = num_behind(found.best, self.cluster.uncertainty)
@@ -255,11 +254,7 @@ class _Search:
 
         def fitting(number: int) -> Candidate | None:
             points = sorted(self._points_over(number), key=attrgetter("held"))[:_MOST_TRIED]
-            works = (self.works[point.cut][point.layout.recompute] for point in points)
-            tried = (
-                Candidate(point, estimate(work, point.layout, larger, self.spec))
-                for point, work in zip(points, works, strict=True)
-            )
+            tried = (Candidate(point, self._estimate(point, larger)) for point in points)
             return next((candidate for candidate in tried if candidate.fullest.total <= memory), None)
 
         inner = self.cluster.links[0].devices
@@ -278,14 +273,9 @@ class _Search:
         for cut in self.works:
             yield from space.points(cut, partial(self.cuts.stages, cut))
 
-    def _by(self, price: Callable[[CutWork, Layout, Cluster, Spec], T]) -> Callable[[Point], T]:
-        """``price`` of the work and the layout of a point."""
-        return lambda point: price(self.works[point.cut][point.layout.recompute], point.layout, self.cluster, self.spec)
-
-    def _fixed(self, point: Point) -> Sequence[float]:
-        """Bytes of weights, gradients and optimizer on each pp rank."""
-        holds = rank_holdings(self.works[point.cut][point.layout.recompute], point.layout, self.spec)
-        return [float(sum(held.lasting[:3])) for held in holds]
+    def _estimate(self, point: Point, cluster: Cluster | None = None) -> Estimate:
+        work = self.works[point.cut][point.layout.recompute]
+        return Estimate(work, point.layout, cluster or self.cluster, self.spec)
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 from passes.errors import PlanError
 from planner.cost.layout import Layout
@@ -29,6 +29,7 @@ from planner.ranks import DEFAULT_ORDER
 from planner.spec.fields import AUTO
 from planner.spec.spec import Spec
 
+T = TypeVar("T")
 DP_OUTSIDE, PP_OUTSIDE = "tp-cp-ep-pp-dp", DEFAULT_ORDER
 LEAST_CHUNK = 2048  # tokens of one of the 2·cp chunks of a sequence
 MOST_CHUNKS, MOST_MICRO = 8, 64
@@ -181,7 +182,7 @@ class Space:
                 if self.spec.mesh.dp in (AUTO, dp):
                     yield from self._of_mesh(cut, pp, dp, sizes_of)
 
-    def _sizes(self, given: Any, allowed: Sequence[int]) -> Sequence[int]:
+    def _sizes(self, given: Any, allowed: Sequence[T]) -> Sequence[T]:
         return allowed if given == AUTO else [given]
 
     def _of_sequence(self) -> list[int]:
@@ -223,12 +224,9 @@ class Space:
                 if mesh is not None and sizes is not None:
                     yield from self._of_batch(cut, mesh, tuple(sizes))
 
-    def _vpp(self, pp: int) -> list[int]:
-        given = self.spec.mesh.vpp
-        if given != AUTO:
-            return [int(given)]
+    def _vpp(self, pp: int) -> Sequence[int]:
         most = min(MOST_CHUNKS, self.facts.num_blocks // pp) if pp > 1 else 1
-        return list(range(1, max(1, most) + 1))
+        return self._sizes(self.spec.mesh.vpp, range(1, max(1, most) + 1))
 
     def _stages(self, pp: int, vpp: int, sizes_of: SizesOf) -> Sequence[int] | None:
         split = self.spec.pipeline.split
@@ -244,11 +242,8 @@ class Space:
             return None
 
     def _orders(self, cut: Cut, pp: int, dp: int) -> Sequence[str]:
-        given = self.spec.mesh.order
-        if given != AUTO:
-            return [given]
         matters = pp > 1 and dp > 1 and self.devices > self.inner_devices and cut.cp == 1 and not cut.has_expert_axes
-        return (PP_OUTSIDE, DP_OUTSIDE) if matters else (PP_OUTSIDE,)
+        return self._sizes(self.spec.mesh.order, (PP_OUTSIDE, DP_OUTSIDE) if matters else (PP_OUTSIDE,))
 
     def _mesh(self, cut: Cut, pp: int, dp: int, vpp: int, order: str) -> Mesh | None:
         try:
@@ -258,8 +253,8 @@ class Space:
             return None
 
     def _of_batch(self, cut: Cut, mesh: Mesh, sizes: tuple[int, ...]) -> Iterator[Point]:
-        rows, given = self.spec.batch.global_size // mesh.dp, self.spec.batch.micro
-        for micro in [n for n in divisors(rows) if n <= MOST_MICRO] if given == AUTO else [int(given)]:
+        rows = self.spec.batch.global_size // mesh.dp
+        for micro in self._sizes(self.spec.batch.micro, [n for n in divisors(rows) if n <= MOST_MICRO]):
             if rows % micro:
                 self.pruned[f"batch.micro = {micro} does not divide the {rows} sequences of a dp rank"] += 1
                 continue
@@ -271,9 +266,8 @@ class Space:
                     yield Point(cut, Layout(laid, micro, rows // micro, *chosen))
 
     def _schedules(self, mesh: Mesh, num_microbatches: int) -> Iterator[str]:
-        given = self.spec.pipeline.schedule
         kinds = searched_kinds(mesh.pp, mesh.vpp, may_wait=self.spec.cuda_graphs.impl == "none")  # no W inside of them
-        for schedule in kinds if given == AUTO else (str(given),):
+        for schedule in self._sizes(self.spec.pipeline.schedule, kinds):
             try:
                 check_schedule(schedule, mesh.pp, num_microbatches, mesh.vpp, self.spec.pipeline.group_size)
                 yield schedule
@@ -281,17 +275,12 @@ class Space:
                 self.pruned[f"{schedule}: {_without_numbers(error)}"] += 1
 
     def _recompute(self) -> Sequence[str]:
-        given = self.spec.recompute
-        if given != AUTO:
-            return [str(given)]
         has_none = not self.facts.num_blocks or self.spec.cuda_graphs.impl == "transformer_engine"
-        return ("none",) if has_none else KINDS_OF_RECOMPUTE
+        return self._sizes(self.spec.recompute, ("none",) if has_none else KINDS_OF_RECOMPUTE)
 
     def _zero(self, mesh: Mesh) -> Sequence[int]:
-        given = self.spec.optimizer.zero
-        if given != AUTO:
-            return [given]
-        return (1, 2, 3) if mesh.size(mesh.data_axis) > 1 and self.spec.cuda_graphs.impl == "none" else (1,)
+        may_share = mesh.size(mesh.data_axis) > 1 and self.spec.cuda_graphs.impl == "none"
+        return self._sizes(self.spec.optimizer.zero, (1, 2, 3) if may_share else (1,))
 
 
 def _without_numbers(error: PlanError) -> str:

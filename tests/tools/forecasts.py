@@ -19,7 +19,7 @@ from typing import Any
 from passes.errors import PlanError
 from planner import Captured, Plan, plan
 from planner.cluster.cluster import read_cluster
-from planner.cost.estimate import at_least, estimate
+from planner.cost.estimate import Estimate
 from planner.cost.layout import Layout
 from planner.cost.planned import cut_work
 from planner.search.search import search
@@ -148,9 +148,11 @@ def _estimated(made: Plan) -> dict[str, Any]:
         made.schedule.kind, tuple(map(len, decisions.stages.blocks_of_stage)), int(spec.optimizer.zero),
     )  # fmt: skip
     cluster, work = read_cluster(CLUSTER), cut_work(*made.to_run(), spec, {recompute})
-    found = estimate(work, layout, cluster, spec)
-    rows, bound = [asdict(row) for row in found.memory], at_least(work, layout, cluster, spec)
-    return {"estimate": json.loads(json.dumps({"memory": rows, "cost": asdict(found.cost), "at least": bound}))}
+    found = Estimate(work, layout, cluster, spec)
+    rows = [asdict(row) for row in found.memory]
+    return {
+        "estimate": json.loads(json.dumps({"memory": rows, "cost": asdict(found.cost), "at least": found.at_least}))
+    }
 
 
 def _of_search(family: str, keys: Mapping[str, Any]) -> dict[str, Any]:

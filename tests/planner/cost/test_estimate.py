@@ -11,7 +11,7 @@ import pytest
 from planner import Plan, plan
 from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import at_least, estimate, stage_seconds
+from planner.cost.estimate import Estimate
 from planner.cost.layout import Layout
 from planner.cost.planned import cut_work
 from planner.spec.spec import Spec
@@ -90,15 +90,15 @@ def layout_of(made: Plan, spec: Spec) -> Layout:
 def test_an_estimate_from_one_stage_is_that_of_the_full_plan(family: str, layout: str) -> None:
     made, spec = planned(family, layout, LAYOUTS[layout][0].get("pp", 1))
     where = layout_of(made, spec)
-    own = estimate(work_of(family, layout, made.mesh.pp), where, CLUSTER, spec)
-    whole = estimate(work_of(family, layout, 1), where, CLUSTER, spec)
+    own = Estimate(work_of(family, layout, made.mesh.pp), where, CLUSTER, spec)
+    whole = Estimate(work_of(family, layout, 1), where, CLUSTER, spec)
     assert whole.cost.step_seconds == pytest.approx(own.cost.step_seconds, rel=1e-6)
     for row, ours, theirs in zip(made.memory, own.memory, whole.memory, strict=True):
         assert ours.total == row.total
         assert theirs.total == row.total
         assert ours.of_microbatch == row.of_microbatch == theirs.of_microbatch
         assert (ours.parameters, ours.gradients, ours.optimizer) == (row.parameters, row.gradients, row.optimizer)
-    assert at_least(work_of(family, layout, 1), where, CLUSTER, spec) <= whole.cost.step_seconds
+    assert whole.at_least <= whole.cost.step_seconds
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -109,14 +109,15 @@ def test_an_embedding_and_a_loss_on_stages_of_their_own_cost_what_they_compute(f
     where = layout_of(made, spec)
     own, one = (cut_work(*of.to_run(), spec, {layout[1]}, ends=True) for of in (made, alone))
     assert [end - first for first, end in own.ranges(where.sizes)] == [1, num_blocks - 1, 1, 1]
-    estimates = [estimate(work, where, CLUSTER, spec) for work in (own, one)]
+    estimates = [Estimate(work, where, CLUSTER, spec) for work in (own, one)]
     assert estimates[0].cost.step_seconds == pytest.approx(estimates[1].cost.step_seconds, rel=1e-6)
     for row, *rows in zip(made.memory, *(found.memory for found in estimates), strict=True):
         for ours in rows:
             assert ours.total == pytest.approx(row.total, rel=0.005)
             assert (ours.of_microbatch, ours.parameters) == (row.of_microbatch, row.parameters)
-    seconds = stage_seconds(one, where, CLUSTER).forward
-    together = stage_seconds(work_of(family, "alone", 1), replace(where, sizes=(num_blocks - 1, 1)), CLUSTER).forward
+    seconds = estimates[1].stage_costs.forward
+    two = replace(where, sizes=(num_blocks - 1, 1))
+    together = Estimate(work_of(family, "alone", 1), two, CLUSTER, spec).stage_costs.forward
     assert min(seconds) > 0
     assert seconds[2] + seconds[3] == pytest.approx(together[1], rel=0.01)  # each stage computes its own masks
 
@@ -125,12 +126,12 @@ def test_an_embedding_and_a_loss_on_stages_of_their_own_cost_what_they_compute(f
 def test_gradients_of_weights_that_wait_are_priced_and_held(layout: str) -> None:
     made, spec = planned("llama", layout, 2)
     work, where = work_of("llama", layout, 2), replace(layout_of(made, spec), num_microbatches=8)
-    one, zero = (estimate(work, replace(where, schedule=kind), CLUSTER, spec) for kind in ("1f1b", "zero_bubble"))
+    one, zero = (Estimate(work, replace(where, schedule=kind), CLUSTER, spec) for kind in ("1f1b", "zero_bubble"))
     assert zero.cost.pp_bubble < one.cost.pp_bubble
     assert (zero.cost.flops, zero.cost.optimizer) == (one.cost.flops, one.cost.optimizer)
     assert zero.cost.tp_comm >= one.cost.tp_comm  # its sums have nothing beside them
     assert zero.memory[-1].total > one.memory[-1].total
-    assert at_least(work, replace(where, schedule="zero_bubble"), CLUSTER, spec) <= zero.cost.step_seconds
+    assert zero.at_least <= zero.cost.step_seconds
 
 
 def test_a_plan_holds_no_more_than_is_estimated_where_gradients_wait() -> None:
@@ -139,7 +140,7 @@ def test_a_plan_holds_no_more_than_is_estimated_where_gradients_wait() -> None:
     asked = {"mesh": {"pp": 2}, "batch": {"global": 10, "micro": 2}, "inputs": inputs}
     made = plan(hugging_face.build("gpt2"), {**asked, "pipeline": {"schedule": "zero_bubble"}})
     spec = Spec.load(made.spec)
-    found = estimate(cut_work(*made.to_run(), spec, {"none"}), layout_of(made, spec), CLUSTER, spec)
+    found = Estimate(cut_work(*made.to_run(), spec, {"none"}), layout_of(made, spec), CLUSTER, spec)
     for row, ours in zip(made.memory, found.memory, strict=True):
         assert ours.total == pytest.approx(row.total, rel=0.01)
 
@@ -147,7 +148,7 @@ def test_a_plan_holds_no_more_than_is_estimated_where_gradients_wait() -> None:
 @pytest.mark.parametrize("layout", ["pipeline", "selective"])
 def test_the_parts_of_a_cost_sum_to_the_step(layout: str) -> None:
     made, spec = planned("llama", layout, 2)
-    cost = estimate(work_of("llama", layout, 2), layout_of(made, spec), CLUSTER, spec).cost
+    cost = Estimate(work_of("llama", layout, 2), layout_of(made, spec), CLUSTER, spec).cost
     parts = (
         cost.compute, cost.recompute, cost.tp_comm, cost.cp_comm, cost.ep_comm, cost.pp_comm, cost.pp_bubble,
         cost.dp_comm, cost.optimizer,

@@ -8,7 +8,7 @@ import pytest
 
 from planner.cluster.cluster import Cluster
 from planner.cluster.links import Group, seconds, wires
-from planner.cost.estimate import at_least, estimate
+from planner.cost.estimate import Estimate
 from tests.planner.cost.test_estimate import layout_of, planned, work_of
 
 
@@ -24,8 +24,9 @@ def step(layout: str, of: Cluster) -> float:
     pp = 2 if layout == "pipeline" else 1
     made, spec = planned("gpt2", layout, pp)
     where, work = layout_of(made, spec), work_of("gpt2", layout, pp)
-    found = estimate(work, where, of, spec).cost.step_seconds
-    assert at_least(work, where, of, spec) <= found
+    estimate = Estimate(work, where, of, spec)
+    found = estimate.cost.step_seconds
+    assert estimate.at_least <= found
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner import plan
-from planner.cost.planned import step_flops
+from planner.cost.planned import PlannedSeconds
 from planner.spec.spec import Spec
 from runtime.report.log import Planned
 from tests.models import experts, sorted_experts
@@ -30,7 +30,7 @@ class Two(nn.Module):
 def flops_of(model: nn.Module, spec: Any) -> tuple[float, Planned]:
     decided = plan(model, spec)
     bare = Spec.load({**decided.spec, "cluster": None})
-    return step_flops(decided.lowered(), bare, decided.schedule), Planned.of(decided)
+    return PlannedSeconds(decided.lowered(), bare).step_flops(decided.schedule), Planned.of(decided)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}, {"dp": 4}])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner import Plan
 from planner.cluster.cluster import Cluster
 from planner.cost.cut.units import CutWork
-from planner.cost.estimate import Estimate, at_least, estimate
+from planner.cost.estimate import Estimate
 from planner.cost.layout import Layout
 from planner.cost.planned import cut_work
 from planner.mesh import Mesh
@@ -73,7 +73,7 @@ def work_of(family: str, micro: int, tp: int, sequence_parallel: bool, layers: i
 
 
 def estimated(work: CutWork, mesh: Mesh, micro: int, kind: str, spec: Spec, sizes: tuple[int, ...]) -> Estimate:
-    return estimate(work, Layout(mesh, micro, 6, False, kind, "1f1b", sizes), CLUSTER, spec)
+    return Estimate(work, Layout(mesh, micro, 6, False, kind, "1f1b", sizes), CLUSTER, spec)
 
 
 @pytest.mark.thorough
@@ -150,4 +150,5 @@ def test_no_estimate_is_below_its_bound(
     machines = cluster(launch, bandwidth, latency, overlap)
     layout = Layout(mesh, micro, count, False, kind, schedule, sizes)
     work = work_of("gpt2", 2, 2, False, 6)
-    assert at_least(work, layout, machines, spec) <= estimate(work, layout, machines, spec).cost.step_seconds
+    found = Estimate(work, layout, machines, spec)
+    assert found.at_least <= found.cost.step_seconds

@@ -11,7 +11,7 @@ import pytest
 
 from passes.errors import PlanError
 from planner.cluster.cluster import Cluster
-from planner.cost.estimate import at_least, estimate, rank_holdings
+from planner.cost.estimate import Estimate
 from planner.search.best_first import BestFirst, Candidate, losers
 from planner.search.cuts import Cuts
 from planner.search.space import Cut, Point, Space
@@ -87,15 +87,11 @@ class Enumerated:
         assert works is not None
         return works[point.layout.recompute]
 
-    def estimate(self, point: Point):
-        return estimate(self.work(point), point.layout, self.cluster, self.spec)
-
-    def at_least(self, point: Point) -> float:
-        return at_least(self.work(point), point.layout, self.cluster, self.spec)
+    def estimate(self, point: Point) -> Estimate:
+        return Estimate(self.work(point), point.layout, self.cluster, self.spec)
 
     def fixed(self, point: Point) -> list[float]:
-        holds = rank_holdings(self.work(point), point.layout, self.spec)
-        return [sum(held.lasting[:3]) for held in holds]
+        return [sum(held.lasting[:3]) for held in self.estimate(point).holds]
 
     def best(self, top: int, *, least_zero: bool = False) -> list[Candidate]:
         """``least_zero``: without those that fit with a smaller zero."""
@@ -115,12 +111,12 @@ class Enumerated:
 def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):
     case = Enumerated(name, seed)
     assert case.points
-    order = BestFirst(case.points, case.at_least, case.estimate, case.fixed, case.memory)
+    order = BestFirst(case.points, case.estimate, case.memory)
     found = order.search(5)
     assert [(c.point, c.seconds) for c in found.best] == [(c.point, c.seconds) for c in case.best(5, least_zero=True)]
     assert found.num_estimated + found.num_fixed <= len(case.points)
     for candidate in order.known:
-        assert case.at_least(candidate.point) <= candidate.seconds
+        assert candidate.estimate.at_least <= candidate.seconds
         assert max(case.fixed(candidate.point)) <= candidate.fullest.total
     for choice, rows in order.groups().items():
         assert all(point.choices[choice[0]] == choice[1] for _, _, point in rows)
@@ -134,7 +130,7 @@ def test_the_best_layouts_are_those_of_plain_enumeration(name: str, seed: int):
 def test_reasons_price_at_most_one_more_layout_for_each_choice():
     """A search for the exact best layout of each choice took several times as long as the search itself."""
     case = Enumerated("gpt2", 6)
-    order = BestFirst(case.points, case.at_least, case.estimate, case.fixed, case.memory)
+    order = BestFirst(case.points, case.estimate, case.memory)
     best, before = order.search(5).best, num_priced(order)
     rows = losers(order, best[0], case.cluster)
     assert 0 < len(rows) <= len(order.groups())
@@ -171,4 +167,5 @@ def test_two_chunks_a_rank_may_be_folded():
     assert works is not None
     for point in points:
         work, layout = works[point.layout.recompute], point.layout
-        assert at_least(work, layout, where, spec) <= estimate(work, layout, where, spec).cost.step_seconds
+        found = Estimate(work, layout, where, spec)
+        assert found.at_least <= found.cost.step_seconds
