@@ -15,6 +15,7 @@ from torch import fx
 from passes.blocks.blocks import Block, Blocks
 from passes.lowering import Lowering
 from passes.moe.layers import ExpertPart, Experts, expert_parts, resting
+from passes.ops.counts import ExpertLoad
 from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.counts import ignored_labels
 from passes.partition.loss.scored import Scored, find_scored
@@ -88,25 +89,11 @@ class Decisions:
         """Rows of experts on the fullest rank of ep over the mean; one rank can have no more than all."""
         return min(self.imbalance, float(self.mesh.ep))
 
-    @property
-    def noted_experts(self) -> tuple[int, ...]:
-        """Experts of each layer for which a step counts rows: of all layers, if experts have axes of their own."""
-        return tuple(layer.num_experts for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
-
-    @property
-    def num_noted(self) -> int:
-        """Figures of experts that a step sums."""
-        return sum(self.noted_experts) + sum(limit > 0 for limit in self.noted_limits) + self.num_asked
-
-    @property
-    def noted_limits(self) -> tuple[int, ...]:
-        """Slots of each expert of each layer, if a step counts dropped rows; 0 if it does not."""
-        return tuple(layer.limit for layer in self.experts.layers) if self.mesh.has_expert_axes else ()
-
-    @property
-    def num_asked(self) -> int:
-        """Figures that these counts take."""
-        return sum(asked.size for asked in self.lowering.asked)
+    def load(self) -> ExpertLoad:
+        """What a step counts of experts: of all layers, if experts have axes of their own."""
+        layers = self.experts.layers if self.mesh.has_expert_axes else ()
+        asked = sum(asked.size for asked in self.lowering.asked)
+        return ExpertLoad([layer.num_experts for layer in layers], [layer.limit for layer in layers], asked)
 
     @cached_property
     def resting(self) -> Mapping[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from passes.errors import PlanError
 from passes.keep_rows import KEPT
 from passes.loss_head import WANTED
 from passes.lower import ONE_ROW, PASSES, Differences, extract, finish, run_passes, with_head
-from passes.ops.counts import ExpertLoad, GlobalSums
+from passes.ops.counts import GlobalSums
 from passes.ops.kept_rows import KeptRows
 from passes.ops.loss_head import ROW, Wanted
 from passes.partition.sequence.versions import OneRow, one_row
@@ -97,7 +97,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
         thorough=thorough,
         buckets=shards.bucket_of(here),
         homes=homes_of_ops(decisions) if any(b.gathers for b in shards.buffers) else {},
-        load=ExpertLoad(decisions.noted_experts, decisions.noted_limits, decisions.num_asked),
+        load=decisions.load(),
     )
     return context, plan.mesh.stages_of(here["pp"])
 

@@ -38,10 +38,14 @@ class ExpertLoad:
         self.asked: Tensor | None = None
         self._counts: Tensor | None = None  # 1 in a step, else 0
 
+    @property
+    def num_figures(self) -> int:
+        """That a step sums, asked ones too."""
+        return sum(self.sizes) + sum(limit > 0 for limit in self.limits) + self.num_asked
+
     def begin(self, device: torch.device) -> None:
         if self.figures is None:
-            size = sum(self.sizes) + sum(limit > 0 for limit in self.limits)
-            self.figures = torch.zeros(size, dtype=torch.float64, device=device)
+            self.figures = torch.zeros(self.num_figures - self.num_asked, dtype=torch.float64, device=device)
             self.asked = torch.zeros(self.num_asked, dtype=torch.float64, device=device)
             self._counts = torch.ones((), dtype=torch.float64, device=device)
         self.figures.zero_()

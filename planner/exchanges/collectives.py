@@ -71,24 +71,28 @@ def rows_of_stages(lowered: Lowered, places: Places) -> list[CollectivePlan]:
     for stage in range(lowered.num_stages):
         trace = lowered.trace(stage)
         rows += _boundary_rows(decisions, shards, places, stage - 1, stage)
-        rows += (row for call in trace.calls for row in rows_of_call(decisions, call, stage, places))
+        rows += (row for call in trace.calls for row in _rows_of_call(decisions, call, stage, places))
         for at in reruns(trace, lowered.recomputed):
-            again = rows_of_call(decisions, trace.calls[at], stage, places)
+            again = _rows_of_call(decisions, trace.calls[at], stage, places)
             rows += (replace(row, phase="backward", again=True) for row in again if row.phase == "forward")
         rows += _boundary_rows(decisions, shards, places, stage, stage)
     return rows
 
 
-def rows_of_call(decisions: Decisions, call: TraceCall, stage: int, places: Places) -> Iterator[CollectivePlan]:
-    """The collectives of one call on ``stage``, in both directions."""
+def sent_of_call(decisions: Decisions, call: TraceCall) -> Iterable[Sent]:
+    """The collectives of one call, in both directions."""
     node = decisions.program.node(call.name)
-    sent: Iterable[Sent] = call.seen.sent
     if call.changed is None and node.target in EXCHANGES and decisions.mesh.has_expert_axes:
-        sent = (_of_counts if node.target is exchange.meet else _of_rows)(node, decisions.mesh)
-    elif call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it
+        return (_of_counts if node.target is exchange.meet else _of_rows)(node, decisions.mesh)
+    return call.seen.sent
+
+
+def _rows_of_call(decisions: Decisions, call: TraceCall, stage: int, places: Places) -> Iterator[CollectivePlan]:
+    node = decisions.program.node(call.name)
+    if call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it
         reader = call.changed.readers[0]
         node = decisions.program.node(reader) if reader not in ("send", "loss") else node
-    yield from (_row(places, node, stage, each) for each in sent)
+    yield from (_row(places, node, stage, each) for each in sent_of_call(decisions, call))
 
 
 def _row(places: Places, node: fx.Node, stage: int, sent: Sent) -> CollectivePlan:

@@ -269,7 +269,8 @@ def mesh_of(cut: Cut) -> Mesh:
 def _num_noted(decisions: Decisions) -> int:
     """Figures of experts that a step of the whole model sums."""
     block_of, times = decisions.blocks.block_of(), decisions.blocks.times
-    noted = zip(decisions.experts.layers, decisions.noted_experts, decisions.noted_limits, strict=False)
+    load = decisions.load()
+    noted = zip(decisions.experts.layers, load.sizes, load.limits, strict=False)
     rows = [(layer.combined, experts + (limit > 0)) for layer, experts, limit in noted]
     rows += [(asked.chosen[0], asked.size) for asked in decisions.lowering.asked]
     return sum((times[block_of[name]] if name in block_of else 1) * size for name, size in rows)

@@ -102,7 +102,7 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
         buffers,
         (
             *sums_of_the_loss(decisions),
-            *step_collectives(decisions.mesh, buffers, zero, decisions.num_noted, decisions.rules),
+            *step_collectives(decisions.mesh, buffers, zero, decisions.load().num_figures, decisions.rules),
         ),
         partial(buffers_at, spec, decisions) if are_alone else None,
         spec.optimizer.reshard is not False,

@@ -38,7 +38,7 @@ class Update:
 
     def turn_to(self, program: RankProgram, decisions: Decisions) -> None:
         """The stages of the next step, which count rows of experts."""
-        self._load, self._limits, self._layers = program.load, decisions.noted_limits, decisions.experts.layers
+        self._load, self._limits, self._layers = program.load, decisions.load().limits, decisions.experts.layers
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
         """The batch of the next update, which is to be the same on all ranks."""

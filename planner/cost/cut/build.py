@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from passes.blocks.blocks import Places
 from passes.ops import meeting
 from passes.parameters import LocalParameter
 from passes.partition.batch.mixing import batch_flow
@@ -23,9 +22,8 @@ from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.sequence import over_data
 from passes.program.walks import readers, walk
-from passes.types.conversions import CollectivePlan
 from planner.cost.cut.fused import fuse, with_fused_saves
-from planner.cost.cut.ops import OpsOf
+from planner.cost.cut.ops import OpsOf, puts_aside
 from planner.cost.cut.parts import Homes, Parts, Scaled, Units, following
 from planner.cost.cut.units import (
     CallOps,
@@ -42,7 +40,7 @@ from planner.cost.cut.units import (
     ranges_of,
 )
 from planner.cost.liveness import after_blocks
-from planner.exchanges.collectives import rows_of_call
+from planner.exchanges.collectives import sent_of_call
 from planner.mesh import BY_ROUTING
 from planner.recompute.decide import reruns, with_reruns
 from planner.sharding.buckets import padded, start_multiple
@@ -52,6 +50,7 @@ from planner.sharding.parameters import local_parameter
 from planner.sharding.shards import value_at
 from planner.spec.sections import FULL_ITERATION, GLOBAL
 from planner.spec.spec import Spec
+from planner.trace.handles import Sent
 from planner.trace.lowered import Lowered
 from planner.trace.trace import StageTrace, TraceCall
 
@@ -91,7 +90,6 @@ class Builder:
         flow = batch_flow(program, on_batch) if self.micro > 1 else {}
         nodes = list(program.graph.graph.nodes)
         self.follows = following(nodes, set(program.inputs), flow)
-        self.places = Places(decisions.blocks)
         self.sides: dict[tuple[Units, str], _Side] = {}  # by homes and direction: forward, backward, again kind
         self.parts = Parts(self.micro, frozenset(after_blocks(decisions)))
         captured = [region for region in lowered.regions if not region.refused]
@@ -137,11 +135,12 @@ class Builder:
             graph = self.graph_of.get((trace.index, call.name))
             forward.capture(graph, len(of.forward))
             backward.capture(graph, len(of.backward) + len(added))
-            self._side(units, "weights").ops.update(of.of_weights)
-            for row in rows_of_call(self.decisions, call, trace.index, self.places):
-                meanwhile = of.of_held if row.phase == "backward" and call.changed is not None else ()
-                side = forward if row.phase == "forward" else backward
-                side.messages[self._message(row, call, meanwhile)] += 1
+            if puts_aside(trace, call):
+                self._side(units, "weights").ops.update(of.of_held)
+            for sent in sent_of_call(self.decisions, call):
+                meanwhile = of.of_held if sent.phase == "backward" and call.changed is not None else ()
+                side = forward if sent.phase == "forward" else backward
+                side.messages[self._message(sent, call, meanwhile)] += 1
 
     def _added(
         self, trace: StageTrace, ops: OpsOf, call: TraceCall, reading: dict[int, list[int | None]], piece: int | None
@@ -165,16 +164,16 @@ class Builder:
         for at in reruns(trace, pieces):
             side, call = self._side(homes[at][:1], f"again {kind}"), trace.calls[at]
             side.ops.update(found[at].forward)
-            rows = rows_of_call(self.decisions, call, trace.index, self.places)
-            side.messages.update(self._message(row, call, ()) for row in rows if row.phase == "forward")
+            messages = (sent for sent in sent_of_call(self.decisions, call) if sent.phase == "forward")
+            side.messages.update(self._message(sent, call, ()) for sent in messages)
 
-    def _message(self, row: CollectivePlan, call: TraceCall, beside: tuple[Op, ...]) -> Message:
+    def _message(self, sent: Sent, call: TraceCall, beside: tuple[Op, ...]) -> Message:
         """``beside``: the products that make gradients of weights meanwhile."""
-        is_routed = row.axis in BY_ROUTING
-        size = Size.of(row.bytes, self.micro, follows=call.name in self.follows or is_routed)
+        is_routed = sent.axis in BY_ROUTING
+        size = Size.of(sent.bytes, self.micro, follows=call.name in self.follows or is_routed)
         if is_routed and call.node.target in meeting.MOVING:
             size = size.times(self.decisions.fullest)  # the others wait for the fullest rank
-        return Message(row.kind, row.axis, size, beside)
+        return Message(sent.kind, sent.axis, size, beside)
 
     # ---- parameters, and values sent between stages
 
@@ -253,7 +252,7 @@ class Builder:
             tuple(units),
             self.micro,
             (*(Shared(units, self._work(units)) for units in several), *tied),
-            self.decisions.num_noted,
+            self.decisions.load().num_figures,
             self.reads_global_sums,
             self.ends,
             tuple(range(len(units))),

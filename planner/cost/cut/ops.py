@@ -89,7 +89,7 @@ class OpsOf:
             call.changed is None or call.changed.how.name,
             tuple(values[n].like for n in call.operands), tuple(values[n].like for n in call.results),
             tuple(self.size_follows(n) for n in (*call.operands, *call.results)),
-            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call), puts_aside(self.trace, call),
+            len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call),
         )  # fmt: skip
         found = self._cache.get(key)
         if found is None:
@@ -215,7 +215,7 @@ class OpsOf:
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
         if bias:
             held += (Op(product.dtype, self.size_of(result)),)
-        return CallOps((forward,), (*of_value, *held), held, held if puts_aside(self.trace, call) else ())
+        return CallOps((forward,), (*of_value, *held), held)
 
     def _per_sequence(self, call: TraceCall, sides: Sides, at: int) -> Op:
         """``at``: the side that is proportional to the sequences; −1: none."""

@@ -82,21 +82,16 @@ OF_FIRST, OF_SECOND = (0, 1, 3, 2), (0, 3, 2, 1)  # [m, k] = g Bᵀ contracts n;
 
 @dataclass(frozen=True, slots=True)
 class CallOps:
-    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone.
-
-    ``of_weights``: of these, the ones that a W of a schedule may run: the second operand is a parameter, and the first
-    has a gradient of its own.
-    """
+    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone."""
 
     forward: tuple[Op, ...] = ()
     backward: tuple[Op, ...] = ()
     of_held: tuple[Op, ...] = ()
-    of_weights: tuple[Op, ...] = ()
 
 
 def together(parts: Iterable[CallOps]) -> CallOps:
     """Kernels of a call that does the work of several."""
-    sides = zip(*((part.forward, part.backward, part.of_held, part.of_weights) for part in parts), strict=True)
+    sides = zip(*((part.forward, part.backward, part.of_held) for part in parts), strict=True)
     return CallOps(*(tuple(chain.from_iterable(of_side)) for of_side in sides))
 
 
@@ -124,16 +119,13 @@ class Phase:
     saved: int = 0
 
 
-NO_PHASE = Phase()
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """Of one microbatch. ``weights``: the part of the backward that a W may run."""
 
-    forward: Phase = NO_PHASE
-    backward: Phase = NO_PHASE
-    weights: Phase = NO_PHASE
+    forward: Phase = Phase()
+    backward: Phase = Phase()
+    weights: Phase = Phase()
 
 
 @dataclass(frozen=True, slots=True)
