@@ -53,7 +53,7 @@ class PlannedSeconds:
 
     def cost_row(self, schedule: SchedulePlan, *, reshards: bool) -> CostPlan | None:
         """Seconds of a step; None without a cluster."""
-        return None if self.cluster is None else self._estimate(schedule, self.cluster, reshards=reshards).cost
+        return None if self.cluster is None else self.estimate(schedule, self.cluster, reshards=reshards).cost
 
     def step_flops(self, schedule: SchedulePlan) -> float:
         """``flops`` of the row, for which no cluster is needed."""
@@ -71,10 +71,10 @@ class PlannedSeconds:
         if not (row.has_weights or (kind in KINDS and KINDS[kind].waits)):
             return None
         if self.cluster is not None:
-            return self._estimate(row, self.cluster).stage_costs
+            return self.estimate(row, self.cluster).stage_costs
         return flops_of_stages(self.work, AS_PLANNED, self.work.ranges(_sizes(self.lowered.decisions)))
 
-    def _estimate(self, schedule: SchedulePlan, cluster: Cluster, *, reshards: bool = True) -> Estimate:
+    def estimate(self, schedule: SchedulePlan, cluster: Cluster, *, reshards: bool = True) -> Estimate:
         """By the plan's decisions in the form of a layout."""
         decisions, spec = self.lowered.decisions, self.spec
         layout = Layout(

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from planner.cluster.cluster import read_cluster
-from planner.cost.planned import planned_stage_seconds
+from planner.cost.planned import PlannedSeconds
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
 from planner.pipeline.links import Message
@@ -203,7 +203,7 @@ def planned_run(plan: Plan, cluster: str | None) -> PlannedRun:
     seconds = None
     if cluster is not None and plan.cost is not None:
         spec = Spec.load({**plan.spec, "cluster": None})
-        seconds = planned_stage_seconds(plan.lowered(), spec, row, read_cluster(cluster))
+        seconds = PlannedSeconds(plan.lowered(), spec).estimate(row, read_cluster(cluster)).stage_costs
     run = simulate(schedule, seconds)
     actions = tuple(
         tuple((action, *span) for action, span in zip(order, spans, strict=True))
