@@ -214,7 +214,7 @@ class _Ends:
         """where(mask, count, 0): what stands in place of a sum is no sum."""
         order = (0, 1, 2) if node.target in Ops("where") else (1, 2, 0)  # masked_fill(no, mask, yes)
         (of_mask, of_yes, of_no), (mask, yes, no) = ([x[i] for i in order] for x in (node.args, args))
-        if of_mask in self.of_tokens or {of_yes, of_no} <= self.of_tokens:
+        if of_mask in self.of_tokens or all(n in self.of_tokens for n in (of_yes, of_no)):
             return None
         if of_yes in self.of_tokens:
             return self._call(aten.where.ScalarOther, mask, yes, 0)
