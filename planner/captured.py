@@ -64,7 +64,7 @@ class Captured:
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier | None = None  # captures of the model at other lengths
     forms: Forms = ()  # of the inputs that the model takes in other forms than rows
-    apart: list[tuple[Mapping[str, str], bool]] = field(default_factory=list)  # see ``keeps_apart``
+    apart: list[tuple[Mapping[str, str], bool]] = field(default_factory=list)  # see ``_keeps_apart``
 
     @property
     def model(self) -> nn.Module:
@@ -109,16 +109,6 @@ class Captured:
             return self.program() if inputs is self.example else self._of(inputs)
         except PlanError:
             return self.program()
-
-    def keeps_apart(self, given: Mapping[str, str]) -> bool:
-        """Whether ``kept_apart`` must change the program; ``given``: the spec's ``data.inputs``. Raises PlanError for a
-        model that mixes documents otherwise."""
-        known = next((found for inputs, found in self.apart if inputs == given), None)
-        if known is None:
-            with shown_if_slow("looking for ops that read tokens of other documents"):
-                known = check_documents(self.model, self.example, given, self.program_at)
-            self.apart.append((given, known))
-        return known
 
     def _of(self, inputs: Mapping[str, Tensor]) -> Program:
         module, loss = apply_loss(self.model, self.loss, self.forms)
@@ -200,7 +190,7 @@ def capture_model(
 
 def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared:
     """The canonical program of ``captured`` as ``spec`` asks for it, on a cluster of GPUs or not. Raises PlanError."""
-    changes = spec.data.packing == "documents" and captured.keeps_apart(spec.data.inputs)
+    changes = spec.data.packing == "documents" and _keeps_apart(captured, spec.data.inputs)
 
     def program_of(times: int = 1) -> Program:
         program = captured.program(times)
@@ -223,6 +213,19 @@ def prepare(captured: Captured, spec: Spec, *, on_gpu: bool = False) -> Prepared
         fuse_norms(program)
     documents = find_documents(program, spec.telling_inputs, spec.data.mean_document)
     return Prepared(program, terms, decide_rules(spec.optimizer, program), documents)
+
+
+def _keeps_apart(captured: Captured, given: Mapping[str, str]) -> bool:
+    """Whether ``kept_apart`` must change the program; ``given``: the spec's ``data.inputs``.
+
+    Raises PlanError for a model that mixes documents otherwise.
+    """
+    known = next((found for inputs, found in captured.apart if inputs == given), None)
+    if known is None:
+        with shown_if_slow("looking for ops that read tokens of other documents"):
+            known = check_documents(captured.model, captured.example, given, captured.program_at)
+        captured.apart.append((given, known))
+    return known
 
 
 def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:

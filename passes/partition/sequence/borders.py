@@ -11,15 +11,14 @@ Whether that is enough, and a document is computed as if alone, a trial says (pa
 
 from __future__ import annotations
 
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.program.builder import Builder, arguments_with, prune
-from passes.program.ops.aten import aten, is_pointwise, named, shape_of
-from passes.program.ops.groups import CASTS, CHOICES, JOINS, PADS, SPLITS, VIEWS, Ops
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
+from passes.program.ops.groups import CASTS, CHOICES, PADS, Ops
 from passes.program.program import PACKED, Program
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order, operands, walk
@@ -27,8 +26,6 @@ from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, OpRule
 from passes.rules.table import rule_of
 
-SUMS, SUMS_OF_TWO = Ops("cumsum sum"), Ops("add sub")
-LINEAR = SUMS | SUMS_OF_TWO | VIEWS | JOINS | PADS | SPLITS | Ops("slice flip neg", [getitem])
 MOST_STEPS = 512  # of a chunk
 Layout = tuple[int, int]  # the dims of sequences and of their tokens
 ALONE = -1  # in place of the dim of sequences, if there is one sequence
@@ -148,7 +145,7 @@ class _Ends:
         if count is None or count not in self.counted:
             return
         sums = list(walk([logarithm], operands, into=self.counts.__contains__, stop=self.layouts.__contains__))
-        if any(n.target in SUMS_OF_TWO for n in sums):
+        if any(_is_of_two(n) for n in sums):
             for running in (n for n in sums if n.target is aten.cumsum.default and n in self.of_tokens):
                 self._restart(running)
         kept = self._call(aten.eq.Scalar, count, 0)
@@ -199,14 +196,16 @@ class _Ends:
         if node.target in CASTS:
             return args[0]
         made = self._chosen(node, args) if node.target in CHOICES else self._linear(node, args, kwargs)
-        if made is not None and (node.target in SUMS or not self.counted.isdisjoint(given)):
+        if made is not None and (_is_sum(node) or not self.counted.isdisjoint(given)):
             self.counted.add(made)
         return made
 
     def _linear(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node | None:
-        is_sum = node.target in SUMS_OF_TWO and not all(n in self.of_tokens for n in node.args)
-        is_padded = node.target in PADS and named(node).get("value")
-        if node.target not in LINEAR or is_sum or is_padded or not self.of_tokens.issuperset(node.all_input_nodes):
+        rule, is_padded = rule_of(node), node.target in PADS and named(node).get("value")
+        is_linear = rule is not None and frozenset(range(len(operands_of(node)))) in rule.linear
+        if not is_linear or is_padded or not self.of_tokens.issuperset(node.all_input_nodes):
+            return None
+        if _is_of_two(node) and not all(n in self.of_tokens for n in node.args):
             return None
         return self._call(node.target, *args, **kwargs)
 
@@ -233,6 +232,14 @@ class _Ends:
 
     def _tell(self, node: fx.Node, what: str) -> None:
         self.program.rewrites.append((PACKED + what, where_of(node)))
+
+
+def _is_of_two(node: fx.Node) -> bool:
+    return packet_of(node.target) in (aten.add, aten.sub)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return packet_of(node.target) in (aten.cumsum, aten.sum)
 
 
 def _carried_dim(rule: OpRule, operand: int, dim: int, size: int, shape: tuple[int, ...]) -> int | None:

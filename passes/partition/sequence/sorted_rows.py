@@ -39,7 +39,6 @@ from passes.program.program import Program
 from passes.program.walks import readers, walk
 from passes.types.types import P, Placement, R, V
 
-LINEAR = {aten.cumsum, aten.to}
 Sorted = Mapping[fx.Node, str]  # the known calls: "order", "token" and "places", and the "sort" that an order is of
 
 
@@ -136,7 +135,8 @@ class SortedRows:
         inputs = node.all_input_nodes
         if node in self.known:
             return self._as_given(node, self.natives[inputs[0]])
-        if node.target is exchange.count_experts or (inputs[0] in self.counts and packet_of(node.target) in LINEAR):
+        is_offset = inputs[0] in self.counts and packet_of(node.target) in (aten.cumsum, aten.to)
+        if node.target is exchange.count_experts or is_offset:
             self.counts.add(node)
             return self._as_given(node, P)
         if any(self._counts_rows(n) for n in inputs):

@@ -19,15 +19,13 @@ from torch import Tensor, fx
 
 from passes.errors import Where
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
-from passes.program.ops.groups import SAME, Ops
+from passes.program.ops.groups import SAME
 from passes.program.program import Assumption
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order
 from planner.capture.data_dependence import refused
 from planner.capture.selection.conditions import that
 from planner.capture.selection.places import Rows, Writer, row_dim
-
-_SPREAD = SAME | Ops("expand expand_as")
 
 
 class Features:
@@ -42,7 +40,7 @@ class Features:
         if packet_of(call.target) is not aten.masked_scatter:
             return None
         x, mask, source = (env[named(call)[name]] for name in ("self", "mask", "source"))
-        while mask.target in _SPREAD and mask.args[0].meta["val"].dtype == torch.bool:
+        while _is_spread(mask) and mask.args[0].meta["val"].dtype == torch.bool:
             mask = mask.args[0]
         shape, strides = shape_of(call), mask.meta["val"].expand(shape_of(call)).stride()
         is_shared = [stride == 0 or size == 1 for stride, size in zip(strides, shape, strict=True)]
@@ -103,3 +101,7 @@ class Features:
             where, what = where_of(call), f"each sequence has {num} positions for its {num} features"
             self.checks[where, what] = Assumption(where, what, check)
         return check is not None
+
+
+def _is_spread(mask: fx.Node) -> bool:
+    return mask.target in SAME or packet_of(mask.target) in (aten.expand, aten.expand_as)

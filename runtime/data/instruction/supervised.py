@@ -258,7 +258,7 @@ class Presence:
         """
         texts = [each for one in said for each in one.texts]
         end = _end_in_order(texts, rendered, begin)
-        if end is None:
+        if end is None and not _MARKS.search(rendered):  # rows with such characters are refused wherever they stand
             end = self._frames.end_of(texts, rendered, begin)
         if end is None:
             end = begin
