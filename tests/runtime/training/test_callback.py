@@ -68,17 +68,21 @@ def step_and_lr(trained: Trained) -> dict[int, float]:
     return {row.step: row.lr for row in trained.rows}
 
 
-def test_all_ranks_take_another_rate_save_and_stop(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_take_another_rate_save_and_stop(files: Path) -> None:
     log, saves = files / "log.jsonl", files / "run"
     trained = run(files, "steer", dp=2, save=str(saves), log=str(log))
     rates = step_and_lr(trained)
     assert trained.stopped is None
-    assert capfd.readouterr().err.count("stopped after step 7: the callback asked for it") == 1
     assert list(rates) == [1, 2, 3, 4, 5, 6, 7]
     assert [step for step, rate in rates.items() if rate == 0.5] == [4, 5, 6, 7]
     assert [save.name for save in saves_in(saves)] == ["step-00000004", "step-00000007"]
     logged = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["own/square"] for row in logged] == [row.loss**2 for row in trained.rows]
+
+
+def test_a_run_says_that_the_callback_stopped_it(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(files, "steer", save=str(files / "run"))
+    assert capfd.readouterr().err.count("stopped after step 7: the callback asked for it") == 1
 
 
 def test_a_resumed_run_keeps_the_rate_until_the_callback_returns_to_the_schedule(files: Path) -> None:
