@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.tools.laboratory import Lab
 
 pytest_plugins = ["tests.tools.tiers"]
 torch.set_num_threads(1)
@@ -29,6 +33,14 @@ def pytest_collection_finish() -> None:
     as often as Python does takes a fifth of all tests' time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    """One laboratory for the session: models are captured once, ranks are forks."""
+    from tests.tools.laboratory import session_lab
+
+    return session_lab()
 
 
 @pytest.fixture(autouse=True)

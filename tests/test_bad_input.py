@@ -20,7 +20,7 @@ from planner import PlanError, plan
 from runtime.cli import app
 from tests.models import refused
 from tests.tools import jobs
-from tests.tools.laboratory import Case, Lab, session_lab
+from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,11 +30,6 @@ batch: {{global: 8, micro: 2}}
 {INPUTS}
 optimizer: {{lr: 1.0e-3, betas: [0.9, 0.95]}}
 """
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return session_lab()
 
 
 class GptOfLabels(nn.Module):

@@ -17,6 +17,7 @@ from tests.tools.chosen_cases import chosen
 from tests.tools.counted_calls import STEPS, run_counted
 from tests.tools.laboratory import session_lab
 from tests.tools.paths import ROOT
+from tests.tools.ranks import Ranks
 
 # over etp a rank passes on what came to it, and tokens that go once to a rank are as many as the routing says
 ROUTED = ("all_to_all", "etp"), ("all_to_all", "ep")
@@ -210,7 +211,7 @@ def run_cases_of(host: StoreHost, model: str, cases: list[str]) -> dict[str, Ran
 def run_case(host: StoreHost, captured: Captured, spec: Spec) -> Ran:
     made = plan(captured, spec)
     registered = [registered_bytes(made, pp_rank) for pp_rank in range(made.mesh.pp)]
-    return Ran(type(made).of(made), registered, host.run_ranks(4, run_counted, made))
+    return Ran(type(made).of(made), registered, Ranks(made, "forks", host).run(run_counted))
 
 
 @pytest.fixture(scope="module")

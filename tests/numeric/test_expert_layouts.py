@@ -5,7 +5,6 @@ Ranks are threads of this process; tests/numeric/test_experts.py runs a few of t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -17,7 +16,7 @@ from planner import PlanError
 from tests.models import changed_weights, experts, hugging_face, selected_rows, sliced_experts, stacked_experts
 from tests.models.hugging_face import MOE, Member
 from tests.tools.captures import plan_again
-from tests.tools.simulated_mesh import counted, run_mesh, spec_of
+from tests.tools.simulated_mesh import equals_one_process, spec_of
 
 FOLDINGS: dict[str, dict[str, int]] = {
     "ep2·dp2": {"dp": 2, "ep": 2},
@@ -45,9 +44,7 @@ def built(layer: Callable[[], nn.Module]) -> nn.Module:
 
 def hold(way, folding):
     """A layer of experts equals one process under a folding."""
-    mesh = FOLDINGS[folding]
-    make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+    check(lambda: built(partial(layer_of, way)), FOLDINGS[folding])
 
 
 def in_blocks(layer: Callable[[], nn.Module]) -> nn.Module:
@@ -72,28 +69,16 @@ def batch_of(rows: int, length: int = experts.LENGTH) -> dict[str, Tensor]:
 
 def check(
     make: Callable[[], nn.Module],
-    batch: Mapping[str, Tensor],
     mesh: Mapping[str, int],
-    loss: float,
-    gradient: float,
+    near: float = 1e-10,
+    *,
+    length: int = experts.LENGTH,
+    batch: Mapping[str, Tensor] | None = None,
     **more: object,
 ) -> None:
-    ran = run_mesh(make, dict(batch), mesh, **more)
-    model = make()
-    returned = model(**batch)
-    alone = returned if isinstance(returned, Tensor) else returned.loss
-    alone.backward()
-    torch.testing.assert_close(ran.loss, alone.detach(), rtol=loss, atol=loss, check_dtype=False)
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    for name, parameter in model.named_parameters():
-        truth = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        wrong = (ran.gradients.get(name, torch.zeros_like(truth)) - truth).norm() / norm  # not held: reaches no loss
-        assert wrong <= gradient, f"{name}: {wrong:.1e} of the gradients' norm"
-    told = Counter[tuple[str, str, str]]()
-    for row in ran.plan.collectives:
-        if row.per == "microbatch":
-            told[row.axis.split()[0], row.kind, row.phase] += row.count
-    assert counted(ran.programs[0]) == told
+    """As in one process, two sequences a dp rank if no ``batch`` is given; and each layer's rows are counted once."""
+    batch = dict(batch or batch_of(2 * mesh.get("dp", 1), length))
+    ran = equals_one_process(make, batch, mesh, loss=near, gradient=near, **more)
     firsts = [p for rank, p in enumerate(ran.programs) if ran.plan.mesh.place(rank)["tp"] == 0]
     rows = torch.stack([program.load.figures for program in firsts]).sum(0)
     layers = ran.plan.experts if ran.plan.mesh.has_expert_axes else ()
@@ -112,21 +97,19 @@ def test_a_loop_over_experts_under_every_folding(way, folding):
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_of_a_loop(way):
-    mesh = FOLDINGS["tp2·dp2·ep2, etp 1"]
-    check(lambda: built(partial(layer_of, way)), batch_of(4), mesh, 1e-10, 1e-10)
+    hold(way, "tp2·dp2·ep2, etp 1")
 
 
 @pytest.mark.check
 @pytest.mark.parametrize("folding", ["tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2", "tp2·ep2, etp 1"])
 def test_sequence_parallelism_cuts_no_rows_of_experts(folding):
-    mesh, cut = FOLDINGS[folding], {"sequence_parallel": True, "vocabulary_multiple": 8}
-    make = lambda: in_blocks(partial(experts.Layer, experts.masks))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10, tensor_parallel=cut)
+    cut = {"sequence_parallel": True, "vocabulary_multiple": 8}
+    check(lambda: in_blocks(partial(experts.Layer, experts.masks)), FOLDINGS[folding], tensor_parallel=cut)
 
 
 def test_ranks_in_another_order():
     mesh = {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "order": "dp-tp-ep-cp-pp"}
-    check(lambda: built(partial(layer_of, experts.masks)), batch_of(4), mesh, 1e-10, 1e-10)
+    check(lambda: built(partial(layer_of, experts.masks)), mesh)
 
 
 TOGETHER = (selected_rows.columns, selected_rows.every_copy, selected_rows.of_batches, selected_rows.divided)
@@ -168,8 +151,7 @@ CHANGED = (*LOOPS, *selected_rows.WAYS, *STACKED)
 def test_experts_and_routers_with_computed_weights(way, change):
     """The norm is computed in float32."""
     near = 1e-10 if change is changed_weights.squashed else 1e-6
-    make = lambda: changed_weights.change_weights(built(partial(layer_of, way)), change)  # noqa: E731
-    check(make, batch_of(4), FOLDINGS["ep2·dp2"], near, near)
+    check(lambda: changed_weights.change_weights(built(partial(layer_of, way)), change), FOLDINGS["ep2·dp2"], near)
 
 
 def test_experts_that_overwrite_what_others_made_are_told():
@@ -196,8 +178,8 @@ def test_one_token_and_all_tokens_to_one_expert(way, length):
             model.get_parameter("layer.gate.bias").copy_(torch.tensor([0.0, 9.0, -9.0, 40.0]))
         return model
 
-    check(make, batch_of(2, length), FOLDINGS["ep2·dp2"], 1e-10, 1e-10)
-    check(make, batch_of(2, length), FOLDINGS["tp2·dp2·ep2, etp 1"], 1e-10, 1e-10)
+    for folding in ("ep2·dp2", "tp2·dp2·ep2, etp 1"):
+        check(make, FOLDINGS[folding], batch=batch_of(2, length))
 
 
 @pytest.mark.sampled(1)
@@ -206,7 +188,7 @@ def test_one_token_that_goes_to_one_expert(way):
     def layer() -> nn.Module:
         return stacked_experts.Stacks(way, top_k=1) if way in stacked_experts.WAYS else experts.Layer(way, top_k=1)
 
-    check(lambda: built(layer), batch_of(2, 1), FOLDINGS["ep2·dp2"], 1e-10, 1e-10)
+    check(lambda: built(layer), FOLDINGS["ep2·dp2"], batch=batch_of(2, 1))
 
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "olmoe", "granitemoe")
@@ -230,7 +212,7 @@ def test_a_family_with_stacks_of_experts(name, folding):
     batch = hugging_face.batch("mixtral")
     rows = 2 * mesh.get("dp", 1)
     batch = {key: torch.cat([x, x.roll(1, 1), x.roll(2, 1), x.roll(3, 1)])[:rows] for key, x in batch.items()}
-    check(lambda: family(name), batch, mesh, 1e-5, 1e-5)
+    check(lambda: family(name), mesh, 1e-5, batch=batch)
 
 
 @pytest.mark.thorough
@@ -241,4 +223,4 @@ def test_groups_of_experts_of_which_only_the_best_scores_are_read_can_be_recompu
     """Autograd keeps the indices of that top-k, and nothing in the graph has their name."""
     found = hugging_face.batch("mixtral")
     batch = {key: torch.cat([x, x.roll(1, 1)])[: 2 * mesh.get("dp", 1)] for key, x in found.items()}
-    check(lambda: family("deepseek_v3"), batch, mesh, 1e-5, 1e-5, recompute=kind)
+    check(lambda: family("deepseek_v3"), mesh, 1e-5, batch=batch, recompute=kind)

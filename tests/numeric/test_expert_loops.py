@@ -50,16 +50,14 @@ def notes(found: Plan) -> list[Diagnostic]:
 @pytest.mark.parametrize("mesh", ["one", "tp2", "dp2·tp2"])
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)
 def test_every_spelling_trains_as_one_process(way, mesh):
-    sizes = MESHES[mesh]
-    check(make_net(way), batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
+    check(make_net(way), MESHES[mesh])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"compile": True}], ids=["plain", "recompute", "compile"])
 def test_two_layers_beside_a_shared_expert(mesh, more):
-    sizes = MESHES[mesh]
-    check(two_layers, batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10, **more)
+    check(two_layers, MESHES[mesh], **more)
 
 
 @pytest.mark.sampled(1)
@@ -97,8 +95,8 @@ def test_the_plan_says_why_experts_compute_every_token():
 @pytest.mark.check
 @pytest.mark.parametrize("mesh", ["one", "dp2·tp2"])
 def test_a_loop_that_is_not_understood_stays_as_it_is(mesh):
-    sizes, make = MESHES[mesh], make_net(selected_rows.overwritten)
-    check(make, batch_of(2 * sizes.get("dp", 1)), sizes, 1e-10, 1e-10)
+    make = make_net(selected_rows.overwritten)
+    check(make, MESHES[mesh])
     dense = notes(planned(make, batch_of(2)))[-1]
     assert dense.what.endswith("computes every token, 2× the work: the result of one is overwritten by that of another")
     assert "experts.py:" in dense.where

@@ -5,7 +5,7 @@ Ranks are threads of this process: one that waits longer than a minute fails the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
 from tests.tools.examples import examples
-from tests.tools.simulated_mesh import Batch, Ran, counted, run_mesh
+from tests.tools.simulated_mesh import Batch, equals_one_process
 
 FOLDINGS: dict[str, dict[str, int]] = {
     "ep2·dp2": {"dp": 2, "ep": 2},
@@ -65,29 +65,6 @@ def maker(way: Experts, scores: Tensor, top_k: int, change: Callable[[Routed], o
     return make
 
 
-def check(
-    make: Callable[[], Routed], batch: Batch, mesh: Mapping[str, int], loss: float = 1e-10, gradient: float = 1e-10
-) -> Ran:
-    """Loss, every gradient as a part of the norm of all, and what was exchanged, against one process and the plan."""
-    model = make()
-    ran = run_mesh(make, batch, mesh)
-    alone = model(**batch)
-    alone.backward()
-    torch.testing.assert_close(ran.loss, alone.detach(), rtol=loss, atol=loss, check_dtype=False)
-    norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm()
-    for name, parameter in model.named_parameters():
-        truth = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        wrong = (ran.gradients.get(name, torch.zeros_like(truth)) - truth).double().norm() / norm
-        assert wrong <= gradient, f"{name}: {wrong:.1e} of the gradients' norm"
-    for rank, program in enumerate(ran.programs):
-        told = {}
-        for row in ran.plan.collectives:
-            if row.per == "microbatch":
-                told[row.axis, row.kind, row.phase] = told.get((row.axis, row.kind, row.phase), 0) + row.count
-        assert counted(program) == told, f"rank {rank}"
-    return ran
-
-
 def tokens_of_experts(make: Callable[[], Routed], input_ids: Tensor) -> list[int]:
     model = make()
     return torch.bincount(model.chosen(input_ids)[2].flatten(), minlength=model.num_experts).tolist()
@@ -102,7 +79,7 @@ def test_all_tokens_to_one_expert(way: Experts, folding: str) -> None:
     rows = 2 * mesh.get("dp", 1)
     make, batch = maker(way, favoured(4, 2), 1), batch_of(ids(rows, 5))
     assert tokens_of_experts(make, batch["input_ids"]) == [0, 0, rows * 5, 0]
-    check(make, batch, mesh)
+    equals_one_process(make, batch, mesh)
 
 
 @pytest.mark.sampled(1)
@@ -114,7 +91,7 @@ def test_a_rank_whose_experts_get_nothing(way: Experts, folding: str) -> None:
     rows = 2 * mesh.get("dp", 1)
     make, batch = maker(way, favoured(8, 7, 6), 2), batch_of(ids(rows, 4))
     assert tokens_of_experts(make, batch["input_ids"]) == [0] * 6 + [rows * 4] * 2
-    check(make, batch, mesh)
+    equals_one_process(make, batch, mesh)
 
 
 @pytest.mark.sampled(1)
@@ -129,7 +106,7 @@ def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) 
     apart = torch.cat([ids(rows // 2, 4, 0, half), ids(rows // 2, 4, half, VOCABULARY)])
     make = maker(way, by_half(4, (3, 2), (0, 1)), 2)
     assert tokens_of_experts(make, apart[: rows // 2])[:2] == [0, 0]
-    check(make, batch_of(apart), mesh)
+    equals_one_process(make, batch_of(apart), mesh)
 
 
 @pytest.mark.thorough
@@ -139,14 +116,14 @@ def test_ranks_whose_tokens_go_to_different_experts(way: Experts, folding: str) 
 @WAYS
 def test_one_choice_and_all_choices(way: Experts, folding: str, top_k: int) -> None:
     mesh = FOLDINGS[folding]
-    check(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 5)), mesh)
+    equals_one_process(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 5)), mesh)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 4}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}], ids=str)
 @WAYS
 def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
-    check(maker(way, drawn(4), 2), batch_of(ids(4, 5)), mesh)
+    equals_one_process(maker(way, drawn(4), 2), batch_of(ids(4, 5)), mesh)
 
 
 @pytest.mark.thorough
@@ -157,7 +134,7 @@ def test_one_expert_a_rank(way: Experts, mesh: dict[str, int]) -> None:
 def test_one_token_a_rank(way: Experts, folding: str, top_k: int) -> None:
     """Where it makes one row alone, some rank of tp has none to send."""
     mesh = FOLDINGS[folding]
-    check(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 1)), mesh)
+    equals_one_process(maker(way, drawn(4), top_k), batch_of(ids(mesh.get("dp", 1), 1)), mesh)
 
 
 @pytest.mark.thorough
@@ -165,7 +142,7 @@ def test_one_token_a_rank(way: Experts, folding: str, top_k: int) -> None:
 @pytest.mark.parametrize("length", [3, 7])
 @WAYS
 def test_rows_that_tp_does_not_divide(way: Experts, length: int, top_k: int) -> None:
-    ran = check(maker(way, drawn(4), top_k), batch_of(ids(2, length)), FOLDINGS["tp2·dp2·ep2, etp 1"])
+    ran = equals_one_process(maker(way, drawn(4), top_k), batch_of(ids(2, length)), FOLDINGS["tp2·dp2·ep2, etp 1"])
     sent = {program.axes["ep"].bytes["all_to_all", "backward"] for program in ran.programs}
     assert len(sent) > 1, "one tp rank sends a row more than the other"
 
@@ -179,7 +156,9 @@ def test_a_router_that_finds_all_experts_equal(way: Experts, folding: str) -> No
         model.gate.weight.data.zero_()
 
     mesh = FOLDINGS[folding]
-    check(maker(way, torch.zeros(VOCABULARY, 4), 2, no_gate), batch_of(ids(2 * mesh.get("dp", 1), 4)), mesh)
+    equals_one_process(
+        maker(way, torch.zeros(VOCABULARY, 4), 2, no_gate), batch_of(ids(2 * mesh.get("dp", 1), 4)), mesh
+    )
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -205,7 +184,7 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
 
     mesh = FOLDINGS[folding]
     make, batch = maker(way, drawn(4), 2, freeze), batch_of(ids(2 * mesh.get("dp", 1), 4))
-    check(make, batch, mesh)
+    equals_one_process(make, batch, mesh)
 
 
 @pytest.mark.covering(1, pairs=2)
@@ -214,7 +193,7 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
 def test_grouped_products_of_the_kernel(folding: str, dtype: torch.dtype, loss: float, gradient: float) -> None:
     mesh = FOLDINGS[folding]
     make, batch = maker(stacks, drawn(4), 2, lambda model: model.to(dtype)), batch_of(ids(2 * mesh.get("dp", 1), 6))
-    check(make, batch, mesh, loss, gradient)
+    equals_one_process(make, batch, mesh, loss=loss, gradient=gradient)
 
 
 @pytest.mark.thorough
@@ -234,4 +213,4 @@ def test_any_routing(
     num_experts, top_k = sizes
     mesh = FOLDINGS[folding]
     make = maker(way, drawn(num_experts, spread, seed), top_k)
-    check(make, batch_of(ids(rows * mesh.get("dp", 1), length)), mesh)
+    equals_one_process(make, batch_of(ids(rows * mesh.get("dp", 1), length)), mesh)

@@ -39,7 +39,7 @@ def sorting(way: sorted_experts.Way) -> nn.Module:
 def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
     batch, rows = hugging_face.batch("mixtral"), 2 * mesh.get("dp", 1)
     batch = {key: torch.cat([x, x.roll(1, 1), x.roll(2, 1)])[:rows] for key, x in batch.items()}
-    check(lambda: family(name), batch, mesh, 1e-5, 1e-5, **more)
+    check(lambda: family(name), mesh, 1e-5, batch=batch, **more)
 
 
 @pytest.mark.thorough
@@ -47,15 +47,13 @@ def of_family(name: str, mesh: dict[str, int], **more: object) -> None:
 @pytest.mark.parametrize("layout", FEW)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None:
-    check(lambda: built(partial(layer_of, way)), batch_of(2, LENGTH), LAYOUTS[layout], 1e-10, 1e-10)
+    check(lambda: built(partial(layer_of, way)), LAYOUTS[layout], length=LENGTH)
 
 
 @pytest.mark.check
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loop_under_every_layout(layout: str) -> None:
-    mesh = LAYOUTS[layout]
-    make = lambda: built(partial(layer_of, experts.masks))  # noqa: E731
-    check(make, batch_of(2 * mesh.get("dp", 1), LENGTH), mesh, 1e-10, 1e-10)
+    check(lambda: built(partial(layer_of, experts.masks)), LAYOUTS[layout], length=LENGTH)
 
 
 @pytest.mark.check
@@ -63,8 +61,7 @@ def test_a_loop_under_every_layout(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
-    mesh = LAYOUTS[layout]
-    check(lambda: sorting(way), batch_of(2 * mesh.get("dp", 1), LENGTH), mesh, 1e-5, 1e-5)
+    check(lambda: sorting(way), LAYOUTS[layout], 1e-5, length=LENGTH)
 
 
 @pytest.mark.check
@@ -84,7 +81,7 @@ def test_rows_mixed_with_those_of_tokens_would_be_another_training(monkeypatch: 
 
     monkeypatch.setattr(SortedRows, "_inside", lenient)
     with pytest.raises(AssertionError, match=r"of the gradients' norm|Scalars are not close"):
-        check(lambda: sorting(sorted_experts.mixed), batch_of(2, LENGTH), LAYOUTS["cp2"], 1e-5, 1e-5)
+        check(lambda: sorting(sorted_experts.mixed), LAYOUTS["cp2"], 1e-5, length=LENGTH)
 
 
 @pytest.mark.check
@@ -96,8 +93,7 @@ def test_slots_for_which_all_ranks_compete_are_refused() -> None:
 
 @pytest.mark.check
 def test_matrices_of_each_pair_whose_token_a_constant_names() -> None:
-    make = lambda: built(partial(layer_of, stacked_experts.of_pairs))  # noqa: E731
-    check(make, batch_of(2, LENGTH), LAYOUTS["cp2"], 1e-10, 1e-10)
+    check(lambda: built(partial(layer_of, stacked_experts.of_pairs)), LAYOUTS["cp2"], length=LENGTH)
 
 
 @pytest.mark.thorough

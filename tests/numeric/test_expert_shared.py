@@ -33,9 +33,8 @@ CASES = [(place, layout) for place in PLACES for layout in LAYOUTS]
 
 
 def hold(place: str, layout: str, **more: object) -> None:
-    mesh = LAYOUTS[layout]
     make = in_blocks if more else built
-    check(lambda: make(partial(Shared, place)), batch_of(2 * mesh.get("dp", 1), LENGTH), mesh, 1e-10, 1e-10, **more)
+    check(lambda: make(partial(Shared, place)), LAYOUTS[layout], length=LENGTH, **more)
 
 
 @pytest.mark.sampled(3)

@@ -51,7 +51,7 @@ def sends_of(model, batch, mesh, **given) -> set[str]:
 @pytest.mark.parametrize("way", SENDS, ids=lambda w: w.__name__)
 def test_every_spelling_over_nodes(way, mesh, num_experts):
     make = lambda: built(layer_of(way, num_experts))  # noqa: E731
-    check(make, batch_of(8), mesh, 1e-10, 1e-10, cluster=NODES_OF_TWO)
+    check(make, mesh, cluster=NODES_OF_TWO)
     several = SENDS[way] if num_experts > 4 else ROWS
     by_node = SENDS[way].replace(ONCE_TO_A_RANK, ONCE_TO_A_NODE)
     found = sends_of(make(), batch_of(8), mesh, cluster=NODES_OF_TWO)
@@ -64,7 +64,7 @@ def test_every_spelling_over_nodes(way, mesh, num_experts):
 def test_one_choice_and_all(way, top_k):
     mesh = {"tp": 2, "dp": 2, "ep": 4, "etp": 1}
     make = lambda: built(layer_of(way, 8, top_k))  # noqa: E731
-    check(make, batch_of(4), mesh, 1e-10, 1e-10, cluster=NODES_OF_TWO)
+    check(make, mesh, cluster=NODES_OF_TWO)
     expected = ROWS if top_k == 1 else ONCE_TO_A_NODE
     assert sends_of(make(), batch_of(4), mesh, cluster=NODES_OF_TWO) == {expected}
 
@@ -76,7 +76,7 @@ def test_one_choice_and_all(way, top_k):
 def test_a_family_over_nodes(name, more):
     found = hugging_face.batch("mixtral")
     batch = {key: torch.cat([x, x.roll(1, 1), x.roll(2, 1), x.roll(3, 1)])[:8] for key, x in found.items()}
-    check(lambda: family(name), batch, OVER_NODES, 1e-5, 1e-5, cluster=NODES_OF_TWO, **more)
+    check(lambda: family(name), OVER_NODES, 1e-5, batch=batch, cluster=NODES_OF_TWO, **more)
 
 
 class Wide(sorted_experts.Sorting):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.models import families, hugging_face, stacked_experts
 from tests.models.hugging_face import MOE
 from tests.numeric.test_expert_layouts import FOLDINGS, OPENED, batch_of, built, layer_of
-from tests.tools.simulated_mesh import run_mesh
+from tests.tools.simulated_mesh import loss_of, one_process, run_mesh
 
 FACTOR = 2.0
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,19 +40,15 @@ def is_near(
     make: Callable[[], nn.Module], batch: Mapping[str, Tensor], mesh: dict[str, int], *dtypes: torch.dtype
 ) -> bool:
     half, exact = dtypes
-    _, truth = alone(make().to(half).to(exact), batch)
-    _, plain = alone(make().to(half), batch)
+    truth, plain = (alone(model, batch) for model in (make().to(half).to(exact), make().to(half)))
     ran = run_mesh(lambda: make().to(half), dict(batch), mesh)
     assert ran.loss.isfinite()
     norm, allowed = torch.stack([x.norm() for x in truth.values()]).norm(), distance(plain, truth)
     return bool(distance(ran.gradients, truth) <= FACTOR * allowed + 1e-6 * norm)
 
 
-def alone(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    returned = model(**batch)
-    loss = returned if isinstance(returned, Tensor) else returned.loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+def alone(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: g.double() for n, g in one_process(model, loss_of(model(**batch))).gradients.items()}
 
 
 def distance(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from planner import meta_parameters, plan
 from runtime import Engine
 from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 LAYERS, WIDTH, VOCABULARY = 4, 32, 97
 LAYOUTS: tuple[dict[str, int], ...] = (
@@ -52,8 +53,9 @@ def first_parameters(decided: Any) -> dict[str, Tensor]:
 
 def of_layouts(host: Any, method: str) -> list[dict[str, Tensor]]:
     """Of one process, then of each layout."""
-    alone = host.run_ranks(1, first_parameters, plan(build(), spec_of({}, method)))[0]
-    return [alone, *(host.run_ranks(4, first_parameters, plan(build(), spec_of(m, method)))[0] for m in LAYOUTS)]
+    alone = Ranks(plan(build(), spec_of({}, method)), "forks", host).run(first_parameters)[0]
+    plans = (plan(build(), spec_of(mesh, method)) for mesh in LAYOUTS)
+    return [alone, *(Ranks(made, "forks", host).run(first_parameters)[0] for made in plans)]
 
 
 def std(tensor: Tensor) -> float:

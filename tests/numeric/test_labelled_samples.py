@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import Tensor, nn
 
 from examples.gpt import GPT
 from planner.spec.inputs import DataSpec
 from runtime.data.objectives.next_token import next_token
 from runtime.data.token_writer import TokenWriter
 from runtime.data.tokens import LABEL, ROW, Piece, Tokens
-from runtime.distributed.launch import launch
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
 from tests.tools.hand_tokens import by_hand
-from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
-from tests.tools.simulated_mesh import run_mesh
+from tests.tools.ranks import Ranks
+from tests.tools.simulated_mesh import equals_one_process
 
 LENGTH, VOCABULARY = 1024, 64
 LABELS = (1, 900, 37, 300)
@@ -53,19 +53,20 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(mesh: dict[str, int]) -
     objective = next_token(tokens, LENGTH, DataSpec(packing=False), 1)
     rows = [objective.sample(i, 0) for i in range(len(LABELS))]
     stacked = {name: np.stack([row[role] for row in rows]) for name, role in ROLES.items()}
-    ran = run_mesh(build, {name: torch.from_numpy(rows) for name, rows in stacked.items()}, mesh)
-    model, total = build(), torch.zeros((), dtype=torch.float64)
+    batch = {name: torch.from_numpy(rows) for name, rows in stacked.items()}
+    equals_one_process(
+        build, batch, mesh, loss=1e-6, each=(1e-6, 1e-9), alone=lambda model: loss_of_labels(model, tokens)
+    )
+
+
+def loss_of_labels(model: nn.Module, tokens: Tokens) -> Tensor:
+    """Of the labels of each sample alone."""
+    total = torch.zeros((), dtype=torch.float64)
     for end, number, size in zip(tokens.ends, LABELS, np.diff(tokens.ends, prepend=0), strict=True):
         ids = torch.from_numpy(np.asarray(tokens.ids[end - size : end]))
         logits, _ = model(ids[None], torch.full_like(ids[None], -100))
         total = total + F.cross_entropy(logits[0, -number - 1 : -1], ids[-number:], reduction="sum")
-    loss = total / sum(LABELS)
-    loss.backward()
-    assert float(ran.loss) == pytest.approx(float(loss.detach()), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        if name in ran.gradients:
-            assert parameter.grad is not None
-            torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=1e-6, atol=1e-9)
+    return total / sum(LABELS)
 
 
 ROLES = {"input_ids": "tokens", "targets": "next_tokens"}
@@ -110,15 +111,11 @@ def losses_of_plain_pytorch() -> list[float]:
     model, tokens, found = GPT(VOCABULARY, LENGTH, 16, 2, 2).double(), samples(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for _ in range(STEPS):
-        total = torch.zeros((), dtype=torch.float64)
-        for end, number, size in zip(tokens.ends, LABELS, np.diff(tokens.ends, prepend=0), strict=True):
-            ids = torch.from_numpy(np.asarray(tokens.ids[end - size : end]))
-            logits, _ = model(ids[None], torch.full_like(ids[None], -100))
-            total = total + F.cross_entropy(logits[0, -number - 1 : -1], ids[-number:], reduction="sum")
         optimizer.zero_grad()
-        (total / sum(LABELS)).backward()
+        loss = loss_of_labels(model, tokens)
+        loss.backward()
         optimizer.step()
-        found.append(float(total.detach()) / sum(LABELS))
+        found.append(loss.item())
     return found
 
 
@@ -135,7 +132,7 @@ def losses_of_plain_pytorch() -> list[float]:
 )
 def test_runs_train_on_the_same_losses_as_plain_pytorch(tmp_path: Path, mesh: dict[str, int], zero: int) -> None:
     size = math.prod(mesh.values())
-    rows = launch(run_rank, size, job_in(tmp_path, mesh, zero=zero), timeout_seconds=HANG_SECONDS)[0].rows
+    rows = Ranks(size, "processes").run(run_rank, job_in(tmp_path, mesh, zero=zero))[0].rows
     assert [row.loss for row in rows] == pytest.approx(losses_of_plain_pytorch(), rel=1e-6)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from planner.frozen_plan import Plan
 from tests.models.families import build
 from tests.models.preferences import MODELS
 from tests.tools.captures import plan_again
 from tests.tools.laboratory import Case, Lab
-from tests.tools.simulated_mesh import run_mesh, spec_of
+from tests.tools.simulated_mesh import equals_one_process, spec_of
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2 sp": ({"tp": 2}, {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}),
@@ -28,16 +27,7 @@ FROZEN = {"dpo": "reference", "distillation": "teacher", "dpo-module": "referenc
 def test_loss_and_every_gradient_equal_one_process(name: str, layout: str) -> None:
     mesh, more = LAYOUTS[layout]
     batch = build(name).batch(4, seed=1)
-    ran = run_mesh(lambda: build(name).model, batch, mesh, **more)
-    entry = build(name)
-    loss = entry.loss(entry.model(**batch))
-    loss.backward()
-    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-10, atol=0.0)
-    trained = {name: p.grad for name, p in entry.model.named_parameters() if p.grad is not None}
-    assert trained
-    for parameter, gradient in trained.items():
-        torch.testing.assert_close(ran.gradients[parameter], gradient, rtol=1e-9, atol=1e-12, msg=parameter)
-    assert not any(ran.gradients[name].any() for name in ran.gradients.keys() - trained.keys())
+    equals_one_process(lambda: build(name).model, batch, mesh, each=(1e-9, 1e-12), **more)
 
 
 @pytest.mark.thorough

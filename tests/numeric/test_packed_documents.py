@@ -19,9 +19,10 @@ from planner.spec.inputs import NAMES, DataSpec
 from runtime.data.objectives.next_token import next_token
 from runtime.data.tokens import Tokens
 from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, Attention, build
+from tests.numeric.test_half_precision import alone, distance
 from tests.tools.captures import plan_again
 from tests.tools.hand_tokens import by_hand
-from tests.tools.simulated_mesh import run_mesh, spec_of
+from tests.tools.simulated_mesh import equals_one_process, run_mesh, spec_of
 
 CUT = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, object]]] = {
@@ -113,19 +114,21 @@ def check_blocks(blocks: list[KeyBlock], of_chunks: bool, is_bidirectional: bool
 def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: str, blocks: list[KeyBlock]) -> None:
     mesh, more = LAYOUTS[layout]
     batch = packed(by_hand(*documents(1)), INPUTS.get(name, OF_HUGGING_FACE), 2 * mesh.get("dp", 1))
-    ran, model = run_mesh(lambda: build(name), batch, mesh, data={"packing": "documents"}, **more), build(name)
+    limit = 1e-10 if name in TAKEN else 1e-5  # Hugging Face computes the loss in float32
+    ran = equals_one_process(
+        lambda: build(name),
+        batch,
+        mesh,
+        loss=limit,
+        gradient=limit,
+        alone=lambda model: one_by_one(model, batch),
+        data={"packing": "documents"},
+        **more,
+    )
     if name == "gemma2":  # it spells its attention out, and caps the scores
         assert not ran.plan.to_run()[0].lowering.documents.attentions
     else:
         check_blocks([block for block in blocks if block.sequence >= 0], "cp2" in layout, name == "modernbert")
-    truth = one_by_one(model, batch)
-    truth.backward()
-    limit = 1e-10 if name in TAKEN else 1e-5  # Hugging Face computes the loss in float32
-    assert ran.loss.item() == pytest.approx(truth.item(), rel=limit)
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    for fqn, parameter in model.named_parameters():
-        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert (ran.gradients[fqn] - wanted).norm() <= limit * norm, fqn
 
 
 @pytest.mark.thorough
@@ -134,20 +137,9 @@ def test_a_packed_batch_trains_as_its_documents_one_by_one(name: str, layout: st
 @pytest.mark.parametrize("name", ["own", "own, of ends", "modernbert"])
 def test_in_bfloat16_a_layout_rounds_no_more_than_one_process(name: str, mesh: dict[str, int]) -> None:
     batch = packed(by_hand(*documents(1)), INPUTS[name], 2 * mesh.get("dp", 1))
-    truth, plain = (gradients_of(build(name).to(dtype), batch) for dtype in (torch.float64, torch.bfloat16))
+    truth, plain = (alone(build(name).to(dtype), batch) for dtype in (torch.float64, torch.bfloat16))
     found = run_mesh(lambda: build(name).bfloat16(), batch, mesh, data={"packing": "documents"}).gradients
     assert distance(found, truth) <= 1.5 * distance(plain, truth)
-
-
-def gradients_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    model(**batch).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def distance(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Of all gradients together, as a share of the truth's norm."""
-    both = [(found[name].double() - x, x) for name, x in truth.items()]
-    return float(torch.cat([a.flatten() for a, _ in both]).norm() / torch.cat([b.flatten() for _, b in both]).norm())
 
 
 class Long(nn.Module):

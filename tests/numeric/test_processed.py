@@ -10,7 +10,7 @@ import torch
 from planner.forms import given_by
 from planner.spec.spec import Spec
 from tests.models.processed import EQUAL, FAMILIES
-from tests.tools.simulated_mesh import run_mesh
+from tests.tools.simulated_mesh import equals_one_process
 
 CLOSE = 1e-6  # its logits are cast to float32
 LAYOUTS = [
@@ -27,14 +27,8 @@ def test_patches_of_all_images_and_tokens_at_other_places_in_each_sequence(
 ) -> None:
     torch.manual_seed(1)
     family = FAMILIES[name]
-    rows, model = family.batch(), family.model()
-    ran = run_mesh(family.model, rows, mesh, inputs=family.inputs, **more)
+    rows = family.batch()
     forms = Spec.load({"mesh": mesh, "batch": {"global": 2, "micro": 2}, "inputs": family.inputs}).forms
-    loss = model(**given_by(forms, rows)).loss
-    loss.backward()
-    torch.testing.assert_close(ran.loss.double(), loss.double().detach(), rtol=CLOSE, atol=CLOSE)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for name, truth in gradients.items():
-        wrong = (ran.gradients.get(name, torch.zeros_like(truth)) - truth).norm() / norm
-        assert wrong <= CLOSE, f"{name}: {wrong:.1e} of the gradients' norm"
+    alone = lambda model: model(**given_by(forms, rows)).loss  # noqa: E731
+    how = {"alone": alone, "inputs": family.inputs, **more}
+    equals_one_process(family.model, rows, mesh, loss=CLOSE, gradient=CLOSE, **how)

@@ -24,6 +24,7 @@ from runtime.data.token_batches import Batches, token_batches
 from runtime.optimizer.scalars import LearningRate
 from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 NUM_STEPS, LENGTH = 200, 32
 LAYOUTS: dict[str, dict[str, int]] = {"tp2 pp2": {"tp": 2, "pp": 2}, "dp2 tp2": {"dp": 2, "tp": 2}}
@@ -112,13 +113,13 @@ def runs(host: Any, name: str, precision: str, dropout: float) -> tuple[dict[str
     alone = {dtype: Spec.load(spec_of(name, {}, dtype, dropout)) for dtype in dict.fromkeys(("float32", precision))}
     steps = token_batches(read_tokens("stdlib"), alone["float32"])
     if dropout:
-        truths = {precision: host.run_ranks(1, losses, plan(build(dropout).train(), alone[precision]), steps)[0]}
+        truths = {precision: Ranks(plan(build(dropout).train(), alone[precision]), "forks", host).run(losses, steps)[0]}
     else:
-        truths = {t: host.run_ranks(1, plain_losses, build(0.0), spec, steps)[0] for t, spec in alone.items()}
+        truths = {t: Ranks(1, "forks", host).run(plain_losses, build(0.0), spec, steps)[0] for t, spec in alone.items()}
     found = {}
     for layout, mesh in LAYOUTS.items():
         decided = plan(build(dropout).train(bool(dropout)), spec_of(name, mesh, precision, dropout))
-        found[layout] = host.run_ranks(4, losses, decided, steps)[0]
+        found[layout] = Ranks(decided, "forks", host).run(losses, steps)[0]
     return truths, found
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from passes.base import RankProgram
 from passes.program.ops.aten import aten
 from planner import plan
 from tests.models.families import build
-from tests.tools.simulated_mesh import run_mesh, spec_of
+from tests.tools.simulated_mesh import equals_one_process, spec_of
 
 WAYS = ["causal", "booleans", "numbers", "groups", "time_first"]
 
@@ -22,14 +21,16 @@ def evaluates(program: RankProgram) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_without_dropout_it_is_the_fused_op(way: str):
     name = f"dropping:{way}"
-    batch = build(name).batch(2, 0)
-    ran = run_mesh(lambda: build(name).model.train(), batch, {}, change=evaluates, dropout="layout_invariant")
-    model = build(name).model.eval()
-    loss = model(**batch)
-    loss.backward()
-    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-12, atol=0)
-    for parameter, value in model.named_parameters():
-        torch.testing.assert_close(ran.gradients[parameter], value.grad, rtol=1e-9, atol=1e-12)
+    equals_one_process(
+        lambda: build(name).model.train(),
+        build(name).batch(2, 0),
+        {},
+        loss=1e-12,
+        each=(1e-9, 1e-12),
+        truth=lambda: build(name).model.eval(),
+        change=evaluates,
+        dropout="layout_invariant",
+    )
 
 
 @pytest.mark.sampled(2)

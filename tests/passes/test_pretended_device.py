@@ -28,6 +28,7 @@ from runtime.weights import shards
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.pretended_device import Elsewhere, ElsewhereError, Findings, step_on_device
+from tests.tools.specs import entry_inputs
 
 BF16 = {"precision": {"parameters": "bfloat16"}}
 FP32 = {"precision": {"parameters": "float32"}}
@@ -144,10 +145,7 @@ def run_case(case: Case, mutant: str | None = None) -> list[Findings]:
     entry = families.build(case.model)
     if "dropout" in case.model:
         entry.model.train()
-    inputs = {
-        name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")} | ({"high": high} if high else {})
-        for name, (shape, dtype, high) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry, bounded=True)
     num_sequences = case.mesh.get("dp", 1) * (4 if "vpp" in case.mesh else 2)
     batch = {"global": num_sequences, "micro": 1}
     spec = {"mesh": case.mesh, "batch": batch, "inputs": inputs, "tensor_parallel": {"vocabulary_multiple": 8}}

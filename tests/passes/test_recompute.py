@@ -27,7 +27,7 @@ from runtime.weights.sources import ModelWeights
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.live_memory import Made
-from tests.tools.simulated_mesh import Ran, counted, run_mesh, spec_of, totals_of
+from tests.tools.simulated_mesh import Ran, counted, exchanges_of, given_to, run_mesh, shares_of, spec_of, totals_of
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True, "vocabulary_multiple": 8}
 KINDS = ("full", "selective")
@@ -92,10 +92,7 @@ def test_gradients_are_the_same_bits_and_exchanges_those_of_the_plan(name: str, 
     assert found.plan.recompute
     assert found.loss == without.loss
     assert differing(found.gradients, without.gradients) == []
-    listed = {(c.axis, c.kind, c.phase): 0 for c in found.plan.collectives if c.per == "microbatch"}
-    for row in found.plan.collectives:
-        if row.per == "microbatch":
-            listed[row.axis, row.kind, row.phase] += row.count
+    listed = exchanges_of(found.plan)
     for program, before in zip(found.programs, without.programs, strict=True):
         assert program.load is not None
         assert before.load is not None
@@ -134,15 +131,14 @@ def gradients_of(made: Plan, name: str, programs: list[RankProgram] | None = Non
     programs = programs or programs_of(made, name)
     stages = sorted(((s, p) for p in programs for s in p.stages), key=lambda pair: pair[0].index)
     batch = families.build(name).batch(8, 0)
-    shares = {n: x.chunk(4) for n, x in batch.items()}
-    totals = totals_of(programs[0], shares, 4)
+    shares = shares_of(batch, 4)
+    totals = totals_of(programs[0], shares)
     losses = []
     for microbatch in range(4):
         values: Any = ()
         for stage, program in stages:
             program.random.begin(3, microbatch)
-            given = [shares[n][microbatch] for n in stage.inputs] + [totals[i].double() for i in stage.denominators]
-            values = stage.module(*values, *given)
+            values = stage.module(*values, *given_to(stage, shares[microbatch], totals))
         losses.append(values[-1])
     for _, program in stages:
         program.random.begin(9, 9)  # whatever runs meanwhile
@@ -228,8 +224,7 @@ def forward(made: Plan, name: str) -> tuple[Tensor, int, nn.Module]:
     (program,) = programs_of(made, name)
     (stage,) = program.stages
     batch = families.build(name).batch(2, 0)
-    totals = totals_of(program, {n: (x,) for n, x in batch.items()}, 1)
-    given = [batch[n] for n in stage.inputs] + [totals[i].double() for i in stage.denominators]
+    given = given_to(stage, batch, totals_of(program, [batch]))
     with Made() as memory:
         *_, loss = stage.module(*given)
     apart = [*stage.module.parameters(), *stage.module.buffers(), loss]
@@ -351,9 +346,9 @@ def test_nothing_is_left_after_the_backward_and_each_block_runs_again_once(monke
     (program,) = programs_of(planned("gpt2-dropout", "full"), "gpt2-dropout")
     module = program.stages[0].module
     batch = families.build("gpt2-dropout").batch(2, 0)
-    totals = totals_of(program, {n: (x,) for n, x in batch.items()}, 1)
+    totals = totals_of(program, [batch])
     with Made() as memory:
-        given = [batch[n] for n in program.stages[0].inputs] + [t.double() for t in totals]
+        given = given_to(program.stages[0], batch, totals)
         module(*given)[-1].backward()
     gc.collect()
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
@@ -366,9 +361,8 @@ def test_without_gradients_nothing_is_watched(monkeypatch: pytest.MonkeyPatch):
     (program,) = programs_of(planned("gpt2-dropout", "full"), "gpt2-dropout")
     batch = families.build("gpt2-dropout").batch(2, 0)
     stage = program.stages[0]
-    totals = totals_of(program, {n: (x,) for n, x in batch.items()}, 1)
     with torch.no_grad():
-        stage.module(*(batch[n] for n in stage.inputs), *(t.double() for t in totals))
+        stage.module(*given_to(stage, batch, totals_of(program, [batch])))
 
 
 def test_a_forward_that_fails_leaves_no_hooks():

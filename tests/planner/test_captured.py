@@ -21,6 +21,7 @@ from planner.lower import passes_text
 from runtime import Engine
 from tests.models.families import Entry, build
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.specs import entry_inputs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"mesh": {"tp": 2, "pp": 2}},
@@ -32,10 +33,7 @@ FAMILIES = ["gpt2-dropout", "mixtral", "own-round", "z-loss"]
 
 
 def spec_of(entry: Entry, **sections: Any) -> dict[str, Any]:
-    inputs = {
-        name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")} | ({"high": high} if high else {})
-        for name, (shape, dtype, high) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry, bounded=True)
     sizes = {"tensor_parallel": {"vocabulary_multiple": 8}}
     return {"mesh": {}, "batch": {"global": 8, "micro": 2}, "inputs": inputs, **sizes, **sections}
 

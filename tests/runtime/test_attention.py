@@ -23,6 +23,7 @@ from tests.tools.captures import plan_again
 from tests.tools.cudnn_stand_in import stand_in
 from tests.tools.laboratory import Case, session_lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.specs import inputs_of
 
 CUDNN = {"attention": "cudnn"}
 
@@ -32,7 +33,7 @@ def planned(name: str = "llama", *, trains: bool = False, **more: Any) -> tuple[
     entry = families.FAMILIES[name]()
     entry.model.train(trains)
     batch = entry.batch(2, 0)
-    inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
+    inputs = inputs_of(batch)
     spec = {"batch": {"global": 2, "micro": 2}, "inputs": inputs, "mesh": {"cp": 2}}
     return plan_again(entry.model, spec | more), batch
 

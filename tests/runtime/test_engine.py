@@ -10,11 +10,11 @@ import torch
 
 from passes.errors import PlanError
 from planner.frozen_plan import Plan
-from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 SIZE = 8
 
@@ -110,13 +110,13 @@ def test_a_loaded_plan_is_one_error_before_any_group_is_made(tmp_path, layout):
 )
 def test_layout_equals_one_process(layout):
     ranks = layout.get("pp", 1) * layout.get("dp", 1)
-    assert_equal(launch(run_steps, ranks, layout, timeout_seconds=HANG_SECONDS))
+    assert_equal(Ranks(ranks, "processes").run(run_steps, layout))
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_local_shares_with_different_token_counts_equal_the_global_batch():
-    assert_equal(launch(run_steps, 4, {"pp": 2, "dp": 2}, True, timeout_seconds=HANG_SECONDS))
+    assert_equal(Ranks(4, "processes").run(run_steps, {"pp": 2, "dp": 2}, True))
 
 
 def test_engines_may_live_one_after_another_while_the_user_holds_the_model():
@@ -199,7 +199,7 @@ def run_with_other_plan() -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_with_different_plans_all_get_one_error_that_names_them():
-    told = launch(run_with_other_plan, 2, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(run_with_other_plan)
     assert told[0] == told[1]
     assert "the plan (by hash) differs between ranks: rank 1 of 2" in told[0]
 
@@ -221,7 +221,7 @@ def run_with_other_batch(bad: str) -> str | None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_a_batch_of_another_shape_stops_all_ranks_without_a_wait():
-    good, bad = launch(run_with_other_batch, 2, "shape", timeout_seconds=HANG_SECONDS)
+    good, bad = Ranks(2, "processes").run(run_with_other_batch, "shape")
     assert "rank 1: batch['x'] has shape [7, 6], the plan expects [8, 6]" in bad
     assert "the first batch does not fit on every rank: rank 1: batch['x'] has shape [7, 6]" in good
 
@@ -239,7 +239,7 @@ def run_three_engines() -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_several_engines_one_after_another_in_launched_ranks():
-    losses = launch(run_three_engines, 2, timeout_seconds=HANG_SECONDS)
+    losses = Ranks(2, "processes").run(run_three_engines)
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 1
 
@@ -261,6 +261,6 @@ def run_in_own_group() -> tuple[float, bool]:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_users_own_default_group_is_used_and_left_alone():
-    results = launch(run_in_own_group, 2, timeout_seconds=HANG_SECONDS)
+    results = Ranks(2, "processes").run(run_in_own_group)
     assert [still_there for _, still_there in results] == [True, True]
     assert results[0][0] == pytest.approx(expected()["losses"][0], rel=1e-12)

@@ -16,10 +16,10 @@ import passes.lower
 from examples.gpt import GPT
 from passes.errors import PlanError
 from planner import Plan, plan
-from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.ranks import Ranks
 
 SIZE, WIDTH = 4, 8
 
@@ -77,7 +77,7 @@ def draws(dropout: str, mesh: dict[str, int]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "mesh"), DRAWS, ids=str)
 def test_streams_that_are_named_by_a_place_are_no_difference(dropout: str, mesh: dict[str, int]):
-    first, second = launch(draws, 2, dropout, mesh, timeout_seconds=HANG_SECONDS)
+    first, second = Ranks(2, "processes").run(draws, dropout, mesh)
     assert first == second
 
 
@@ -88,7 +88,7 @@ def test_tables_do_not_show_a_number_among_the_ops():
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
-    told = launch(another_graph, 2, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(another_graph)
     assert told[0] == told[1]
     assert "the captured graph (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 
@@ -97,7 +97,7 @@ def test_another_captured_graph_under_an_equal_plan_is_refused_on_all_ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "kind"), [("dp", "code"), ("tp", "ops")])
 def test_a_stage_that_was_lowered_otherwise_is_refused_on_all_ranks(axis: str, kind: str):
-    told = launch(another_lowering, 2, axis, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(another_lowering, axis)
     assert told[0] == told[1]
     assert f"the lowered {kind} of stage 0 (by hash) differs between ranks: rank 1 of 2 (rank 1 has" in told[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,16 @@ from torch import Tensor
 from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.specs import entry_inputs
 
 SCOPES = [["attn"], ["mlp"], ["attn", "mlp"], [], ["full_iteration"]]
 Trained = tuple[list[tuple[float, dict[str, Tensor], float]], dict[str, Tensor]]
 
 
 def spec_of(entry: families.Entry, scope: list[str] | None, **sections: Any) -> dict[str, Any]:
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        for key, (shape, dtype, _) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry)
     graphs = {} if scope is None else {"cuda_graphs": {"impl": "emulate", "scope": scope}}
     return {"mesh": {}, "batch": {"global": 8, "micro": 2}, "inputs": inputs, **graphs, **sections}
 
@@ -75,3 +74,47 @@ def planned(engine: Engine, steps: int) -> tuple[int, int, int]:
     num_bytes = sum(row.bytes for row in rows)
     assert num_bytes == engine.plan.memory[rank].graph_buffers
     return sum(row.num_graphs for row in rows), steps * sum(row.num_replays for row in rows), num_bytes
+
+
+# ---- on ranks that are forks of a process of the laboratory, which captured the model and planned the layout
+
+STEPS = 2
+
+
+class OfRank(NamedTuple):
+    """What one rank found; ``as_planned``: graphs, replays and static bytes are those of the plan.
+
+    ``report``: of one more step, the tokens of each expert and the share that was dropped.
+    """
+
+    trained: Trained
+    as_planned: bool
+    report: tuple[Any, Any]
+
+
+def trained_of_rank(plan: Any, batches: Any, captures: bool) -> OfRank:
+    """On a rank: two steps, then a third that is reported. With ``captures`` graphs are captured before the first."""
+    with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
+        if engine.graphs is not None and captures:
+            engine.capture_graphs()
+        trained = train_on(engine, batches[:STEPS])
+        as_planned = engine.graphs is None or not captures or figures(engine) == planned(engine, STEPS)
+        report = engine.train_step(batches[0])
+        return OfRank(trained, as_planned, (report.expert_tokens, report.dropped_share))
+
+
+def on_ranks(
+    lab: Lab, name: str, scope: list[str] | None, *, captures: bool = True, mesh: dict[str, int], **sections: Any
+) -> list[OfRank]:
+    """One layout of a model of ``families``, by rank; ``scope`` None: without graphs."""
+    graphs = {} if scope is None else {"cuda_graphs": {"impl": "emulate", "scope": scope}}
+    rest = {"train": "dropout" in name, **graphs, **sections}
+    return lab.run(Case(name, mesh, rest, job=trained_of_rank, job_arguments=(captures,)))
+
+
+def differ(eager: list[OfRank], graphed: list[OfRank]) -> list[list[str]]:
+    """Of each rank, where the two are not the same to the last bit, or graphs are not as planned."""
+    return [
+        differences(a.trained, b.trained) + ["not as planned"] * (not b.as_planned)
+        for a, b in zip(eager, graphed, strict=True)
+    ]

@@ -30,6 +30,8 @@ from runtime.fuzz.forks import Child, ForkError, StoreHost, in_fork
 from tests.tools.captures import captured_again
 from tests.tools.comparison import NUM_STEPS, Found, Report, compare
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
+from tests.tools.specs import entry_inputs
 
 NUM_BATCHES = 3  # of a job that is not held against one process
 CALL_SECONDS = 2 * HANG_SECONDS  # of many runs, of which at most one hangs
@@ -253,10 +255,7 @@ def _captured(entry: Any, case: Case) -> Any:
 
 
 def spec_of(entry: Any, case: Case) -> dict[str, Any]:
-    inputs = {
-        name: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")} | ({"high": high} if high else {})
-        for name, (shape, dtype, high) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry, bounded=True)
     # Padding to the default of 128 · tp would leave the small vocabularies to the first rank alone.
     rest = {"tensor_parallel": {"vocabulary_multiple": 8}} | {k: v for k, v in case.rest.items() if k != "train"}
     optimizer = {"name": "adamw"} | ADAMW | rest.pop("optimizer", {})
@@ -272,7 +271,7 @@ def _answer(kind: str, model: Any, entry: Any, host: StoreHost, case: Case, trut
         return type(decided).of(decided)
     batches = [entry.batch(case.num_sequences, seed) for seed in range(NUM_BATCHES if kind == "run" else NUM_STEPS)]
     host.begin(token)
-    results = host.run_ranks(case.world_size, case.job or steps, decided, batches, *case.job_arguments)
+    results = Ranks(decided, "forks", host).run(case.job or steps, batches, *case.job_arguments)
     if kind == "run":
         return results
     assert truth is not None

@@ -19,6 +19,7 @@ from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 VOCABULARY, LENGTH = 42, 6
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
@@ -81,7 +82,7 @@ def run_cases(host: StoreHost, cases: list[tuple[str, dict[str, Any]]]) -> list[
     for name, arguments in cases:
         source, layout = arguments.get("source") or arguments["good"], arguments["layout"]
         PLANNED[str((source, layout))] = plan_of(source, **layout)
-        results.append(host.run_ranks(4, run_case, name, arguments))
+        results.append(Ranks(4, "forks", host).run(run_case, name, arguments))
     return [list(of_rank) for of_rank in zip(*results, strict=True)]
 
 

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from passes.base import RankProgram, StageModule
 from planner import Plan
-from planner.lower import lower
 from planner.trace.trace import StageTrace
-from runtime.weights.shards import fill
-from runtime.weights.sources import ModelWeights
-from tests.tools.captures import plan_again
-from tests.tools.simulated_mesh import Batch, bind, spec_of, totals_of
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.simulated_mesh import Batch, Spread, given_to
 
 
 @dataclass
@@ -59,24 +54,13 @@ def measured(
     make: Callable[[], nn.Module], batch: Batch, mesh: Mapping[str, int], **more: Any
 ) -> tuple[Plan, list[Kept]]:
     """One microbatch of every rank of a mesh without pipeline, forward alone."""
-    model = make()
-    made = plan_again(model, spec_of(batch, mesh, **more))
-    programs = [lower(made, rank) for rank in range(made.mesh.world_size)]
-    for rank, program in enumerate(programs):
-        fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(rank), torch.device("cpu"))
-    shares = {n: x.chunk(made.mesh.dp) for n, x in batch.items()}
-    totals = totals_of(programs[0], shares, made.mesh.dp)
-
-    def run(rank: int) -> Kept:
-        bind(programs[rank], made.mesh, rank)
-        return _kept(programs[rank], {n: x[made.mesh.place(rank)["dp"]] for n, x in shares.items()}, totals)
-
-    return made, on_threads(made.mesh.world_size, run)
+    spread = Spread(make, batch, mesh, **more)
+    return spread.plan, spread.run(_kept)
 
 
 def _kept(program: RankProgram, batch: Batch, totals: list[Tensor]) -> Kept:
     (stage,) = program.stages
-    given = [batch[name] for name in stage.inputs] + [totals[i].double() for i in stage.denominators]
+    given = given_to(stage, batch, totals)
     loss, kept = kept_by(lambda: stage.module(*given), [*held_by(stage), *given])
     assert loss[-1].requires_grad
     return kept

@@ -10,19 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.base import RankProgram, StageModule
 from passes.ops.loss_head import SCORES
 from planner import Plan
 from planner.lower import lower, lower_with_head
-from planner.mesh import Mesh
 from runtime.weights.shards import fill, share
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again
-from tests.tools.simulated_mesh import AXES, Batch, spec_of, totals_of
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
+from tests.tools.simulated_mesh import Batch, bind, given_to, shares_of, spec_of, totals_of
 
 CPU = torch.device("cpu")
 
@@ -48,38 +46,25 @@ def scores_on(
             share(next(stage for stage in program.stages if stage.has_loss), last, CPU)
             change(last)
             scoring[rank] = last
-    shares = {name: value.chunk(made.mesh.dp) for name, value in batch.items()}
-    totals = totals_of(programs[0], shares, made.mesh.dp)
+    shares = shares_of(batch, made.mesh.dp)
+    totals = totals_of(programs[0], shares)
     fronts = [rank for rank in range(made.mesh.world_size) if not made.mesh.place(rank)["pp"]]
 
     @torch.no_grad()
     def run(number: int) -> Tensor:
         here = {**made.mesh.place(fronts[number]), "pp": 0}
         ranks = [rank for rank in range(len(programs)) if {**made.mesh.place(rank), "pp": 0} == here]
-        _bind([programs[rank] for rank in ranks], made.mesh, fronts, fronts[number])
+        bind([programs[rank] for rank in ranks], made.mesh, fronts[number], fronts)
         stages = {stage.index: stage for rank in ranks for stage in programs[rank].stages}
         stages |= {scoring[rank].index: scoring[rank] for rank in ranks if rank in scoring}
-        own = {name: value[here["dp"]] for name, value in shares.items()}
-        return _run([stages[index] for index in sorted(stages)], own, totals)
+        return _run([stages[index] for index in sorted(stages)], shares[here["dp"]], totals)
 
-    parts = on_threads(len(fronts), run)
+    parts = Ranks(len(fronts)).run(run)
     rows = [
         torch.stack([part for part, rank in zip(parts, fronts, strict=True) if made.mesh.place(rank)["dp"] == d]).sum(0)
         for d in range(made.mesh.dp)
     ]
     return made, torch.cat(rows, 1), programs
-
-
-def _bind(programs: list[RankProgram], mesh: Mesh, fronts: list[int], rank: int) -> None:
-    """The groups among the first pipeline ranks, which are the threads; made by all, in one order."""
-    for name, (kind, token) in AXES.items():
-        for ranks in getattr(mesh, kind).groups(token):
-            if not set(ranks) <= set(fronts):
-                continue
-            group = dist.new_group([fronts.index(r) for r in ranks])
-            for program in programs:
-                if rank in ranks and name in program.axes:
-                    program.axes[name].group = group
 
 
 def _run(stages: list[StageModule], batch: Batch, totals: list[Tensor]) -> Tensor:
@@ -88,7 +73,6 @@ def _run(stages: list[StageModule], batch: Batch, totals: list[Tensor]) -> Tenso
     outputs: list[Tensor] = []
     for stage in stages:
         received = [passed[boundary.name] for boundary in stage.receives]
-        counts = [totals[i].double() for i in stage.denominators]
-        outputs = list(stage.module(*received, *(batch[name] for name in stage.inputs), *counts))
+        outputs = list(stage.module(*received, *given_to(stage, batch, totals)))
         passed |= {boundary.name: value for boundary, value in zip(stage.sends, outputs, strict=False)}
     return outputs[-2]

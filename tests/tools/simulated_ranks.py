@@ -14,19 +14,12 @@ A right rule and a right localisation give results, and gradients of the inputs,
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
 from passes.base import StageGraph
 from passes.localize import localize
@@ -34,56 +27,17 @@ from passes.partition.type_changes import Placements
 from passes.partition.typings.base import Form
 from passes.partition.typings.table import Option
 from passes.types.types import Placement
+from planner import Plan
+from tests.tools.captures import plan_again
 from tests.tools.graphs import bare_context
-from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
+from tests.tools.simulated_mesh import Batch, Make, equals_one_process, spec_of
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-7, "atol": 1e-9},
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.complex128: {"rtol": 1e-7, "atol": 1e-9},
 }
-
-
-class _Threaded:
-    """What is asked of the backend of such a group."""
-
-    supports_coalescing = False
-
-
-def on_threads(size: int, run: Callable[[int], Any]) -> list[Any]:
-    """``run(rank)`` on ``size`` threads that are ranks of one default process group."""
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    ProcessLocalGroup._get_backend = lambda self, device: _Threaded()  # pyright: ignore  # it knows none of a GPU
-    world = _install_threaded_pg()
-    if not hasattr(world, "comms"):  # torch 2.11 ends a list that its world of threads lacks
-        world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
-    store = dist.HashStore()
-
-    def work(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
-            results[rank] = run(rank)
-        except BaseException as error:
-            errors.append(error)
-            ProcessLocalGroup.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_SECONDS)
-    ProcessLocalGroup.reset()
-    _uninstall_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    if errors:
-        raise next((e for e in errors if not isinstance(e, SystemExit)), errors[0])
-    assert not any(t.is_alive() for t in threads), "a rank hangs"
-    return results
 
 
 def parts(x: Tensor, placement: Placement, tp: int, generator: torch.Generator, *, gradient: bool) -> list[Tensor]:
@@ -256,7 +210,7 @@ def check(op: Op, option: Option, tp: int, seed: int = 0, source: Option | None 
         return out.detach(), list(torch.autograd.grad(out, leaves, pulled[rank], materialize_grads=True))
 
     exchanges = any(n.op == "get_attr" for n in modules[0].graph.nodes)
-    ran = on_threads(tp, run) if exchanges else [run(rank) for rank in range(tp)]
+    ran = Ranks(tp).run(run) if exchanges else [run(rank) for rank in range(tp)]
     assert_typed([out for out, _ in ran], expected.detach(), option.out, gradient=False, what="result")
     if backward and differentiable:
         leaves = [whole[i] for i in differentiable]
@@ -264,3 +218,45 @@ def check(op: Op, option: Option, tp: int, seed: int = 0, source: Option | None 
         for slot, (i, gradient) in enumerate(zip(differentiable, gradients, strict=True)):
             held = [got[slot] for _, got in ran]
             assert_typed(held, gradient, types[i], gradient=True, what=f"gradient of input {i}")
+
+
+# ---- a whole model over tp
+
+
+def built(make: Make) -> nn.Module:
+    """The model in float64, with equal weights at every call; none is zero or one by initialisation."""
+    torch.manual_seed(0)
+    model = make().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def over_tp(batch: Batch, tp: int, overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """One microbatch of ``batch`` on tp ranks; a padded vocabulary is padded little."""
+    return spec_of(batch, {"tp": tp}, **_cut(overrides))
+
+
+def planned(make: Make, batch: Batch, tp: int, overrides: Mapping[str, str] | None = None) -> Plan:
+    return plan_again(built(make), over_tp(batch, tp, overrides))
+
+
+def assert_equals_one_process(
+    make: Make, batch: Batch, tp: int = 2, overrides: Mapping[str, str] | None = None
+) -> Plan:
+    """Each rank's gradients too are those of the model alone, in the parameter's type."""
+    ran = equals_one_process(lambda: built(make), batch, {"tp": tp}, each=(1e-7, 1e-9), **_cut(overrides))
+    for local in ran.programs[0].stages[0].parameters:
+        held = [found[local.fqn] for found in ran.of_ranks]
+        assert_typed(held, ran.truth.gradients[local.fqn], local.placement, gradient=True, what=local.fqn)
+    return ran.plan
+
+
+def _cut(overrides: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"tensor_parallel": {"overrides": dict(overrides or {}), "vocabulary_multiple": 8}}
+
+
+def num_collectives(made: Plan) -> int:
+    """Exchanges of a microbatch over tp, forward and backward."""
+    return sum(row.count for row in made.collectives if row.axis == "tp" and row.per == "microbatch")

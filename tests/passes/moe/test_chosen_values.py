@@ -95,7 +95,7 @@ def test_a_mask_that_hides_rows_stays() -> None:
 @pytest.mark.parametrize("mesh", [LOOP, SPREAD], ids=["alone", "spread"])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_equals_one_process(way: Callable[..., Tensor], mesh: dict[str, int]) -> None:
-    check(lambda: built(partial(loop_of, way)), batch_of(2 * mesh.get("dp", 1)), mesh, 1e-10, 1e-10)
+    check(lambda: built(partial(loop_of, way)), mesh)
 
 
 class RoutedTwice(Layer):
@@ -114,7 +114,7 @@ class RoutedTwice(Layer):
 @pytest.mark.parametrize("mesh", [SPREAD, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}], ids=str)
 def test_equal_calls_that_become_one_keep_the_gradient_of_each(mesh: dict[str, int]) -> None:
     """Of a call that leads to choices alone no gradient is wanted; of its equal one is."""
-    check(lambda: built(RoutedTwice), batch_of(2 * mesh.get("dp", 1), 8), mesh, 1e-10, 1e-10)
+    check(lambda: built(RoutedTwice), mesh, length=8)
     made = plan_again(built(RoutedTwice), spec_of(batch_of(4, 8), SPREAD))
     graph = made.to_run()[0].program.graph.graph
     assert len([n for n in graph.nodes if n.target is aten.softmax.int]) == 1

@@ -17,7 +17,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.collectives import all_gather, gather, reduce_scatter, scatter, start_all_gather, start_reduce_scatter
 from passes.types.types import V
 from runtime.fuzz.forks import StoreHost
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 aten = torch.ops.aten
 COPIES = (aten.cat.default, aten.stack.default, aten.clone.default)
@@ -57,7 +57,7 @@ def test_a_sequence_is_gathered_and_scattered_without_a_copy(b):
         assert torch.equal(part.grad, 4 * expected[2 * rank : 2 * rank + 2].expand(b, 2, 6))
         return gathered.detach(), scattered.detach(), copied.num_bytes, axis
 
-    for rank, (gathered, scattered, copied, axis) in enumerate(on_threads(4, run)):
+    for rank, (gathered, scattered, copied, axis) in enumerate(Ranks(4).run(run)):
         assert torch.equal(gathered, whole)
         torch.testing.assert_close(scattered, 4 * whole[:, 2 * rank : 2 * rank + 2])
         assert not copied
@@ -83,7 +83,7 @@ def test_parts_behind_each_other_are_sent_from_and_written_to_the_tensors_themse
         scattered = reduce_scatter(gathered, axis, V(1, 8), "forward")
         return [(gathered.data_ptr(), x.data_ptr()), (scattered.data_ptr(), gathered.data_ptr())]
 
-    (expected,) = on_threads(1, run)
+    (expected,) = Ranks(1).run(run)
     assert seen == expected
 
 
@@ -95,7 +95,7 @@ def test_behind_many_rows_one_message_and_a_copy_are_left():
             gathered = all_gather(whole[:, 4 * rank : 4 * rank + 4], AxisHandle("tp", 2, rank), cut, "forward")
         return gathered, copied.num_bytes
 
-    for gathered, copied in on_threads(2, run):
+    for gathered, copied in Ranks(2).run(run):
         assert torch.equal(gathered, whole)
         assert copied["aten.cat.default"] == whole.nbytes
 
@@ -116,7 +116,7 @@ def _as_nccl_would() -> list[Tensor]:
 @pytest.mark.slow
 def test_runs_taken_as_one_launch_give_the_same():
     whole = whole_of(3)
-    for rank, found in enumerate(StoreHost().run_ranks(2, _as_nccl_would)):
+    for rank, found in enumerate(Ranks(2, "forks", StoreHost()).run(_as_nccl_would)):
         own = 2 * whole[:, 4 * rank : 4 * rank + 4]
         for gathered, scattered in (found[:2], found[2:]):
             assert torch.equal(gathered, whole)

@@ -15,7 +15,8 @@ from passes.types.conversions import TABLE, conversion
 from passes.types.types import I, P, Placement, R, Segment, V
 from tests.tools.paths import ORACLES
 from tests.tools.random_ops import random_cut
-from tests.tools.simulated_ranks import assert_typed, on_threads, parts
+from tests.tools.ranks import Ranks
+from tests.tools.simulated_ranks import assert_typed, parts
 
 pytestmark = pytest.mark.check
 
@@ -38,7 +39,7 @@ def run(
         (gradient,) = torch.autograd.grad(out, mine, pulled[rank])
         return out.detach(), gradient, axis
 
-    return on_threads(tp, rank_of)
+    return Ranks(tp).run(rank_of)
 
 
 def cuts(tp: int, *, whole_segments: bool = False) -> list[Placement]:
@@ -108,7 +109,7 @@ def test_collectives_leave_their_input_as_it_was():
     def rank_of(rank: int) -> None:
         collectives.g(given[rank], AxisHandle("tp", 2, rank))
 
-    on_threads(2, rank_of)
+    Ranks(2).run(rank_of)
     assert all(torch.equal(x, torch.ones(3)) for x in given)
 
 

@@ -14,7 +14,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.collectives import f, gather, part
 from passes.ops.linear import column_linears, gathered_linears
 from passes.types.types import Placement, V
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 
 def operands(transposed: bool, has_bias: bool, rank: int) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_f_and_the_products_behind_it(transpos
             found.append([*(o.detach() for o in outputs), *gradients(outputs, leaves)])
         return found, axis
 
-    for (fused, plain), axis in on_threads(2, run):
+    for (fused, plain), axis in Ranks(2).run(run):
         torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
         assert axis.counts == {("all_reduce", "backward"): 2}
 
@@ -72,7 +72,7 @@ def test_the_sum_over_ranks_starts_before_the_gradient_of_a_weight():
         with nullcontext() if rank else Watch():
             loss.backward()
 
-    on_threads(2, run)
+    Ranks(2).run(run)
     assert begun == [0, 0, 1, 1]  # two of the input's gradient, then those of the weights
 
 
@@ -117,7 +117,7 @@ def test_what_is_gathered_again_gives_the_same_numbers_and_is_not_kept(cut, tran
     def run(rank: int) -> list[tuple[list[Tensor], AxisHandle, int]]:
         return [gathered(cut, again, transposed, rank) for again in (True, False, None)]
 
-    for (again, axis, part_kept), (kept, once, whole_kept), (plain, _, _) in on_threads(2, run):
+    for (again, axis, part_kept), (kept, once, whole_kept), (plain, _, _) in Ranks(2).run(run):
         assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
         torch.testing.assert_close(again, plain, rtol=1e-12, atol=1e-12)
         assert (part_kept, whole_kept) == (18, 36)

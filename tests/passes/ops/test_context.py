@@ -19,7 +19,7 @@ from passes.ops.gathered_attention import gathered_attention
 from tests.tools import zigzag
 from tests.tools.cudnn_stand_in import stand_in
 from tests.tools.examples import examples
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 pytestmark = pytest.mark.check
 
@@ -73,7 +73,7 @@ def test_a_gathered_sequence_is_whole_and_in_order_and_its_gradients_are_summed(
         assert all(n == x.numel() * 8 for n in axis.bytes.values())
         return whole, gradient, local_rows(pulled, dim, axis) * (cp * (cp + 1) / 2)
 
-    for whole, gradient, expected in on_threads(cp, run):
+    for whole, gradient, expected in Ranks(cp).run(run):
         assert torch.equal(whole, x)
         torch.testing.assert_close(gradient, expected)
 
@@ -111,7 +111,7 @@ def test_causal_attention_of_ranks_is_that_of_the_whole(cp, length, heads, featu
         assert sum(axis.counts.values()) == (meetings if cp > 1 else 0)
         return list(zip(found, (local_rows(t, 2, axis) for t in truth), strict=True))
 
-    for found, expected in (pair for pairs in on_threads(cp, run) for pair in pairs):
+    for found, expected in (pair for pairs in Ranks(cp).run(run) for pair in pairs):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -145,7 +145,7 @@ def _beside_the_whole(kernel: str, mask: Tensor | None, local: bool, widths: tup
         found = (y.detach(), *torch.autograd.grad(y, mine, y.detach()))
         return list(zip(found, (local_rows(t, 2, axis) for t in truth), strict=True))
 
-    for found, expected in (pair for pairs in on_threads(cp, run) for pair in pairs):
+    for found, expected in (pair for pairs in Ranks(cp).run(run) for pair in pairs):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     return ops
 
@@ -203,7 +203,7 @@ def test_attention_with_a_mask_of_keys_that_are_gathered_again_is_that_of_the_wh
         assert {size for _, size in axis.bytes.items()} == {(k.numel() + v.numel()) * 8}
         return list(zip(found, (local_rows(t, 2, axis) for t in truth), strict=True))
 
-    for found, expected in (pair for pairs in on_threads(cp, run) for pair in pairs):
+    for found, expected in (pair for pairs in Ranks(cp).run(run) for pair in pairs):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -268,7 +268,7 @@ def test_keys_of_the_whole_sequence_are_not_kept_for_the_backward():
             found.append(set(kept))
         return found
 
-    assert on_threads(2, lengths_kept) == [[{16}, {16, 32}]] * 2
+    assert Ranks(2).run(lengths_kept) == [[{16}, {16, 32}]] * 2
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])

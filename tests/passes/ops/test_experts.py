@@ -17,7 +17,7 @@ from passes.ops.experts import Splits, dispatch, gather_in, give_back, splits_of
 from tests.tools.examples import examples
 from tests.tools.expert_rows import permute, route, unpermute
 from tests.tools.paths import ROOT
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 ORACLES = ROOT / "tests/oracles"
 CASES = json.loads((ORACLES / "moe_dispatch.json").read_text())["cases"]
@@ -75,7 +75,7 @@ def test_the_way_to_the_experts_and_back_is_that_of_the_oracle(name):
             "combined_col0": pytest.approx(unpermute(back, order, probs)[:, 0].tolist(), rel=1e-6),
         }
 
-    for found, case in zip(on_threads(4, run), ranks, strict=True):
+    for found, case in zip(Ranks(4).run(run), ranks, strict=True):
         assert {key: case[key] for key in found} == found
 
 
@@ -130,8 +130,8 @@ def test_ranks_that_share_the_experts_compute_what_one_process_computes(seed, si
             found[at] = whole
         return tuple(found)  # pyright: ignore[reportReturnType]
 
-    truth = on_threads(1, lambda rank: layer(rank, 1, 1))[0]
-    ranks = list(zip(*on_threads(num_ranks, lambda rank: layer(rank, ep, etp)), strict=True))
+    truth = Ranks(1).run(lambda rank: layer(rank, 1, 1))[0]
+    ranks = list(zip(*Ranks(num_ranks).run(lambda rank: layer(rank, ep, etp)), strict=True))
     found = [*map(torch.cat, ranks[:3]), *(torch.stack(parts).sum(0) for parts in ranks[3:])]
     for value, expected in zip(found, truth, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)

@@ -21,7 +21,8 @@ from planner.lower import lower
 from runtime.optimizer.slots import add_products, add_whole
 from tests.models import experts, stacked_experts
 from tests.numeric.test_expert_layouts import batch_of, built, layer_of
-from tests.passes.ops.test_meeting import EXPERTS, WIDTH, met, on_threads
+from tests.passes.ops.test_meeting import EXPERTS, WIDTH, met
+from tests.tools.ranks import Ranks
 from tests.tools.simulated_mesh import spec_of
 
 WIDE = 2 * WIDTH
@@ -69,7 +70,7 @@ class Made(TorchDispatchMode):
 
 
 def given(transposed: bool, dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, meeting.Meeting]:
-    ((rows, here),) = on_threads(1, lambda rank: met(rank, 1, 1))
+    ((rows, here),) = Ranks(1).run(lambda rank: met(rank, 1, 1))
     torch.manual_seed(1)
     shape = (EXPERTS, WIDE, WIDTH) if transposed else (EXPERTS, WIDTH, WIDE)
     return rows.detach().to(dtype), nn.Parameter(torch.randn(shape).to(dtype)), here

@@ -12,7 +12,7 @@ from passes.ops.collectives import part
 from passes.ops.linear import column_linears, gathered_linears, linear
 from passes.ops.weight_gradients import AtOnce, WeightGradients
 from passes.types.types import V
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 pytestmark = pytest.mark.check
 
@@ -177,7 +177,7 @@ def test_products_that_exchange_wait_and_gather_where_their_weights_run(again):
             found.append((own.grad, sums.of(weight), sums.of(bias), dict(axis.counts)))
         return found
 
-    for at_once, later in on_threads(2, run):
+    for at_once, later in Ranks(2).run(run):
         assert all(torch.equal(a, b) for a, b in zip(at_once[:3], later[:3], strict=True))
         assert {k: n for k, n in at_once[3].items() if n} == {k: n for k, n in later[3].items() if n}
 

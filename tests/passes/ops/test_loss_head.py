@@ -11,7 +11,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.loss_head import SCORES, log_probabilities, loss_head, own_places
 from tests.tools.examples import examples
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 
 def on_ranks(logits: Tensor, target: Tensor, tp: int) -> list[tuple[Tensor, Tensor]]:
@@ -19,8 +19,7 @@ def on_ranks(logits: Tensor, target: Tensor, tp: int) -> list[tuple[Tensor, Tens
     num_classes = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, -num_classes % tp), value=1e4)
     shards = padded.chunk(tp, 1)
-    return on_threads(
-        tp,
+    return Ranks(tp).run(
         lambda rank: log_probabilities(
             shards[rank].contiguous(), target, AxisHandle("tp", tp, rank), num_classes, top=True
         )[::2],

@@ -16,12 +16,11 @@ from passes.ops.axis import AxisHandle
 from passes.ops.counts import ExpertLoad
 from passes.ops.meeting import Meeting
 from planner.mesh import Mesh
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from tests.tools.expert_rows import permute, route
 from tests.tools.host_watch import HostWatch, Sight
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 EXPERTS, TOKENS, WIDTH = 8, 16, 8
 
@@ -67,7 +66,7 @@ def sights_of_a_layer(ep: int, etp: int, nodes: int) -> list[Sight]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ep", "etp", "nodes"), [(2, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 2)])
 def test_the_host_waits_once_a_layer(ep: int, etp: int, nodes: int):
-    for sights in launch(sights_of_a_layer, ep * etp, ep, etp, nodes, timeout_seconds=HANG_SECONDS):
+    for sights in Ranks(ep * etp, "processes").run(sights_of_a_layer, ep, etp, nodes):
         assert [sight.kind for sight in sights] == ["stop"], sights
 
 
@@ -78,7 +77,7 @@ def test_each_row_has_the_expert_that_its_place_says(ep: int, etp: int):
         expected = torch.arange(EXPERTS // ep).repeat_interleave(torch.tensor(here.sizes))
         return meeting.ids_of(here, 2 * TOKENS).tolist(), expected.tolist()
 
-    for found, expected in on_threads(ep * etp, run):
+    for found, expected in Ranks(ep * etp).run(run):
         assert found == expected
 
 
@@ -95,7 +94,7 @@ class _Products(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_call_for_all_experts_is_the_products_one_by_one(dtype: torch.dtype):
     """The kernel of GPUs was not run: here its implementation for the CPU is."""
-    ((rows, here),) = on_threads(1, lambda rank: met(rank, 1, 1))
+    ((rows, here),) = Ranks(1).run(lambda rank: met(rank, 1, 1))
     rows = rows.detach().to(dtype)
     weights = torch.randn(EXPERTS, WIDTH, 2 * WIDTH, dtype=dtype)
     found = []

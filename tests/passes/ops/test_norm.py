@@ -9,7 +9,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.over_ranks import cut_layer_norm, cut_rms_norm
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 FEATURES, EPS = 8, 1e-3
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_whole_norm(tp, kind, exchanges, s
         result = cut(kind, axis, *mine, *missing)
         return result.detach(), torch.autograd.grad(result, mine, pulled.chunk(tp, -1)[rank]), axis
 
-    ran = on_threads(tp, rank_of)
+    ran = Ranks(tp).run(rank_of)
     torch.testing.assert_close(torch.cat([r for r, _, _ in ran], -1), expected.detach(), rtol=1e-12, atol=1e-12)
     for position, gradient in enumerate(truth):
         found = torch.cat([gradients[position] for _, gradients, _ in ran], -1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.over_ranks import cut_gather, cut_log_softmax, cut_logsumexp, cut_softmax
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 pytestmark = pytest.mark.check
 
@@ -35,7 +35,7 @@ def on_ranks(
         (gradient,) = torch.autograd.grad(result, x, pulled(rank, result))
         return result.detach(), gradient, axis
 
-    return on_threads(tp, rank_of)
+    return Ranks(tp).run(rank_of)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -14,7 +14,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.counts import ExpertLoad
 from passes.ops.slots import return_slots, send_slots
 from tests.tools.paths import ROOT
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 CASE = json.loads((ROOT / "tests/oracles/moe_dispatch.json").read_text())["cases"]["ep4_droppad"]
 ALONE = AxisHandle("tp", 1, 0), AxisHandle("etp", 1, 0)
@@ -45,7 +45,7 @@ def test_padded_slots_go_to_experts_and_back_as_in_the_oracle():
             "combined_col0": pytest.approx(combined.tolist(), rel=1e-6),
         }
 
-    for found, case in zip(on_threads(4, run), CASE, strict=True):
+    for found, case in zip(Ranks(4).run(run), CASE, strict=True):
         assert {key: case[key] for key in found} == found
 
 
@@ -66,7 +66,7 @@ def test_each_rank_of_tp_sends_its_share_of_slots_and_gets_it_back(size):
         back.square().sum().backward()
         return back.detach(), own.grad, ep.bytes["all_to_all", "forward"]  # pyright: ignore[reportReturnType]
 
-    ran, factor = on_threads(4, run), torch.arange(1.0, 5.0, dtype=torch.float64).view(4, 1, 1)
+    ran, factor = Ranks(4).run(run), torch.arange(1.0, 5.0, dtype=torch.float64).view(4, 1, 1)
     for given, ranks in ((x, ran[:2]), (y, ran[2:])):
         torch.testing.assert_close(ranks[0][0] + ranks[1][0], given * factor)
         torch.testing.assert_close(ranks[0][1] + ranks[1][1], 2 * given * factor**2)

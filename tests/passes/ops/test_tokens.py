@@ -14,7 +14,7 @@ from passes.ops.axis import AxisHandle
 from passes.ops.counts import ExpertLoad
 from tests.tools.examples import examples
 from tests.tools.expert_rows import route
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 EXPERTS, TOKENS = 8, 5
 # ep, nodes, etp, tp
@@ -82,8 +82,8 @@ def test_tokens_that_go_once_to_a_rank_compute_what_one_process_computes(seed, l
 
     if etp > 1:  # each of etp has a part that a tanh does not add up: compare the ways alone
         weights = weights * 1e-9  # tanh(x) = x
-    truth = on_threads(1, lambda rank: layer(rank, (1, 1, 1, 1), slice(None)))[0]
-    found = on_threads(ep * etp, lambda rank: layer(rank, layout, slice(rank // tp, rank // tp + 1)))
+    truth = Ranks(1).run(lambda rank: layer(rank, (1, 1, 1, 1), slice(None)))[0]
+    found = Ranks(ep * etp).run(lambda rank: layer(rank, layout, slice(rank // tp, rank // tp + 1)))
     *of_tokens, of_weights = (torch.stack(values) for values in zip(*found, strict=True))
     by_input = [values.unflatten(0, (num_inputs, tp)).sum(1).flatten(0, 1) for values in of_tokens]
     for value, expected in zip([*by_input, of_weights.sum(0)], truth, strict=True):
@@ -96,6 +96,6 @@ def test_a_token_leaves_once_for_each_rank_or_node_of_its_experts(nodes: int, se
     it passes on the tokens of ranks 0 and 2 for its own.
     """
     chosen = torch.tensor([[0, 2, 1, 3], [4, 5, 6, 7]])
-    here = on_threads(4, lambda rank: met(rank, chosen, (4, nodes, 1, 1)))[0][0]
+    here = Ranks(4).run(lambda rank: met(rank, chosen, (4, nodes, 1, 1)))[0][0]
     assert here.tokens is not None
     assert [sum(hop.sent) for hop in here.tokens.hops] == sent

@@ -13,7 +13,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.vocabulary import cross_entropy_in_place, vocabulary_cross_entropy, vocabulary_embedding
 from tests.tools.paths import ORACLES
-from tests.tools.simulated_ranks import on_threads
+from tests.tools.ranks import Ranks
 
 pytestmark = pytest.mark.check
 
@@ -33,7 +33,7 @@ def losses(
         (gradient,) = torch.autograd.grad(loss, mine, pulled)
         return loss.detach(), gradient, axis.counts["all_reduce", "forward"]
 
-    return on_threads(tp, rank_of)
+    return Ranks(tp).run(rank_of)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

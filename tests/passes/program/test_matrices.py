@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from passes.program.matrices import Matrices, find_matrices
 from planner import plan
 from tests.models import families
+from tests.tools.specs import inputs_of
 
 WIDTH, HEADS, HEAD = 24, 3, 8
 
@@ -105,9 +106,7 @@ def found_in(model: nn.Module, inputs: dict[str, Tensor], *, by_heads: bool = Fa
     spec = {
         "mesh": {},
         "batch": {"global": 2, "micro": 2},
-        "inputs": {
-            n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in inputs.items()
-        },
+        "inputs": inputs_of(inputs),
     }
     program = plan(model, spec).to_run()[0].program
     return find_matrices(program.graph.graph, program.parameters, by_heads=by_heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from planner import PlanError, plan
-from tests.tools.simulated_mesh import run_mesh
-from tests.tools.simulated_model import built
+from tests.tools.simulated_mesh import equals_one_process
+from tests.tools.simulated_ranks import built
 
 WIDTH, LENGTH, HEADS = 16, 16, 4
 
@@ -85,16 +86,10 @@ LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"cp": 2})
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_the_attention_written_out(kind: str, mesh: dict[str, int]) -> None:
-    alone = built(lambda: Attention(kind, is_flex=False))
+    by_flex, written_out = (partial(built, partial(Attention, kind, is_flex)) for is_flex in (True, False))
     ids = torch.randint(0, 6, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"ids": ids, "labels": ids.roll(1, 1)}
-    loss = alone(**batch)
-    loss.backward()
-    ran = run_mesh(lambda: built(lambda: Attention(kind, is_flex=True)), batch, mesh)
-    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-10, atol=0.0)
-    for name, parameter in alone.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=1e-8, atol=1e-12)
+    equals_one_process(by_flex, batch, mesh, truth=written_out, each=(1e-8, 1e-12))
 
 
 class Outside(Attention):

@@ -11,6 +11,7 @@ from runtime.distributed.opening import communicators
 from tests.models import hugging_face
 from tests.runtime.distributed.test_first_use import MESHES
 from tests.tools.captures import plan_again
+from tests.tools.specs import inputs_of
 
 CONTEXT, INNER, OUTER = 500_000_000, 400_000_000, 200_000_000  # of dgx-a100
 CLUSTER = read_cluster("dgx-a100")
@@ -55,9 +56,7 @@ def test_a_cluster_without_figures_has_none() -> None:
 
 def test_rows_of_a_plan_have_them() -> None:
     value = hugging_face.batch("gpt2")
-    inputs = {
-        name: {"shape": list(v.shape[1:]), "dtype": str(v.dtype).removeprefix("torch.")} for name, v in value.items()
-    }
+    inputs = inputs_of(value)
     spec = {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "inputs": inputs}
     model = hugging_face.build("gpt2")
     plain, placed = plan_again(model, spec), plan_again(model, {**spec, "cluster": "dgx-a100"})

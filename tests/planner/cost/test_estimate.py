@@ -17,6 +17,7 @@ from planner.cost.planned import cut_work
 from planner.spec.spec import Spec
 from tests.models import hugging_face
 from tests.tools.captures import plan_again
+from tests.tools.specs import inputs_of
 
 CLUSTER = Cluster.model_validate(
     {
@@ -54,10 +55,7 @@ CASES = [
 def planned(family: str, layout: str, pp: int, split: str = "auto") -> tuple[Plan, Spec]:
     mesh, recompute, parallel = LAYOUTS[layout]
     batch = hugging_face.batch(family)
-    inputs = {
-        name: {"shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
-        for name, value in batch.items()
-    }
+    inputs = inputs_of(batch)
     spec = {
         "mesh": {**mesh, "pp": pp},
         "batch": {"global": 10 * mesh.get("dp", 1), "micro": 2},
@@ -136,7 +134,7 @@ def test_gradients_of_weights_that_wait_are_priced_and_held(layout: str) -> None
 
 def test_a_plan_holds_no_more_than_is_estimated_where_gradients_wait() -> None:
     batch = hugging_face.batch("gpt2")
-    inputs = {n: {"shape": list(v.shape[1:]), "dtype": str(v.dtype).removeprefix("torch.")} for n, v in batch.items()}
+    inputs = inputs_of(batch)
     asked = {"mesh": {"pp": 2}, "batch": {"global": 10, "micro": 2}, "inputs": inputs}
     made = plan(hugging_face.build("gpt2"), {**asked, "pipeline": {"schedule": "zero_bubble"}})
     spec = Spec.load(made.spec)

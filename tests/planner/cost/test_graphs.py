@@ -14,6 +14,7 @@ from planner.cost.planned import cut_work
 from planner.spec.spec import Spec
 from tests.models import hugging_face
 from tests.tools.captures import plan_again
+from tests.tools.specs import inputs_of
 
 HOST = 1e-3  # so slow that every kernel waits for it
 DEVICE = {"name": "fast", "flops": {"float32": 1e15}, "memory": 10**10, "bandwidth": 1e15, "launch": 1e-9}
@@ -31,7 +32,7 @@ def planned(scope: str, at: Path, host: float | None = HOST) -> Plan:
         "links": [{"name": "in", "devices": 4, "bandwidth": 1e12, "latency": 1e-9}],
     }))  # fmt: skip
     batch = hugging_face.batch("llama")
-    inputs = {n: {"shape": list(v.shape[1:]), "dtype": str(v.dtype).removeprefix("torch.")} for n, v in batch.items()}
+    inputs = inputs_of(batch)
     spec = {"mesh": {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs, "cluster": str(at), **SCOPES[scope]}
     spec["compile"] = False
     return plan_again(hugging_face.build("llama"), spec)

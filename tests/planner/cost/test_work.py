@@ -20,6 +20,7 @@ from planner.spec.spec import Spec
 from tests.models import hugging_face
 from tests.tools.captures import plan_again
 from tests.tools.examples import examples
+from tests.tools.specs import inputs_of
 
 KINDS = ("none", "full", "selective")
 
@@ -43,10 +44,7 @@ CLUSTER = cluster(1e-6, 1e9, 1e-6, 0.5)
 def planned(
     family: str, micro: int, tp: int, sequence_parallel: bool, layers: int = 2, ep: int = 1
 ) -> tuple[Plan, Spec]:
-    inputs = {
-        name: {"shape": list(value.shape[1:]), "dtype": str(value.dtype).removeprefix("torch.")}
-        for name, value in hugging_face.batch(family).items()
-    }
+    inputs = inputs_of(hugging_face.batch(family))
     mesh: dict[str, Any] = {"tp": tp} if ep == 1 else {"tp": tp, "dp": ep, "ep": ep, "etp": 1}
     spec = {
         "mesh": mesh,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.tools.simulated_model import assert_equals_one_process
+from tests.tools.simulated_ranks import assert_equals_one_process
 
 
 class Hadamard(torch.autograd.Function):

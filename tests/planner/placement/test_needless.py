@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import Plan, PlanError
+from tests.models.computed_weights import COMPUTED
 from tests.models.needless import (
     ATTENTION,
     LOOPS,
@@ -24,7 +26,9 @@ from tests.models.needless import (
     Mlp,
     batch,
 )
-from tests.tools.simulated_model import assert_equals_one_process, num_collectives, planned
+from tests.models.recurrences import CHAINS
+from tests.models.written_parts import WAYS, Written
+from tests.tools.simulated_ranks import assert_equals_one_process, num_collectives, planned
 
 OUTSIDE = 4  # a lookup, the head's f, the loss's maximum and its sums
 
@@ -34,6 +38,30 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "convolutions, batch norm in training": lambda: ConvolutionModule(frozen=False),
     "convolutions, batch norm in evaluation": lambda: ConvolutionModule(frozen=True),
 }
+
+
+OF_CHAINS = {  # of the FLOPs at tp 2; the rest is computed whole on each rank
+    "lstm cell": 2 / 11,
+    "gru cell": 2 / 9,
+    "gru cell without biases": 2 / 9,
+    "rnn cell": 2 / 5,
+    "scalar memory": 15 / 17,
+    "focal modulation": 1.0,
+    "gated mixing": 5 / 6,
+}
+SHARED_OUT: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    **{f"computed weight, {name}": (make, 1.0) for name, make in COMPUTED.items()},
+    **{f"parts are written, {name}": (partial(Written, way), 1.0) for name, way in WAYS.items()},
+    **{name: (make, OF_CHAINS[name]) for name, make in CHAINS.items()},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", SHARED_OUT)
+def test_products_of_a_layer_are_sharded_as_far_as_they_can(name):
+    make, share = SHARED_OUT[name]
+    made = assert_equals_one_process(lambda: Layered(make), batch(), 2)
+    assert made.summary.flops_sharded_fraction == pytest.approx(share)
 
 
 @pytest.mark.thorough

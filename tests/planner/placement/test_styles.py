@@ -13,7 +13,7 @@ from examples.gpt import GPT
 from planner import Plan, PlanError, plan
 from planner.lower import lower
 from planner.spec.sections import STYLES
-from tests.tools.simulated_model import assert_equals_one_process, built, num_collectives, planned, spec_of
+from tests.tools.simulated_ranks import assert_equals_one_process, built, num_collectives, over_tp, planned
 
 VOCABULARY, LENGTH, WIDTH = 64, 8, 16
 
@@ -149,7 +149,7 @@ def test_a_size_that_does_not_divide_is_named():
 @pytest.mark.parametrize("overrides", [{"*.up": "row", "head": "row"}, {"*.qkv": "replicate", "*.down": "column"}])
 @pytest.mark.parametrize("changes", [{"mesh": {"tp": 2, "pp": 2}}, {"tensor_parallel": {"sequence_parallel": True}}])
 def test_overrides_are_lowered_on_every_stage_and_with_the_sequence_cut(overrides, changes):
-    spec = spec_of(gpt_batch(), 2, overrides)
+    spec = over_tp(gpt_batch(), 2, overrides)
     spec = {**spec, **changes, "tensor_parallel": {**spec["tensor_parallel"], **changes.get("tensor_parallel", {})}}
     made = plan(built(gpt), {**spec, "batch": {"global": 4, "micro": 2}})
     assert all(lower(made, rank, thorough=True).stages for rank in range(made.mesh.world_size))

@@ -16,6 +16,7 @@ from runtime import Engine
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import differences, train_on
+from tests.tools.specs import entry_inputs
 
 aten = torch.ops.aten
 MODELS = ["gpt2", "llama", "bert", "t5", "falcon-new", "gptj", "relative-bias", "matmul", "parallel", "torch-encoder"]
@@ -24,10 +25,7 @@ MODELS += ["einsum", "t5-gated"]
 
 def planned(name: str, *scope: str, mesh: dict[str, int] | None = None) -> Plan:
     entry = families.build(name)
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        for key, (shape, dtype, _) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry)
     spec = {"mesh": mesh or {}, "batch": {"global": 4, "micro": 2}, "inputs": inputs}
     return plan_again(entry.model, {**spec, "cuda_graphs": {"impl": "emulate", "scope": list(scope)}})
 

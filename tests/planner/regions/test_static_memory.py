@@ -12,6 +12,7 @@ from planner.regions.static_memory import slots_of
 from planner.report.of_ranks import format_slots
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.specs import entry_inputs
 
 INTERLEAVED = {"mesh": {"pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}
 LAYOUTS: list[dict[str, Any]] = [{"mesh": {}}, {"mesh": {"tp": 2, "pp": 2}}, INTERLEAVED]
@@ -19,10 +20,7 @@ LAYOUTS: list[dict[str, Any]] = [{"mesh": {}}, {"mesh": {"tp": 2, "pp": 2}}, INT
 
 def planned(name: str, scope: list[str], *, impl: str = "emulate", microbatches: int = 4, **sections: Any) -> Plan:
     entry = families.build(name)
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        for key, (shape, dtype, _) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry)
     spec = {"mesh": {}, "batch": {"global": microbatches, "micro": 1}, "inputs": inputs, **sections}
     return plan_again(entry.model, {**spec, "cuda_graphs": {"impl": impl, "scope": scope}})
 

@@ -24,8 +24,9 @@ from runtime import Engine
 from runtime.engine.checks import identity
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.captures import plan_again
-from tests.tools.laboratory import Lab, session_lab
+from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gpt": {"mesh": {"tp": 2, "pp": 2}, "recompute": "selective", "compile": True},
@@ -72,11 +73,6 @@ def test_what_only_forecasts_read_is_loaded_too(tmp_path: Path) -> None:
 # ---- training
 
 
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return session_lab()
-
-
 def on_meta(name: str) -> Plan:
     with torch.device("meta"):
         model = build(name)
@@ -97,7 +93,7 @@ def trained(made: Plan) -> tuple[list[float], dict[str, Tensor]]:
 def both(host: Any, name: str, path: str) -> tuple[Any, Any]:
     made = on_meta(name)
     made.save(path)
-    return tuple(host.run_ranks(made.mesh.world_size, trained, p)[0] for p in (made, Plan.load(path)))  # pyright: ignore
+    return tuple(Ranks(p, "forks", host).run(trained)[0] for p in (made, Plan.load(path)))  # pyright: ignore
 
 
 @pytest.mark.thorough

@@ -13,6 +13,7 @@ from planner import Plan
 from planner.sharding.homes import MatrixHomes, _of_all_ranks, combined_axes, exchanged_elements, homes_of
 from tests.models import families
 from tests.tools.captures import plan_again
+from tests.tools.specs import entry_inputs
 
 MESHES: dict[str, dict[str, int]] = {
     "one": {},
@@ -26,10 +27,7 @@ MESHES: dict[str, dict[str, int]] = {
 
 def planned(name: str, mesh: dict[str, int], **optimizer: Any) -> Plan:
     entry = families.build(name)
-    inputs = {
-        key: {"shape": list(shape), "dtype": str(kind).removeprefix("torch.")}
-        for key, (shape, kind, _) in entry.inputs.items()
-    }
+    inputs = entry_inputs(entry)
     size = 2 * mesh.get("dp", 1)
     spec = {"mesh": mesh, "batch": {"global": size, "micro": 2}, "inputs": inputs}
     spec |= {"optimizer": {"name": "muon", **optimizer}, "tensor_parallel": {"vocabulary_multiple": 8}}

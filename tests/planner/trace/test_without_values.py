@@ -21,8 +21,8 @@ from passes.ops.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 from passes.types.types import I, P, Placement, R, V
 from planner.trace.handles import planned
 from planner.trace.observe import Like, Operand, observe
+from tests.tools.ranks import Ranks
 from tests.tools.saved_memory import kept_by, place_of
-from tests.tools.simulated_ranks import on_threads
 
 RANKS = 2
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -143,7 +143,7 @@ def kept() -> Kept:
             found[name] = (held, beside, [Like.of(t) for t in operands])
         return found
 
-    ranks = on_threads(RANKS, run)
+    ranks = Ranks(RANKS).run(run)
     return {name: [of_rank[name] for of_rank in ranks] for name in CASES}
 
 

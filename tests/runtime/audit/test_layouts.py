@@ -14,16 +14,11 @@ from torch import Tensor
 
 from runtime import Engine
 from runtime.audit.audit import AuditError
-from tests.tools.laboratory import Case, Lab, session_lab
+from tests.tools.laboratory import Case
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 
 AUDIT = {"audit": {"every": 1}}
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return session_lab()
 
 
 def audited(decided: Any, batches: list[dict[str, Tensor]], local: bool) -> tuple[list[float], str, float]:

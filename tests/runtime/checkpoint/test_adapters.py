@@ -17,6 +17,7 @@ from runtime.engine.engine import Engine
 from tests.models import families
 from tests.tools.laboratory import Case, Lab, name_of
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.specs import entry_inputs
 
 peft = pytest.importorskip("peft")
 
@@ -119,7 +120,7 @@ def test_another_layout_loads_what_a_layout_saved(lab: Lab, kind: str, tmp_path:
 def model_and_plan(kind: str) -> tuple[nn.Module, Plan]:
     """Engines may follow each other while the model is kept."""
     entry = families.build(kind)
-    inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
+    inputs = entry_inputs(entry)
     return entry.model, plan(entry.model, {"mesh": {}, "batch": {"global": 2, "micro": 2}, "inputs": inputs})
 
 

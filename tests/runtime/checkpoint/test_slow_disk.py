@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from planner import PlanError, plan
-from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_checkpoint, write
-from tests.tools.limits import HANG_SECONDS
 from tests.tools.pretrained_ranks import stored
+from tests.tools.ranks import Ranks
 
 TIMEOUT_SECONDS, WRITE_SECONDS = 12.0, 14.0
 SPEC = {
@@ -60,7 +59,7 @@ def _together(directory: Path) -> None:
 @pytest.mark.parametrize("disk_is_full", [False, True], ids=["written", "full"])
 def test_peers_wait_for_a_slow_disk_beyond_the_groups_timeout(tmp_path, disk_is_full):
     source = write(tmp_path / "in", own_checkpoint())
-    told = launch(save_slowly, 2, str(source), str(tmp_path / "out"), disk_is_full, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(save_slowly, str(source), str(tmp_path / "out"), disk_is_full)
     if disk_is_full:
         assert told == ["No space left on device", "rank 0: No space left on device"]
         assert not (tmp_path / "out").exists()

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools.laboratory import Lab, session_lab
 from tests.tools.recorded_graphs import Device, on_a_cpu
 from tests.tools.transformer_engine_source import VARIABLE, NotThere, Source, fetched_source, local_source
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    """The numeric tests' laboratory: ranks that are forks of the process that planned."""
-    return session_lab()
 
 
 @pytest.fixture(scope="session")

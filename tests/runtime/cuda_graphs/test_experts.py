@@ -12,15 +12,14 @@ from torch import nn
 from planner import plan
 from runtime import Engine
 from runtime.cuda_graphs.region_graphs import GraphsBySlot
-from runtime.distributed.launch import launch
 from tests.models import experts, selected_rows
 from tests.models.families import Entry
 from tests.tools.captures import plan_again
-from tests.tools.graphed_ranks import differ, on_ranks
-from tests.tools.graphed_runs import Trained, differences, engine_of, figures, planned, spec_of, train
+from tests.tools.graphed_runs import Trained, differ, differences, engine_of, figures, on_ranks, planned, spec_of, train
 from tests.tools.host_watch import HostWatch
 from tests.tools.laboratory import Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 PARTS = ["attn", "moe_router", "moe_preprocess"]
 WAYS = [experts.masks, experts.stacked, experts.looked_up, experts.slots, selected_rows.index_add]
@@ -137,7 +136,7 @@ def watched_step() -> tuple[list[str], list[str]]:
 
 @pytest.mark.thorough
 def test_the_host_waits_for_the_routing_behind_what_is_captured_and_nowhere_else():
-    for order, within in launch(watched_step, 2, timeout_seconds=HANG_SECONDS):
+    for order, within in Ranks(2, "processes").run(watched_step):
         assert within == []
         a_layer = [*PARTS, "passes/ops/experts.py"]
         assert order == a_layer * 2 * 2  # layers · microbatches; nothing in a backward

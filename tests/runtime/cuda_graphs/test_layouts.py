@@ -13,8 +13,7 @@ from runtime import Engine
 from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import all_gather
-from tests.tools.graphed_ranks import STEPS, differ, on_ranks
-from tests.tools.graphed_runs import Trained, differences, train_on
+from tests.tools.graphed_runs import STEPS, Trained, differ, differences, on_ranks, train_on
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
 

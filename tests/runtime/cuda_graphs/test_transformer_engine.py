@@ -28,7 +28,6 @@ from runtime.cuda_graphs import transformer_engine as backend
 from runtime.cuda_graphs.te_arguments import numbered, sample_index
 from runtime.cuda_graphs.transformer_engine import RegionModule, TransformerEngineGraphs
 from runtime.distributed.faults.failure import StepError
-from runtime.distributed.launch import launch
 from runtime.engine import build
 from runtime.optimizer.buffers import GradientBuffers
 from tests.models import families
@@ -36,6 +35,7 @@ from tests.tools.captures import plan_again
 from tests.tools.graphed_runs import Trained, engine_of, spec_of, train
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ORACLES
+from tests.tools.ranks import Ranks
 from tests.tools.recorded_graphs import Device, on_a_cpu, on_a_gpu
 from tests.tools.region_stages import Kind, Walked, program_of, same, walk
 from tests.tools.transformer_engine_source import (
@@ -272,7 +272,7 @@ def counted(engine: Engine) -> Any:
 @pytest.mark.slow
 def test_layouts_give_what_they_give_eagerly(te_running, tmp_path):
     sections = {"mesh": {"tp": 2, "pp": 2, "vpp": 2}} | INTERLEAVED | SEQUENCE
-    for found in launch(graphed_ranks, 4, te_running, str(tmp_path), sections, timeout_seconds=HANG_SECONDS):
+    for found in Ranks(4, "processes").run(graphed_ranks, te_running, str(tmp_path), sections):
         assert found == (True, True)
 
 

@@ -18,13 +18,12 @@ from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
 from runtime.data.stream import Stream, StreamEnd
-from runtime.distributed.launch import launch
 from runtime.training.data import check_source, check_stream, steps_of
 from runtime.training.job import Job, spec_of
 from runtime.training.loop import run_rank
 from tests.tools.examples import examples
-from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.ranks import Ranks
 
 LENGTH = 6
 ITEMS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11], [12, 13, 14, 15, 16], [17, 18, 19], [20, 21], [22, 23, 24, 25]]
@@ -296,7 +295,7 @@ def test_ranks_end_fail_and_differ_together(tmp_path: Path) -> None:
         job_in(folders[3], "numbers", {"dp": 2}, num_steps=1, save=save),
         job_in(folders[3], "numbers", {"dp": 2}, num_steps=9, save=save, resume="auto"),
     ]
-    first, second = launch(outcomes, 2, jobs, timeout_seconds=HANG_SECONDS)
+    first, second = Ranks(2, "processes").run(outcomes, jobs)
     assert first[0] == 3  # one rank has seven items, the other six
     assert first[1].endswith(second[1])
     assert "rank 1: item 3 of" in first[1]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed.default_group import can_carry
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 GLOO = {"cpu": "gloo", "cuda": "gloo"}
 NCCL = {"cuda": "nccl"}
@@ -69,4 +69,4 @@ def open_in(backend: str) -> tuple[list[int], bool, bool]:
 @pytest.mark.slow
 def test_a_users_gloo_group_is_host_and_device_group_on_the_cpu_and_stays():
     for backend in ("gloo", "cpu:gloo"):
-        assert launch(open_in, 2, backend, timeout_seconds=HANG_SECONDS) == [([1, 2, 2], True, True)] * 2
+        assert Ranks(2, "processes").run(open_in, backend) == [([1, 2, 2], True, True)] * 2

@@ -19,11 +19,11 @@ from runtime.checkpoint.manifest import FileEntry
 from runtime.checkpoint.pieces import Record
 from runtime.distributed import agreement
 from runtime.distributed.agreement import agree, all_gather_json, broadcast_json, gather_json, of_kind
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from runtime.pipeline.nonfinite import NonFinite, Seen
 from runtime.profiling.trace import Span
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 ROOT = Path(__file__).parents[3]
 OF_OBJECTS = {
@@ -93,7 +93,7 @@ def over_gloo() -> list[object]:
 
 @pytest.mark.slow
 def test_values_of_all_ranks_come_as_they_were():
-    first, second = launch(over_gloo, 2, timeout_seconds=HANG_SECONDS)
+    first, second = Ranks(2, "processes").run(over_gloo)
     words = "caf\udce9"
     both = [{"rank": r, "text": words * (1 + 5 * r), "seconds": 0.1 + r} for r in range(2)]
     error = "no\n  at:  a.py:3\n  fix: yes"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from planner.mesh import Mesh
 from planner.pipeline.links import Link, links
 from runtime.distributed.groups import Groups
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import (
     LINK_CTAS,
     _fill,
@@ -25,6 +24,7 @@ from runtime.distributed.opening import (
 )
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
+from tests.tools.ranks import Ranks
 
 MESHES = {
     "tp2": (Mesh(tp=2), []),
@@ -163,5 +163,5 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
 
 @pytest.mark.slow
 def test_first_use_and_links_on_gloo():
-    found = launch(use_on_gloo, 4, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)], timeout_seconds=HANG_SECONDS)
+    found = Ranks(4, "processes").run(use_on_gloo, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)])
     assert [(backend, arrived) for backend, _, arrived in found] == [("cpu:gloo,cuda:gloo", 2)] * 4

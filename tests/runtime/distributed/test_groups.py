@@ -14,10 +14,10 @@ from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed import opening
 from runtime.distributed.groups import Groups
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.ranks import Ranks
 
 
 def members(group) -> list[int]:
@@ -41,7 +41,7 @@ def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
 
 @pytest.mark.slow
 def test_groups_of_tp2_pp2_dp2():
-    found = launch(groups_of_rank, 8, {"tp": 2, "pp": 2, "dp": 2}, [(0, 1)], timeout_seconds=HANG_SECONDS)
+    found = Ranks(8, "processes").run(groups_of_rank, {"tp": 2, "pp": 2, "dp": 2}, [(0, 1)])
     assert [r["tp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
     assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
     assert [r["pp"] for r in found] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
@@ -52,7 +52,7 @@ def test_groups_of_tp2_pp2_dp2():
 
 @pytest.mark.slow
 def test_with_a_cp_gradients_have_a_group_of_their_own_over_dp_and_cp():
-    found = launch(groups_of_rank, 4, {"cp": 2, "dp": 2}, [], timeout_seconds=HANG_SECONDS)
+    found = Ranks(4, "processes").run(groups_of_rank, {"cp": 2, "dp": 2}, [])
     assert [r["cp"] for r in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [r["dp"] for r in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["dp-cp"] for r in found] == [[0, 1, 2, 3]] * 4
@@ -61,7 +61,7 @@ def test_with_a_cp_gradients_have_a_group_of_their_own_over_dp_and_cp():
 
 @pytest.mark.slow
 def test_an_embedding_group_holds_only_the_stages_of_its_parameter():
-    found = launch(groups_of_rank, 4, {"pp": 4}, [(0, 3), (1, 2, 3)], timeout_seconds=HANG_SECONDS)
+    found = Ranks(4, "processes").run(groups_of_rank, {"pp": 4}, [(0, 3), (1, 2, 3)])
     assert [r["embedding"] for r in found] == [
         {(0, 3): [0, 3], (1, 2, 3): []},
         {(0, 3): [], (1, 2, 3): [1, 2, 3]},
@@ -127,7 +127,7 @@ def meet_with(values: list[str]) -> str:
 
 @pytest.mark.slow
 def test_the_odd_rank_is_named_to_every_rank_and_the_group_is_ended():
-    told = launch(meet_with, 3, ["2.13", "2.11", "2.13"], timeout_seconds=HANG_SECONDS)
+    told = Ranks(3, "processes").run(meet_with, ["2.13", "2.11", "2.13"])
     assert len(set(told)) == 1
     assert told[0].startswith("torch differs between ranks: rank 1 of 3 (rank 1 has 2.11, most have 2.13)")
     assert told[0].endswith("initialized=False")

@@ -11,11 +11,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from planner.mesh import Mesh
-from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
 from runtime.distributed.this_host import HOST, hosted_store, interface_names, stay_on_one_host
 from runtime.fuzz.forks import in_forks
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 LISTENS = "0A"
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -53,7 +53,7 @@ def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_launched_ranks_listen_on_the_loopback_alone(monkeypatch):
     without_names(monkeypatch)
-    found = launch(listening_in_a_run, 2, timeout_seconds=HANG_SECONDS)
+    found = Ranks(2, "processes").run(listening_in_a_run)
     assert all(found), "gloo listens"
     assert set().union(*found) <= LOOPBACKS
 

@@ -17,10 +17,10 @@ from passes.errors import PlanError
 from planner.mesh import Mesh
 from runtime.distributed import opening
 from runtime.distributed.default_group import _rendezvous
-from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Rendezvous, Seat, Verdict, judge
 from runtime.distributed.opening import open_groups
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 
 def gpus(*names: str, named: bool = False) -> list[Seat]:
@@ -185,7 +185,7 @@ def open_with_a_gpu_on_rank_1() -> str:
 
 @pytest.mark.slow
 def test_a_node_without_gpus_is_one_error_and_no_group_is_made():
-    told = launch(open_with_a_gpu_on_rank_1, 2, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(open_with_a_gpu_on_rank_1)
     assert told[0] == told[1]
     assert "would run on" in told[0]
     assert told[0].endswith("initialized=False")
@@ -214,7 +214,7 @@ def open_under(launcher: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_another_launcher_find_each_other(launcher):
-    assert launch(open_under, 2, launcher, timeout_seconds=HANG_SECONDS) == [3, 3]
+    assert Ranks(2, "processes").run(open_under, launcher) == [3, 3]
 
 
 def test_ranks_without_a_place_to_meet_are_told_what_to_set(monkeypatch):

@@ -13,7 +13,6 @@ import pytest
 from passes.errors import PlanError
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
-from runtime.distributed.launch import launch
 from runtime.distributed.meeting import Seat, judge
 from runtime.distributed.opening import open_groups
 from runtime.distributed.same_options import keys_of, require_same_options, told_to_all
@@ -21,6 +20,7 @@ from runtime.evaluation.run import Evaluation, Weights, evaluate
 from runtime.training.job import OWN, Job
 from runtime.training.run import train
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 NONE = "no_such_model.py:build"  # the next thing that a rank reads after the options
 JOB = Job(NONE, "spec.yaml", "stdlib", 4, timeout=HANG_SECONDS)
@@ -65,7 +65,7 @@ def test_each_option_that_changes_exchanges_is_refused_on_all_ranks_by_name(spec
     job = replace(JOB, spec=spec)
     jobs: list[Any] = [*(job for _ in names), Evaluation(Weights(NONE), spec, "stdlib")]
     others = [*(replace(job, **{name: OTHER[name]}) for name in names), replace(jobs[-1], is_cloze=True)]
-    first, second = launch(errors_of, 2, jobs, others, timeout_seconds=HANG_SECONDS)
+    first, second = Ranks(2, "processes").run(errors_of, jobs, others)
     assert len(first) == len(jobs)
     for name, told, of_rank_1 in zip([*names, "cloze"], first, second, strict=True):
         if name in OWN:
@@ -119,7 +119,7 @@ def fails_before_groups(failing: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_before_there_are_groups_is_that_of_the_ranks_that_wait(failing: int):
-    told = launch(fails_before_groups, 2, failing, timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(fails_before_groups, failing)
     assert told[failing] == "no text\n  at:  --data\n  fix: give one"
     assert told[1 - failing] == f"rank {failing}: {told[failing]}"
 
@@ -127,6 +127,6 @@ def test_an_error_before_there_are_groups_is_that_of_the_ranks_that_wait(failing
 @pytest.mark.slow
 def test_an_error_of_rank_0_about_its_own_files_is_that_of_all(spec: str) -> None:
     job = replace(JOB, spec=spec, log="no/such/directory/log")
-    first, second = launch(errors_of, 2, [job], [replace(JOB, spec=spec)], timeout_seconds=HANG_SECONDS)
+    first, second = Ranks(2, "processes").run(errors_of, [job], [replace(JOB, spec=spec)])
     assert first == second
     assert first[0].startswith("rank 0: cannot write the log")

@@ -18,17 +18,12 @@ from runtime import Engine
 from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.loop import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
-from tests.tools.laboratory import Case, Lab, session_lab, spec_of
+from tests.tools.laboratory import Case, Lab, spec_of
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.own_parameters import own_parameters
 from tests.tools.paths import ROOT
 
 LINES = Path(fragile.__file__).read_text().splitlines()
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return session_lab()
 
 
 def line_of(mark: str) -> int:

@@ -18,6 +18,7 @@ from tests.tools.captures import plan_again
 from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.ranks import Ranks
 
 MESHES = {
     "dp4 ep2": {"dp": 4, "ep": 2},
@@ -81,7 +82,7 @@ def run_all(host: StoreHost, cases: list[tuple[str, str]]) -> dict[tuple[str, st
         made = planned(*case)
         gc.collect()
         gc.freeze()  # ranks look at what they make themselves, and copy no page of what was there before
-        found[case] = type(made).of(made), host.run_ranks(4, run_case, made)
+        found[case] = type(made).of(made), Ranks(made, "forks", host).run(run_case)
     return found
 
 

@@ -20,6 +20,7 @@ from tests.planner.test_documents import family
 from tests.tools.captures import captured_again
 from tests.tools.sequence_ranks import compared
 from tests.tools.simulated_mesh import run_mesh
+from tests.tools.specs import inputs_of
 
 IN_FLOAT64 = ["bert", "t5", "roberta", "opt"]
 IN_FLOAT32 = [
@@ -41,7 +42,7 @@ MODELS = ["gpt", "einsum", "relative-bias", "memory", "parallel", "experts", "to
 def program_of(model: nn.Module, batch: Mapping[str, Tensor], microbatches: int) -> tuple[Program, LossTerms]:
     """What the recipe has before it cuts anything, of a batch that is one of so many microbatches."""
     rows = len(next(iter(batch.values())))
-    inputs = {n: {"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in batch.items()}
+    inputs = inputs_of(batch)
     spec = Spec.load({"mesh": {}, "batch": {"global": rows * microbatches, "micro": rows}, "inputs": inputs})
     made = prepare(captured_again(model, spec), spec)
     return made.program, made.terms

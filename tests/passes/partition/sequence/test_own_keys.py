@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
-from planner import Plan, plan
+from planner import plan
 from planner.trace.lowered import Lowered
 from tests.models import hugging_face
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.saved_memory import kept_bytes, measured
-from tests.tools.simulated_mesh import counted, run_mesh
-from tests.tools.simulated_model import built
+from tests.tools.simulated_mesh import equals_one_process
+from tests.tools.simulated_ranks import built
 
 
 def targets(name: str, mesh: dict[str, int], train: bool = False) -> Counter[Any]:
@@ -65,33 +65,10 @@ def test_ranks_of_cp_train_as_one_process(name, mesh):
     def make() -> Any:
         return built(MODELS[name].make).eval()
 
-    batch = batch_of(name, mesh.get("dp", 1))
-    ran, model = run_mesh(make, batch, mesh), make()
-    loss = loss_of(model(**batch))
-    loss.backward()
-    torch.testing.assert_close(ran.loss.double(), loss.detach().double(), rtol=1e-6, atol=0.0)
-    truth = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
-    largest = max(float(g.abs().max()) for g in truth.values())
-    for fqn, gradient in ran.gradients.items():
-        torch.testing.assert_close(gradient, truth[fqn], rtol=1e-6, atol=1e-6 * largest)
-    for program in ran.programs:
-        assert {key[1:]: n for key, n in counted(program).items() if key[0] == "cp"} == of_cp(ran.plan)
+    equals_one_process(make, batch_of(name, mesh.get("dp", 1)), mesh, loss=1e-6, gradient=1e-6)
 
 
 def batch_of(name: str, dp: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     entry = MODELS[name]
     return {n: torch.randint(0, entry.vocabulary, (2 * dp, 16), generator=generator) for n in entry.inputs}
-
-
-def loss_of(output: Any) -> Tensor:
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-    return next(v for v in values if v.dim() == 0)
-
-
-def of_cp(made: Plan) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
-    for row in made.collectives:
-        if row.axis == "cp":
-            found[row.kind, row.phase] += row.count
-    return found

@@ -21,7 +21,7 @@ from tests.models.sequence_readers import (
     build,
 )
 from tests.numeric.test_half_precision import check as close_in_half
-from tests.tools.simulated_mesh import run_mesh, spec_of
+from tests.tools.simulated_mesh import equals_one_process, spec_of
 
 VIRTUAL = Spelling(positions="prompt")  # 4 trained tokens before 16
 # what reads the whole sequence and makes as much of it: the op that every rank computes for all tokens
@@ -52,14 +52,7 @@ def name_of(spelling: Spelling) -> str:
 
 
 def check(spelling: Spelling, mesh: dict[str, int], **more: Any) -> None:
-    ran, whole = run_mesh(lambda: build(spelling), batch(), mesh, **more), build(spelling)
-    loss = whole(**batch())
-    loss.backward()
-    torch.testing.assert_close(ran.loss, loss.detach(), rtol=1e-10, atol=1e-12)
-    expected = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in whole.named_parameters()}
-    for name, gradient in ran.gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-11, msg=name)
-    assert {n for n, g in expected.items() if g.any()} <= set(ran.gradients)
+    equals_one_process(lambda: build(spelling), batch(), mesh, each=(1e-8, 1e-11), **more)
 
 
 @pytest.mark.sampled(1)

@@ -11,6 +11,7 @@ from planner import PlanError, plan
 from tests.models import sequences
 from tests.models.families import build
 from tests.models.plain import plain
+from tests.tools.specs import entry_inputs
 
 INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "labels": {"like": "input_ids"}}
 
@@ -60,7 +61,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
 @pytest.mark.thorough
 def test_patches_and_a_class_token_that_do_not_divide_are_named() -> None:
     entry = build("vit")
-    inputs = {n: {"shape": list(s), "dtype": str(d).removeprefix("torch.")} for n, (s, d, _) in entry.inputs.items()}
+    inputs = entry_inputs(entry)
     error = error_of(entry.model, inputs=inputs)
     assert error.what == "cp = 2: a sequence of 5 tokens is not divisible by 2·cp = 4"
 

@@ -15,7 +15,7 @@ from planner import PlanError
 from planner.capture.export import capture
 from tests.tools import loss_shares
 from tests.tools.loss_shares import LENGTH, Loss, Small, inputs_of
-from tests.tools.simulated_model import assert_equals_one_process
+from tests.tools.simulated_ranks import assert_equals_one_process
 
 
 def frames(logits: Tensor) -> Tensor:
