@@ -35,18 +35,13 @@ MODELS = {"experts": {}, "mixtral": {"precision": {"parameters": "float32"}}}  #
 
 # The stacks of a family are on half of them: what is cut there is the same (test_expert_layouts).
 CASES = [("experts", mesh) for mesh in FOLDINGS] + [("mixtral", mesh) for mesh in FOLDINGS[1::2]]
+CASES += [("slots", mesh) for mesh in SLOTS]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "mesh"), CASES, ids=name_of)
 def test_a_folding_equals_one_process(lab: Lab, model: str, mesh: dict[str, int]) -> None:
-    assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mesh", SLOTS, ids=name_of)
-def test_slots_of_experts_equal_one_process(lab: Lab, mesh: dict[str, int]) -> None:
-    assert lab.check(Case("slots", mesh)).wrong == []
+    assert lab.check(Case(model, mesh, MODELS.get(model, {}))).wrong == []
 
 
 @pytest.mark.thorough
@@ -57,26 +52,22 @@ def test_a_folding_of_eight_ranks_equals_one_process(lab: Lab, model: str, mesh:
     assert lab.check(Case(model, mesh, MODELS[model])).wrong == []
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "rest",
-    [
-        {"optimizer": {"zero": 0}},
-        {"optimizer": {"bucket_size": 1000}},
-        {"optimizer": {"clip_grad_norm": None}},
-        {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}},
-    ],
-    ids=str,
-)
-def test_settings_equal_one_process(lab: Lab, rest: dict[str, object]) -> None:
-    mesh = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
-    assert lab.check(Case("experts", mesh, rest)).wrong == []
+OVER_STAGES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b"}}
+SETTINGS = {
+    "zero 0": Case("experts", OVER_STAGES, {"optimizer": {"zero": 0}}),
+    "small buckets": Case("experts", OVER_STAGES, {"optimizer": {"bucket_size": 1000}}),
+    "not clipped": Case("experts", OVER_STAGES, {"optimizer": {"clip_grad_norm": None}}),
+    "along the sequence": Case(
+        "experts", OVER_STAGES, {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
+    ),
+    "interleaved, dp2": Case("experts-4-layers", {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, INTERLEAVED),
+    "interleaved, tp2": Case("experts-4-layers", {"pp": 2, "vpp": 2, "tp": 2, "ep": 2, "etp": 1}, INTERLEAVED),
+}
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=name_of)
-def test_an_interleaved_pipeline_equals_one_process(lab: Lab, mesh: dict[str, int]) -> None:
-    rest = {"pipeline": {"schedule": "interleaved_1f1b"}}
-    assert lab.check(Case("experts-4-layers", {"pp": 2, "vpp": 2, **mesh}, rest)).wrong == []
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_equal_one_process(lab: Lab, name: str) -> None:
+    assert lab.check(SETTINGS[name]).wrong == []

@@ -36,12 +36,15 @@ NAMES = sorted(name for name in (*FAMILIES, *MODELS) if name not in ELSEWHERE an
 
 
 FINER = list(zip(NAMES, cycle(OTHERS), strict=False))
+CASES = [(model, ALWAYS) for model, layout in FINER if layout != OTHERS[-1]]  # that one has this in it
+CASES += [(model, OTHERS[-1]) for model in SIGNALS]  # series, speech and images
+CASES += list(zip(LOSSES, cycle(OF_LOSSES), strict=False))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", [model for model, layout in FINER if layout != OTHERS[-1]])  # that one has this in it
-def test_family_equals_one_process(lab: Lab, model: str) -> None:
-    assert lab.check(Case(model, ALWAYS)).wrong == []
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=name_of)
+def test_family_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
+    assert lab.check(Case(model, layout)).wrong == []
 
 
 @pytest.mark.thorough
@@ -55,15 +58,3 @@ def test_family_cut_finer_equals_one_process(lab: Lab, model: str, layout: dict[
 @pytest.mark.parametrize("model", UNUSUAL_GRAPHS)
 def test_unusual_graph_equals_one_process(lab: Lab, model: str) -> None:
     assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", SIGNALS)
-def test_series_speech_and_images_equal_one_process(lab: Lab, model: str) -> None:
-    assert lab.check(Case(model, {"tp": 2, "pp": 2, "dp": 2})).wrong == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("model", "layout"), zip(LOSSES, cycle(OF_LOSSES), strict=False), ids=name_of)
-def test_loss_of_any_form_equals_one_process(lab: Lab, model: str, layout: dict[str, int]) -> None:
-    assert lab.check(Case(model, layout)).wrong == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from planner.pipeline.layout import layout_of
@@ -38,11 +40,28 @@ def test_one_rank_needs_no_launcher_and_equals_one_process(lab: Lab, model: str)
     assert lab.check(Case(model, {"dp": 1}, micro=2)).wrong == []
 
 
+DATA: dict[str, Any] = {"tp": 2, "dp": 2}
+STAGES = {"tp": 2, "pp": 2}
+SETTINGS = {
+    **{
+        f"{kind}, microbatches of {micro}": Case("gpt", STAGES, {"pipeline": {"schedule": kind}}, 8, micro)
+        for kind in ("gpipe", "1f1b")
+        for micro in (1, 2)
+    },
+    "depth that pp does not divide": Case("gpt-5-layers", {"tp": 2, "pp": 4}),
+    **{f"padded to {n}": Case("gpt", STAGES, {"tensor_parallel": {"vocabulary_multiple": n}}) for n in (1, 128)},
+    "not clipped": Case("gpt", DATA, {"optimizer": {"clip_grad_norm": None}}),
+    "no decay": Case("gpt", DATA, {"optimizer": {"weight_decay": 0.0}}),
+    "not aligned": Case("gpt", DATA, {"optimizer": {"alignment": "none"}}),
+    "small buckets": Case("gpt", DATA, {"optimizer": {"bucket_size": 1000}}),
+    **{order: Case("gpt", DATA | {"order": order}) for order in ("dp-tp-cp-ep-pp", "cp-ep-dp-tp-pp")},
+}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro", [1, 2])
-def test_schedules_equal_one_process(lab: Lab, schedule: str, micro: int) -> None:
-    assert lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": schedule}}, 8, micro)).wrong == []
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_equal_one_process(lab: Lab, name: str) -> None:
+    assert lab.check(SETTINGS[name]).wrong == []
 
 
 @pytest.mark.sampled(1)
@@ -90,11 +109,6 @@ def test_stages_without_blocks_equal_one_process(lab: Lab, model: str, mesh: dic
 
 
 @pytest.mark.thorough
-def test_depth_that_does_not_divide_by_pp_equals_one_process(lab: Lab) -> None:
-    assert lab.check(Case("gpt-5-layers", {"tp": 2, "pp": 4})).wrong == []
-
-
-@pytest.mark.thorough
 def test_tied_embedding_on_two_stages_stays_one_parameter(lab: Lab) -> None:
     case = Case("gpt", {"tp": 2, "pp": 2})
     tied = next(p for p in lab.plan(case).parameters if p.name == "tokens.weight")
@@ -113,22 +127,6 @@ def test_vocabulary_that_does_not_divide_is_padded_and_equals_one_process(lab: L
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("multiple", [1, 128])
-def test_padding_to_any_multiple_equals_one_process(lab: Lab, multiple: int) -> None:
-    assert (
-        lab.check(Case("gpt", {"tp": 2, "pp": 2}, {"tensor_parallel": {"vocabulary_multiple": multiple}})).wrong == []
-    )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options", [{"clip_grad_norm": None}, {"weight_decay": 0.0}, {"alignment": "none"}, {"bucket_size": 1000}]
-)
-def test_optimizer_settings_equal_one_process(lab: Lab, options: dict[str, object]) -> None:
-    assert lab.check(Case("gpt", {"tp": 2, "dp": 2}, {"optimizer": options})).wrong == []
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=name_of)
 def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, int]) -> None:
     case = Case(
@@ -139,9 +137,3 @@ def test_override_to_replicate_equals_one_process(lab: Lab, layout: dict[str, in
     styles = {p.name: p.style for p in lab.plan(case).parameters}
     assert styles["blocks.0.mlp.up.weight"] == styles["tokens.weight"] == "replicate"
     assert lab.check(case).wrong == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("order", ["dp-tp-cp-ep-pp", "cp-ep-dp-tp-pp"])
-def test_order_of_axes_does_not_change_the_result(lab: Lab, order: str) -> None:
-    assert lab.check(Case("gpt", {"tp": 2, "dp": 2, "order": order})).wrong == []

@@ -1,4 +1,6 @@
-"""Each dp rank of a run makes its own rows of a batch, no others; together they are the global batch."""
+"""Each dp rank of a run makes its own rows of a batch, no others; together they are the global batch.
+So with a loader and a sampler of the user's own (examples/own_data.py).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ import pytest
 import torch
 import yaml
 
+from examples.own_data import train
 from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
 from runtime.data.objectives.next_token import Packed
 from runtime.data.token_batches import OwnRows
-from runtime.distributed.launch import launch
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
 from runtime.training.run import largest_difference
-from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.ranks import Ranks
 
 GLOBAL, STEPS, LENGTH = 8, 3, 8
 MODEL = f"""
@@ -84,7 +86,7 @@ def made_by_a_run(job: Job) -> list[int]:
 
 @pytest.mark.slow
 def test_a_rank_makes_its_share_of_the_samples(tmp_path: Path):
-    found = launch(made_by_a_run, 2, job_in(tmp_path, 2), timeout_seconds=HANG_SECONDS)
+    found = Ranks(2, "processes").run(made_by_a_run, job_in(tmp_path, 2))
     first, second = (made[2:] for made in found)  # the first of each text is made once, to see which roles there are
     assert len(first) == len(second) == STEPS * GLOBAL // 2
     assert not set(first) & set(second)
@@ -93,9 +95,7 @@ def test_a_rank_makes_its_share_of_the_samples(tmp_path: Path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_training_and_validation_are_those_of_global_batches(tmp_path: Path):
-    rows = launch(run_rank, 2, job_in(tmp_path, 2, compare=True, validate_every=1), timeout_seconds=HANG_SECONDS)[
-        0
-    ].rows
+    rows = Ranks(2, "processes").run(run_rank, job_in(tmp_path, 2, compare=True, validate_every=1))[0].rows
     alone = run_rank(job_in(tmp_path, 1, validate_every=1)).rows
     assert largest_difference(rows) < 1e-6
     assert [row.validation_loss for row in rows] == pytest.approx([row.validation_loss for row in alone], rel=1e-6)
@@ -111,6 +111,19 @@ def refused(job: Job) -> str:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_with_another_text_is_named(tmp_path: Path):
-    told = launch(refused, 2, job_in(tmp_path, 2), timeout_seconds=HANG_SECONDS)
+    told = Ranks(2, "processes").run(refused, job_in(tmp_path, 2))
     assert told[0] == told[1]
     assert told[0].startswith("the data (by content) differs between ranks: rank 1 of 2 (rank 1 has")
+
+
+# ---- examples/own_data.py: a user's own loader and sampler train the same on two processes as alone
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_loader_of_ones_own_trains_the_same_on_two_processes_as_alone() -> None:
+    alone = train(1)
+    first, second = Ranks(2, "processes").run(train, 1)
+    assert first == second == pytest.approx(alone, rel=1e-5)
+    assert len(alone) == 25
+    assert alone[-1] < alone[0]
