@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from passes.errors import PlanError, SpecError
 from planner import Plan, plan
 from runtime import Engine
 from tests.models import families
-from tests.tools import length_ranks
+from tests.models.families import Entry
 from tests.tools.laboratory import name_of, session_lab
+from tests.tools.training import ADAMW, Trained, spec_of, trained_alone, trained_on
 
 THIRDS = (1, 1 / 3, 2 / 3, 1, 1 / 3)
 PLANNED = {"global": 8, "micro": 2}
@@ -34,16 +37,45 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def compared(name: str, numbers: tuple[int, ...], limit: float, **spec: Any) -> list[tuple[int, int]]:
+def batches_of(entry: Entry, lengths: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    """A batch of each length, with its number of sequences."""
+    pairs = enumerate(zip(lengths, numbers, strict=True))
+    return [
+        {name: x[:, :length].contiguous() for name, x in entry.batch(number, seed).items()}
+        for seed, (length, number) in pairs
+    ]
+
+
+def lengths_of(entry: Entry, shares: Sequence[float]) -> list[int]:
+    """Those that are such shares of the sequences of ``entry``."""
+    return [int(next(iter(entry.inputs.values()))[0][0] * share) for share in shares]
+
+
+def alone(entry: Entry, batches: Sequence[dict[str, Tensor]]) -> Trained:
+    trained = [p for p in entry.model.parameters() if p.requires_grad]
+    update = torch.optim.AdamW(trained, ADAMW["lr"], ADAMW["betas"], weight_decay=ADAMW["weight_decay"])
+    return trained_alone(entry.model, entry.loss, batches, update)
+
+
+def both(host: Any, name: str, numbers: Sequence[int], sections: dict[str, Any]) -> Any:
+    """What the ranks found, and one process, over lengths in turn; and lengths and sequences of the plan."""
+    entry = families.build(name)
+    lengths = lengths_of(entry, THIRDS)
+    batches, spec = batches_of(entry, lengths, numbers), spec_of(entry, sorted(set(lengths)), **sections)
+    decided = plan(entry.model, spec)
+    found = trained_on(host, decided, batches)
+    entry = families.build(name)
+    entry.model.to(getattr(torch, spec["precision"]["parameters"]))
+    return found, alone(entry, batches), [(row.length, row.sequences) for row in decided.lengths]
+
+
+def compared(name: str, numbers: tuple[int, ...], limit: float, **sections: Any) -> list[tuple[int, int]]:
     """Of one run of five steps; returns the lengths of the plan, and sequences of each."""
-    (losses, parameters, evaluated), (wanted, truth), rows = session_lab().call(
-        length_ranks.both, name, THIRDS, numbers, spec
-    )
-    assert losses == pytest.approx(wanted, rel=limit)
-    for fqn, value in parameters.items():
-        # Adam divides by the size of a gradient: rounding moves a step by a share of lr
-        assert (value - truth[fqn]).abs().max() <= 30 * limit, fqn
-    assert evaluated[0] == pytest.approx(evaluated[3], rel=0.3)
+    found, truth, rows = session_lab().call(both, name, numbers, sections)
+    assert found.losses == pytest.approx(truth.losses, rel=limit)
+    # Adam divides by the size of a gradient: rounding moves a step by a share of lr
+    assert found.furthest(truth.parameters) <= 30 * limit
+    assert found.evaluated[0] == pytest.approx(found.evaluated[3], rel=0.3)
     return rows
 
 
@@ -81,7 +113,7 @@ def test_a_step_takes_every_number_of_sequences_that_microbatches_divide(layout:
 
 def planned(lengths: list[int], **more: Any) -> tuple[families.Entry, Plan]:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, lengths, PLANNED, mesh={}, **more)
+    spec = spec_of(entry, lengths, mesh={}, **more)
     return entry, plan(entry.model, spec)
 
 
@@ -89,7 +121,7 @@ def test_a_batch_of_no_planned_length_is_refused() -> None:
     entry, made = planned([4, 12])
     with Engine(made) as engine:
         with pytest.raises(PlanError, match=r"has shape \[8, 7\], the plan expects \[8, 12\]") as error:
-            engine.train_step(length_ranks.batches_of(entry, [7], [8])[0])
+            engine.train_step(batches_of(entry, [7], [8])[0])
         assert "4, 12" in error.value.fix
 
 
@@ -100,7 +132,7 @@ def test_a_saved_plan_has_all_lengths(tmp_path: Any) -> None:
     found = Plan.load(tmp_path / "plan.pt")
     assert found == made
     assert found.at_length(4) == made.at_length(4) == made.shorter[0]
-    batches = length_ranks.batches_of(entry, [8, 4, 12], [8, 8, 8])
+    batches = batches_of(entry, [8, 4, 12], [8, 8, 8])
     with Engine(found) as engine:
         first = [engine.train_step(batch).loss for batch in batches]
     assert len(set(first)) == 3
@@ -129,7 +161,7 @@ def test_plans_of_other_lengths_differ() -> None:
 )
 def test_lengths_that_do_not_go_together_are_refused(shape: Any, batch: dict[str, int], what: str) -> None:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, [12], batch, mesh={})
+    spec = spec_of(entry, [12], batch=batch, mesh={})
     spec["inputs"] |= {name: {**given, "shape": shape} for name, given in spec["inputs"].items()}
     with pytest.raises(PlanError, match=what):
         plan(entry.model, spec)
@@ -139,7 +171,7 @@ def test_lengths_that_do_not_go_together_are_refused(shape: Any, batch: dict[str
 @pytest.mark.parametrize(("lengths", "odd", "sizes"), [([8, 12, 16], 12, "1, 2"), ([8, 12], 12, "1, 2")])
 def test_cp_divides_every_length(lengths: list[int], odd: int, sizes: str) -> None:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, lengths, PLANNED, mesh={"cp": 4})
+    spec = spec_of(entry, lengths, mesh={"cp": 4})
     with pytest.raises(PlanError, match=f"at length {odd}: cp = 4: a sequence of {odd} tokens") as error:
         plan(entry.model, spec)
     assert error.value.fix == f"choose cp from {{{sizes}}}, or lengths that 8 divides"
@@ -147,7 +179,7 @@ def test_cp_divides_every_length(lengths: list[int], odd: int, sizes: str) -> No
 
 def test_an_input_of_one_length_beside_one_of_several_is_told() -> None:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, [6, 12], PLANNED, mesh={})
+    spec = spec_of(entry, [6, 12], mesh={})
     name = list(spec["inputs"])[-1]
     spec["inputs"][name] = {**spec["inputs"]["input_ids"], "shape": [12]}
     with pytest.raises(SpecError, match=rf"inputs.{name}.shape has one length, 12, and other inputs have \[6, 12\]"):
@@ -158,7 +190,7 @@ def test_an_input_of_one_length_beside_one_of_several_is_told() -> None:
 def test_weights_and_optimizer_are_one(tmp_path: Any) -> None:
     """Saved after steps of several lengths, resumed at another: bitwise as without the save."""
     entry, made = planned([4, 8, 12])
-    batches = length_ranks.batches_of(entry, [12, 4, 8, 4], [8] * 4)
+    batches = batches_of(entry, [12, 4, 8, 4], [8] * 4)
     with Engine(made) as engine:
         losses = [engine.train_step(batch).loss for batch in batches[:2]]
         engine.save(tmp_path)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.laboratory import session_lab
-from tests.tools.optimizer_ranks import trained
+from tests.tools.training import spec_of, trained_on
 
 STEPS = 3
 RULE = {"name": "muon", "lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip_grad_norm": 1.0}
@@ -100,7 +101,10 @@ def alone(
 
 def both(host: Any, name: str, layout: dict[str, Any], adjust_lr: str, dtype: str) -> Any:
     rule, split = RULE | {"adjust_lr": adjust_lr}, layout.get("optimizer", {}).get("split", "parts")
-    found, decided = trained(host, families.build(name), layout, rule, dtype, STEPS)
+    entry = families.build(name)
+    spec = spec_of(entry, dtype=dtype, **{**layout, "optimizer": rule | layout.get("optimizer", {})})
+    decided = plan_again(entry.model, spec)
+    found = trained_on(host, decided, [entry.batch(8, step) for step in range(STEPS)])
     return found, alone(name, adjust_lr, getattr(torch, dtype), split=split), decided.memory[0].optimizer
 
 
@@ -108,12 +112,12 @@ def check(name: str, layout: dict[str, Any], adjust_lr: str = "match_rms_adamw",
     """An update is computed in bfloat16: where a value lies between two of these, rounding decides which. The losses of
     Hugging Face are float32, so that this happens more often; a matrix cut otherwise is wrong by 0.01.
     """
-    (losses, found, measured), (wanted, truth), planned = session_lab().call(both, name, layout, adjust_lr, dtype)
+    ran, (wanted, truth), planned = session_lab().call(both, name, layout, adjust_lr, dtype)
     limit = {"gpt": 1e-6, "mixtral": 4e-3}.get(name, 1e-3)
-    assert losses == pytest.approx(wanted, rel=limit)
-    for fqn, value in found.items():
+    assert ran.losses == pytest.approx(wanted, rel=limit)
+    for fqn, value in ran.parameters.items():
         assert (value - truth[fqn]).norm() <= limit * truth[fqn].norm(), fqn
-    assert measured["optimizer"] == planned
+    assert ran.measured["optimizer"] == planned
 
 
 @pytest.mark.thorough

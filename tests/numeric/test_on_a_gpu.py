@@ -34,10 +34,9 @@ from tests.models import (
     uneven,
     untrained,
 )
-from tests.numeric import test_muon, test_update_rules
+from tests.numeric import test_lengths, test_muon, test_update_rules
 from tests.numeric.test_expert_layouts import OPENED, STACKED, built, check, layer_of
-from tests.numeric.test_expert_layouts import batch_of as tokens_of
-from tests.tools import length_ranks, optimizer_ranks
+from tests.tools import training
 from tests.tools.comparison import LIMITS
 from tests.tools.graphed_runs import spec_of
 from tests.tools.simulated_mesh import run_mesh
@@ -136,9 +135,7 @@ def test_ranks_of_a_mesh(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", OF_EXPERTS)
 @pytest.mark.parametrize("way", [*OPENED, *STACKED], ids=lambda w: w.__name__)
 def test_experts(way: Callable[..., Tensor], layout: str) -> None:
-    mesh = OF_EXPERTS[layout]
-    make = lambda: built(partial(layer_of, way))  # noqa: E731
-    check(make, tokens_of(2 * mesh.get("dp", 1), 8), mesh, 1e-10, 1e-10, device=GPU)
+    check(lambda: built(partial(layer_of, way)), OF_EXPERTS[layout], length=8, device=GPU)
 
 
 def sorting(way: sorted_experts.Way) -> nn.Module:
@@ -149,8 +146,7 @@ def sorting(way: sorted_experts.Way) -> nn.Module:
 @pytest.mark.parametrize("layout", OF_EXPERTS)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_experts_with_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
-    mesh = OF_EXPERTS[layout]
-    check(lambda: sorting(way), tokens_of(2 * mesh.get("dp", 1), 8), mesh, 1e-5, 1e-5, device=GPU)
+    check(lambda: sorting(way), OF_EXPERTS[layout], 1e-5, length=8, device=GPU)
 
 
 def test_a_save_of_a_gpu_goes_on_there_to_the_bit_and_on_a_cpu_within_rounding(tmp_path: Path) -> None:
@@ -173,15 +169,15 @@ def test_a_save_of_a_gpu_goes_on_there_to_the_bit_and_on_a_cpu_within_rounding(t
 def test_an_update_rule_is_that_of_torch(name: str) -> None:
     rule, entry = test_update_rules.RULES[name], families.build("gpt")
     batches = [entry.batch(8, step) for step in range(test_update_rules.STEPS)]
-    with Engine(plan(entry.model, optimizer_ranks.spec_of(entry, {"mesh": {}}, rule)), device=GPU) as engine:
+    with Engine(plan(entry.model, test_update_rules.ruled(entry, rule, mesh={})), device=GPU) as engine:
         losses = [engine.train_step(batch).loss for batch in batches]
-    assert losses == pytest.approx(test_update_rules.alone("gpt", rule, "cuda")[0], rel=1e-10)
+    assert losses == pytest.approx(test_update_rules.alone(rule, "cuda").losses, rel=1e-10)
 
 
 def test_muon_is_that_of_torch() -> None:
     entry = families.build("gpt")
     batches = [entry.batch(8, step) for step in range(test_muon.STEPS)]
-    with Engine(plan(entry.model, optimizer_ranks.spec_of(entry, {"mesh": {}}, test_muon.RULE)), device=GPU) as engine:
+    with Engine(plan(entry.model, training.spec_of(entry, mesh={}, optimizer=test_muon.RULE)), device=GPU) as engine:
         losses, found = [engine.train_step(batch).loss for batch in batches], engine.gather_parameters()
     wanted, truth = test_muon.alone("gpt", "match_rms_adamw", torch.float64, "cuda")
     assert losses == pytest.approx(wanted, rel=1e-6)
@@ -193,13 +189,13 @@ def test_muon_is_that_of_torch() -> None:
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_several_lengths(name: str, scope: list[str] | None) -> None:
     entry = families.build(name)
-    _, lengths = length_ranks.shape_of(entry, (1, 1 / 3, 2 / 3, 1, 1 / 3, 1, 2 / 3, 1 / 3))
-    batches = length_ranks.batches_of(entry, lengths, (8,) * len(lengths))
+    lengths = test_lengths.lengths_of(entry, (1, 1 / 3, 2 / 3, 1, 1 / 3, 1, 2 / 3, 1 / 3))
+    batches = test_lengths.batches_of(entry, lengths, (8,) * len(lengths))
     graphs = {} if scope is None else {"cuda_graphs": {"impl": "local", "scope": scope, "warmup_steps": 1}}
-    spec = length_ranks.spec_of(entry, sorted(set(lengths)), {"global": 8, "micro": 2}, mesh={}, **graphs)
+    spec = training.spec_of(entry, sorted(set(lengths)), mesh={}, **graphs)
     with Engine(plan(entry.model, spec), device=GPU) as engine:
         losses = [engine.train_step(batch).loss for batch in batches]
     entry = families.build(name)
     entry.model.to(GPU)
     placed = [{key: x.to(GPU) for key, x in batch.items()} for batch in batches]
-    assert losses == pytest.approx(length_ranks.alone(entry, placed, torch.float64)[0], rel=1e-10)
+    assert losses == pytest.approx(test_lengths.alone(entry, placed).losses, rel=1e-10)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.laboratory import session_lab
-from tests.tools.optimizer_ranks import trained
+from tests.tools.training import Trained, spec_of, trained_alone, trained_on
 
 STEPS = 4
 BASE = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad_norm": 1.0}
@@ -38,7 +39,7 @@ def globs_of(model: nn.Module) -> dict[str, Any]:
     return {g: keys for g, keys in GROUPS.items() if any(fnmatchcase(n, g) for n in names)}
 
 
-def alone(name: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+def alone(name: str, dtype: torch.dtype) -> Trained:
     """Each parameter a group of torch's own, with the keys that are written for it; vectors do not decay."""
     entry = families.build(name)
     model, groups = entry.model.to(dtype), []
@@ -48,34 +49,38 @@ def alone(name: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]
         for pattern, changed in GROUPS.items():
             keys |= changed if fnmatchcase(fqn, pattern) else {}
         groups.append({"params": [p], "whole": keys["lr"], **keys})
-    update, losses = torch.optim.AdamW(groups), []
-    for step in range(STEPS):
-        update.zero_grad()
-        loss = entry.loss(model(**entry.batch(8, step)))
-        loss.backward()
-        losses.append(loss.item())
-        nn.utils.clip_grad_norm_(model.parameters(), BASE["clip_grad_norm"])
+    update = torch.optim.AdamW(groups)
+
+    def warm_up(step: int) -> None:
         for group in update.param_groups:
-            group["lr"] = group["whole"] * (step + 1) / 2 if step < 2 else group["whole"]  # the warm-up
-        update.step()
-    return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+            group["lr"] = group["whole"] * min(1.0, (step + 1) / 2)
+
+    return trained_alone(model, entry.loss, batches_of(entry), update, warm_up)
+
+
+def batches_of(entry: families.Entry) -> list[dict[str, Tensor]]:
+    return [entry.batch(8, step) for step in range(STEPS)]
 
 
 def both(host: Any, name: str, layout: dict[str, Any], dtype: str) -> Any:
     entry = families.build(name)
     optimizer = BASE | {"no_decay": "vectors", "groups": globs_of(entry.model), "schedule": {"warmup": 2}}
-    found, decided = trained(host, entry, layout, optimizer, dtype, STEPS)
-    return found, alone(name, getattr(torch, dtype)), {row.name: row.group for row in decided.parameters}
+    spec = spec_of(entry, dtype=dtype, **{**layout, "optimizer": optimizer | layout.get("optimizer", {})})
+    decided = plan_again(entry.model, spec)
+    return (
+        trained_on(host, decided, batches_of(entry)),
+        alone(name, getattr(torch, dtype)),
+        {row.name: row.group for row in decided.parameters},
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
-    (losses, found, _), (wanted, truth), groups = session_lab().call(both, name, LAYOUTS[layout], "float64")
-    assert losses == pytest.approx(wanted, rel=1e-10)
-    for fqn, value in found.items():
-        assert (value - truth[fqn]).abs().max() <= 1e-9, fqn
+    found, truth, groups = session_lab().call(both, name, LAYOUTS[layout], "float64")
+    assert found.losses == pytest.approx(truth.losses, rel=1e-10)
+    assert found.furthest(truth.parameters) <= 1e-9
     assert len(set(groups.values())) > 2
 
 
@@ -83,7 +88,7 @@ def test_groups_train_as_those_of_torch(name: str, layout: str) -> None:
 @pytest.mark.slow
 def test_groups_of_experts_that_may_rest() -> None:
     layout = {"mesh": {"ep": 2, "dp": 2}}
-    (losses, found, _), (wanted, truth), groups = session_lab().call(both, "mixtral", layout, "float32")
-    assert losses == pytest.approx(wanted, rel=3e-6)
+    found, truth, groups = session_lab().call(both, "mixtral", layout, "float32")
+    assert found.losses == pytest.approx(truth.losses, rel=3e-6)
     assert any("weight_decay 0" in group for fqn, group in groups.items() if "experts" in fqn)
-    assert all((value - truth[fqn]).abs().max() <= 1e-4 for fqn, value in found.items())
+    assert found.furthest(truth.parameters) <= 1e-4

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from examples.moe import MoE
 from planner import plan
-from planner.spec.spec import Spec
 from runtime import Engine
-from runtime.verify.reference import OneProcess
 from tests.tools.laboratory import Lab
-from tests.tools.limits import HANG_SECONDS
+from tests.tools.training import Trained, trained_by_spec, trained_on
 
 NUM_STEPS, LENGTH, VOCABULARY = 6, 4, 64
 GRAPHS = {"cuda_graphs": {"impl": "emulate", "scope": ["attn", "moe_router"], "warmup_steps": 1}}
@@ -52,34 +50,21 @@ def batches() -> list[dict[str, Tensor]]:
     return [{n: torch.randint(VOCABULARY, shape, generator=generator) for n in names} for _ in range(NUM_STEPS)]
 
 
-def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    alone = OneProcess(build(), Spec.load(spec_of({})))
-    losses = [alone.train_step(batch) for batch in batches()]
-    return losses, {name: value.detach() for name, value in alone.model.named_parameters()}
+def one_process() -> Trained:
+    return trained_by_spec(build(), spec_of({}), batches())
 
 
-def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
-        return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
-
-
-def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    assert found.keys() == truth.keys()
-    return max(float((found[name] - value).abs().max()) for name, value in truth.items())
-
-
-def on(host: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+def on(host: Any, layout: str) -> Trained:
     mesh, rest = LAYOUTS[layout]
-    return host.run_ranks(2 if "etp" in mesh or "ep" in mesh else 4, trained, plan(build(), spec_of(mesh, **rest)))[0]
+    return trained_on(host, plan(build(), spec_of(mesh, **rest)), batches())
 
 
 @pytest.mark.thorough
 def test_alone_it_rests_as_in_torch() -> None:
     engine = Engine(plan(build(), spec_of({})))
-    losses = [engine.train_step(batch).loss for batch in batches()]
-    truth, parameters = one_process()
-    assert losses == pytest.approx(truth, rel=1e-12)
-    assert far(engine.gather_parameters(), parameters) < 1e-11
+    losses, truth = [engine.train_step(batch).loss for batch in batches()], one_process()
+    assert losses == pytest.approx(truth.losses, rel=1e-12)
+    assert truth.furthest(engine.gather_parameters()) < 1e-11
     assert engine.optimizer.optimizer is not None
     counts = engine.optimizer.optimizer.updates()[1]
     assert {0, NUM_STEPS} < set(counts.values())  # some never, some always, some now and then
@@ -91,10 +76,9 @@ def test_alone_it_rests_as_in_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_every_layout_it_rests_as_in_torch(lab: Lab, layout: str) -> None:
-    losses, found = lab.call(on, layout)
-    truth, parameters = one_process()
-    assert losses == pytest.approx(truth, rel=1e-9)
-    assert far(found, parameters) < 1e-9
+    found, truth = lab.call(on, layout), one_process()
+    assert found.losses == pytest.approx(truth.losses, rel=1e-9)
+    assert truth.furthest(found.parameters) < 1e-9
 
 
 @pytest.mark.thorough
@@ -107,4 +91,4 @@ def test_a_save_knows_who_has_rested(tmp_path: Path) -> None:
     second.load(tmp_path)
     for batch in batches()[3:]:
         second.train_step(batch)
-    assert far(second.gather_parameters(), one_process()[1]) < 1e-11
+    assert one_process().furthest(second.gather_parameters()) < 1e-11

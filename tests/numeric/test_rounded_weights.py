@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.models import families
 from tests.tools.laboratory import Case, Lab, name_of
-from tests.tools.sharded_jobs import losses_and_bits
+from tests.tools.training import train
 
 LR, STEPS = 1e-3, 3
 
@@ -38,12 +38,12 @@ def one_process(model: nn.Module, batches: list[dict[str, torch.Tensor]], loss_o
 def test_steps_compute_with_rounded_weights_and_update_exact_ones(lab: Lab, layout: dict[str, int]) -> None:
     optimizer = {"zero": 3, "clip_grad_norm": None, "weight_decay": 0.01, "lr": LR, "betas": [0.9, 0.95]}
     rest = {"optimizer": optimizer, "precision": {"gather": "bfloat16"}}
-    found = lab.run(Case("gpt", layout, rest, job=losses_and_bits))[0]
+    found = lab.run(Case("gpt", layout, rest, job=train))[0]
     entry = families.build("gpt")
     batches = [entry.batch(8, seed) for seed in range(STEPS)]
     losses, exact = one_process(entry.model, batches, entry.loss, torch.bfloat16)
-    assert found["losses"] == pytest.approx(losses, rel=1e-10)
+    assert found.losses == pytest.approx(losses, rel=1e-10)
     for name, value in exact.items():
-        assert torch.allclose(found["parameters"][name].to(value.dtype), value.detach(), rtol=0, atol=1e-9), name
+        assert torch.allclose(found.parameters[name].to(value.dtype), value.detach(), rtol=0, atol=1e-9), name
     other, _ = one_process(families.build("gpt").model, batches[:1], entry.loss, torch.float64)
     assert losses[0] != pytest.approx(other[0], rel=1e-6)  # rounding is seen

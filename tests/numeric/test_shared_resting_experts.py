@@ -10,12 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner import plan
-from planner.spec.spec import Spec
-from runtime import Engine
-from runtime.verify.reference import OneProcess
-from tests.numeric.test_resting_experts import far
 from tests.tools.laboratory import Lab
-from tests.tools.limits import HANG_SECONDS
+from tests.tools.training import Trained, trained_by_spec, trained_on
 
 VOCABULARY, LENGTH, WIDTH, NUM_STEPS = 32, 4, 16, 2
 SPEC: dict[str, Any] = {
@@ -85,13 +81,8 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def trained(decided: Any) -> tuple[list[float], dict[str, Tensor]]:
-    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
-        return [engine.train_step(batch).loss for batch in batches()], engine.gather_parameters()
-
-
-def on_four_ranks(host: Any, shared: bool) -> tuple[list[float], dict[str, Tensor]]:
-    return host.run_ranks(4, trained, plan(build(shared), SPEC))[0]
+def on_four_ranks(host: Any, shared: bool) -> Trained:
+    return trained_on(host, plan(build(shared), SPEC), batches())
 
 
 @pytest.mark.thorough
@@ -99,9 +90,6 @@ def on_four_ranks(host: Any, shared: bool) -> tuple[list[float], dict[str, Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_trains_as_one_process(lab: Lab, shared: bool) -> None:
-    losses, parameters = lab.call(on_four_ranks, shared)
-    alone = OneProcess(build(shared), Spec.load({**SPEC, "mesh": {}}))
-    truth = [alone.train_step(batch) for batch in batches()]
-    assert losses == pytest.approx(truth, rel=1e-10)
-    named = {name: value.detach() for name, value in alone.model.named_parameters()}
-    assert far({name: parameters[name] for name in named}, named) < 1e-10
+    found, truth = lab.call(on_four_ranks, shared), trained_by_spec(build(shared), SPEC, batches())
+    assert found.losses == pytest.approx(truth.losses, rel=1e-10)
+    assert truth.furthest(found.parameters) < 1e-10

@@ -14,9 +14,10 @@ from planner import plan
 from planner.spec.update_rules import UPDATE_RULES
 from runtime import Engine
 from tests.models import families
+from tests.tools.captures import plan_again
 from tests.tools.laboratory import NUM_BATCHES, Case, session_lab
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.optimizer_ranks import spec_of, trained
+from tests.tools.training import Trained, spec_of, trained_alone, trained_on
 
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
@@ -95,45 +96,46 @@ def of_torch(parameters: list[nn.Parameter], rule: dict[str, Any]) -> torch.opti
 OWN: dict[str, Any] = {"lion": Lion, "schedule_free_adamw": ScheduleFree}
 
 
-def alone(name: str, rule: dict[str, Any], device: str = "cpu") -> tuple[list[float], dict[str, Tensor]]:
-    entry = families.build(name)
-    model, losses = entry.model.to(device, torch.float64), []
-    update = of_torch(list(model.parameters()), rule)
-    for step in range(STEPS):
-        update.zero_grad()
-        loss = entry.loss(model(**{k: x.to(device) for k, x in entry.batch(8, step).items()}))
-        loss.backward()
-        losses.append(loss.item())
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update.step()
-    return losses, {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+def batches_of(entry: families.Entry, device: str = "cpu") -> list[dict[str, Tensor]]:
+    return [{k: x.to(device) for k, x in entry.batch(8, step).items()} for step in range(STEPS)]
 
 
-def both(host: Any, name: str, rule: dict[str, Any], layout: dict[str, Any]) -> Any:
-    found, decided = trained(host, families.build(name), layout, rule, "float64", STEPS)
-    return found, alone(name, rule), decided.memory[0].optimizer
+def alone(rule: dict[str, Any], device: str = "cpu") -> Trained:
+    entry = families.build("gpt")
+    update = of_torch(list(entry.model.to(device).parameters()), rule)
+    return trained_alone(entry.model, entry.loss, batches_of(entry, device), update)
+
+
+def ruled(entry: families.Entry, rule: dict[str, Any], **layout: Any) -> dict[str, Any]:
+    """The spec of a rule; a layout's ``optimizer`` has keys beside those of the rule."""
+    return spec_of(entry, **{**layout, "optimizer": rule | layout.get("optimizer", {})})
+
+
+def both(host: Any, rule: dict[str, Any], layout: dict[str, Any]) -> Any:
+    entry = families.build("gpt")
+    decided = plan_again(entry.model, ruled(entry, rule, **layout))
+    return trained_on(host, decided, batches_of(entry)), alone(rule), decided.memory[0].optimizer
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_trains_as_that_of_torch(rule: str, layout: str) -> None:
-    (losses, found, measured), (wanted, truth), planned = session_lab().call(both, "gpt", RULES[rule], LAYOUTS[layout])
-    assert losses == pytest.approx(wanted, rel=1e-10)
-    for fqn, value in found.items():
-        apart = (value - truth[fqn]).abs()
+    found, truth, planned = session_lab().call(both, RULES[rule], LAYOUTS[layout])
+    assert found.losses == pytest.approx(truth.losses, rel=1e-10)
+    for fqn, value in found.parameters.items():
+        apart = (value - truth.parameters[fqn]).abs()
         if rule == "lion" and fqn.endswith("qkv.bias"):  # that of keys has no gradient but rounding, which has a sign
             apart = apart.view(3, -1)[[0, 2]]
         assert apart.max() <= 1e-9, fqn
-    assert measured["optimizer"] == planned
+    assert found.measured["optimizer"] == planned
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> None:
     entry = families.build("gpt")
-    made = plan(entry.model, spec_of(entry, {"mesh": {}}, RULES[rule]))
-    batches = [entry.batch(8, step) for step in range(4)]
+    made, batches = plan(entry.model, ruled(entry, RULES[rule], mesh={})), batches_of(entry)
     with Engine(made) as engine:
         for batch in batches[:2]:
             engine.train_step(batch)
@@ -141,8 +143,7 @@ def test_a_run_goes_on_from_a_save_of_its_rule(rule: str, tmp_path: Path) -> Non
         losses = [engine.train_step(batch).loss for batch in batches[2:]]
         wanted = engine.gather_parameters()
     entry = families.build("gpt")
-    other = {"mesh": {}, "optimizer": {"zero": 0}}
-    with Engine(plan(entry.model, spec_of(entry, other, RULES[rule]))) as engine:
+    with Engine(plan(entry.model, ruled(entry, RULES[rule], mesh={}, optimizer={"zero": 0}))) as engine:
         engine.load(tmp_path)
         # the norm that clips is summed in another order
         assert [engine.train_step(batch).loss for batch in batches[2:]] == pytest.approx(losses, rel=1e-15)
@@ -189,7 +190,7 @@ def test_a_schedule_free_rule_evaluates_the_mean_of_its_steps(mesh: dict[str, in
 
 def test_a_save_has_the_mean_that_a_schedule_free_rule_evaluates(tmp_path: Path) -> None:
     entry = families.build("gpt")
-    made = plan(entry.model, spec_of(entry, {"mesh": {}}, RULES["schedule-free"]))
+    made = plan(entry.model, ruled(entry, RULES["schedule-free"], mesh={}))
     with Engine(made) as engine:
         for step in range(2):
             engine.train_step(entry.batch(8, step))
@@ -211,7 +212,7 @@ def test_a_save_has_the_mean_that_a_schedule_free_rule_evaluates(tmp_path: Path)
 def test_a_schedule_free_rule_beside_a_schedule_or_a_mean_is_refused(keys: dict[str, Any], words: str) -> None:
     entry = families.build("gpt")
     with pytest.raises(PlanError, match=words):
-        plan(entry.model, spec_of(entry, {"mesh": {}}, {**RULES["schedule-free"], **keys}))
+        plan(entry.model, ruled(entry, {**RULES["schedule-free"], **keys}, mesh={}))
 
 
 def test_every_rule_is_tested() -> None:
@@ -224,7 +225,7 @@ def test_memory_is_that_of_the_moments() -> None:
     entry = families.build("gpt")
     found = {}
     for name, rule in (("adamw", {}), *RULES.items()):
-        made = plan(entry.model, spec_of(entry, {"mesh": {}}, rule))
+        made = plan(entry.model, ruled(entry, rule, mesh={}))
         found[name] = made.memory[0].optimizer / made.memory[0].gradients
     assert found == {
         "adamw": 2, "adam": 2, "sgd": 0, "sgd, momentum": 1, "sgd, nesterov": 1, "lion": 1, "adagrad": 1,

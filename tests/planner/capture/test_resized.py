@@ -21,8 +21,8 @@ from planner import capture as capture_for
 from planner.capture.export import capture
 from planner.capture.resized import Earlier
 from tests.models import families
-from tests.tools import length_ranks
 from tests.tools.kept_programs import encode
+from tests.tools.training import spec_of
 
 LONG, SHORT = 12, 8
 
@@ -203,7 +203,7 @@ def test_families_are_exported_once_for_all_lengths(name: str, exports: list[int
     entry = families.build(name)
 
     def inputs(length: int) -> dict[str, Tensor]:
-        spec = length_ranks.spec_of(entry, [length], {})["inputs"]
+        spec = spec_of(entry, [length])["inputs"]
         return {
             key: torch.empty((2, length, *given["shape"][1:]), dtype=getattr(torch, given["dtype"]), device="meta")
             for key, given in spec.items()
@@ -220,7 +220,7 @@ def test_families_are_exported_once_for_all_lengths(name: str, exports: list[int
 @pytest.mark.thorough
 def test_a_captured_model_is_exported_once_for_all_lengths(exports: list[int]) -> None:
     entry = families.build("gpt")
-    spec = length_ranks.spec_of(entry, [4, 8, 12], {"global": 8, "micro": 2}, mesh={"tp": 2})
+    spec = spec_of(entry, [4, 8, 12], mesh={"tp": 2})
     captured = capture_for(entry.model, spec)
     assert isinstance(captured, Captured)
     before = len(exports)

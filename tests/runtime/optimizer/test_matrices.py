@@ -16,10 +16,11 @@ from runtime.optimizer import matrices
 from runtime.optimizer.matrices import lr_factor, orthogonal
 from tests.models import families
 from tests.numeric.test_muon import RULE
+from tests.numeric.test_update_rules import ruled
 from tests.tools.captures import plan_again
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.optimizer_ranks import spec_of
+from tests.tools.ranks import Ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"mesh": {"dp": 2}},
@@ -49,10 +50,10 @@ def calls_of(decided: Plan, batch: dict[str, Tensor]) -> tuple[list[tuple[int, s
 
 def counted(host: Any, layout: dict[str, Any]) -> Any:
     entry = families.build("gpt")
-    decided = plan_again(entry.model, spec_of(entry, layout, RULE))
+    decided = plan_again(entry.model, ruled(entry, RULE, **layout))
     rows = [(row.bytes, row.axis) for row in decided.collectives if row.kind == "all_to_all"]
     of_weights = [(row.matrices.sizes, row.shape[1]) for row in decided.parameters if row.matrices is not None]
-    return rows, of_weights, host.run_ranks(decided.mesh.world_size, calls_of, decided, entry.batch(8, 0))
+    return rows, of_weights, Ranks(decided, "forks", host).run(calls_of, entry.batch(8, 0))
 
 
 @pytest.mark.sampled(1)
@@ -89,11 +90,11 @@ def steps_from(decided: Plan, batches: list[dict[str, Tensor]], save: Path, star
 def resumed(host: Any, folder: Path) -> Any:
     entry = families.build("gpt")
     batches = [entry.batch(8, step) for step in range(4)]
-    one = plan_again(entry.model, spec_of(entry, {"mesh": {}}, RULE))
-    other = plan_again(families.build("gpt").model, spec_of(entry, LAYOUTS["tp2·dp2"], RULE))
-    whole = host.run_ranks(1, steps_from, one, batches, folder / "whole", None)[0]
-    host.run_ranks(1, steps_from, one, batches[:2], folder / "half", None)
-    return whole, host.run_ranks(4, steps_from, other, batches[2:], folder / "rest", folder / "half")[0]
+    one = plan_again(entry.model, ruled(entry, RULE, mesh={}))
+    other = plan_again(families.build("gpt").model, ruled(entry, RULE, **LAYOUTS["tp2·dp2"]))
+    whole = Ranks(one, "forks", host).run(steps_from, batches, folder / "whole", None)[0]
+    Ranks(one, "forks", host).run(steps_from, batches[:2], folder / "half", None)
+    return whole, Ranks(other, "forks", host).run(steps_from, batches[2:], folder / "rest", folder / "half")[0]
 
 
 @pytest.mark.thorough
