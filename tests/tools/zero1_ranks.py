@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from passes.parameters import LocalParameter
-from passes.types.types import I, Placement, R, Segment, V
+from passes.types.types import I
 from planner.sharding.buffers import buffers_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
+from tests.tools.ranks import Ranks
 
 WORLD, STEPS, ROWS, MICROBATCHES = 4, 4, 8, 2
 PRECISIONS = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 CASES = list(itertools.product(PRECISIONS, (2, 4), (0, 1), ("none", "nccl"), (None, 40)))
-TP_CASES = list(itertools.product((0, 1), ("none", "nccl"), (None, 6)))
 
 
 class Toy(nn.Module):
@@ -113,78 +113,19 @@ def run_not_finite(groups, dp_rank):
     }
 
 
-# ---- tp 2 · dp 2: placements whose gradients need sums beyond dp, and norms that must not count twice
-
-
-def tp_locals(tp_rank):
-    """Local parameters with a gradient that is partial over tp, whole, cut, cut with a whole segment, or tied."""
-    first = tp_rank == 0
-    fused = Placement("V", 0, (Segment(4), Segment(2, sharded=False)))
-    f64 = torch.float64
-    return [
-        LocalParameter("cut", (2, 3), f64, V(0, 4), (4, 3)),
-        LocalParameter("same", (5,), f64, I, (5,), counted=first),
-        LocalParameter("partial", (7,), f64, R, (7,), partial_over=("tp",), counted=first),
-        LocalParameter("fused", (4, 3), f64, fused, (6, 3), partial_over=("tp",)),
-        LocalParameter("fused_columns", (3, 4), f64, fused.moved(1), (3, 6), partial_over=("tp",)),
-        LocalParameter("tied", (3, 3), f64, I, (3, 3), partial_over=("embedding",), counted=first, tied_stages=(0, 1)),
-    ]
-
-
-def tp_start(local, tp_rank):
-    """The initial global value, and this rank's part of it."""
-    generator = torch.Generator().manual_seed(len(local.fqn))
-    full = torch.randn(local.global_shape, generator=generator, dtype=torch.float64)
-    return full, cut(full, local.placement, tp_rank)
-
-
-def cut(full, placement, tp_rank):
-    if not placement.is_sharded:
-        return full.clone()
-    pieces = [full.narrow(placement.dim, a, b - a) for a, b in placement.slices(2, tp_rank)]
-    return torch.cat(pieces, placement.dim)
-
-
-def tp_gradient(local, tp_rank, dp_rank, step):
-    """The gradient that one rank computes: the same on both tp ranks where the placement says so."""
-    seed = 1000 * step + 100 * dp_rank + len(local.fqn) + (0 if local.fqn == "same" else 10 * tp_rank)
-    return torch.randn(local.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def run_tp_case(zero, alignment, bucket_size, groups, tp_rank, dp_rank):
-    parameters = [(local, nn.Parameter(tp_start(local, tp_rank)[1])) for local in tp_locals(tp_rank)]
-    options = settings(zero=zero, alignment=alignment, bucket_size=bucket_size)
-    optimizer = optimizer_of(parameters, options, groups=groups)
-    steps = []
-    for step in range(STEPS):
-        optimizer.wait_parameters()
-        optimizer.buffers.last_microbatch = True
-        sum((p * tp_gradient(local, tp_rank, dp_rank, step)).sum() for local, p in parameters).backward()
-        optimizer.reduce_gradients()
-        gradients = optimizer.gather_gradients()
-        norm = float(optimizer.step(rate(step)).figures[0])
-        optimizer.wait_parameters()
-        values = {local.fqn: p.detach().clone() for local, p in parameters}
-        steps.append({"gradients": gradients, "norm": norm, "parameters": values})
-    return steps
-
-
 def on_ranks(host, chosen):
-    return host.run_ranks(WORLD, run_cases, chosen)
+    return Ranks(WORLD, "forks", host).run(run_cases, chosen)
 
 
 def run_cases(chosen):
     """The results of this rank, by case."""
     warnings.simplefilter("error", FutureWarning)
     rank, results = dist.get_rank(), {}
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    dp_pair, tp_pair = pairs[rank // 2], pairs[2 + rank % 2]
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    dp_pair = pairs[rank // 2]
     groups = {2: {"dp": dp_pair, "world": dp_pair}, 4: {"dp": dist.group.WORLD, "world": dist.group.WORLD}}
     for case in [case for case in CASES if case in chosen]:
         precision, dp, zero, alignment, bucket_size = case
         results[case] = run_case(precision, zero, alignment, bucket_size, groups[dp], dp, rank % dp)
-    mixed = {"dp": dp_pair, "tp": tp_pair, (0, 1): tp_pair, "world": dist.group.WORLD}
-    for case in [case for case in TP_CASES if case in chosen]:
-        results[case] = run_tp_case(*case, mixed, rank // 2, rank % 2)
     results["not_finite"] = run_not_finite(groups[4], rank)
     return results

@@ -132,48 +132,6 @@ def test_live_bytes_equal_the_table_up_to_padding(results, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ranks.TP_CASES)
-def test_partial_tied_and_fused_parameters_sum_and_count_once(results, case):
-    locals_ = ranks.tp_locals(0)
-    mains = {local.fqn: ranks.tp_start(local, 0)[0] for local in locals_}
-    optimizer = torch.optim.AdamW(mains.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for step in range(ranks.STEPS):
-        for local in locals_:
-            mains[local.fqn].grad = global_gradient(local, step)
-        expected = {n: p.grad.clone() for n, p in mains.items()}
-        norm = nn.utils.clip_grad_norm_(mains.values(), 0.7).item()
-        optimizer.param_groups[0]["lr"] = ranks.rate(step)
-        optimizer.step()
-        for rank in range(ranks.WORLD):
-            actual = results[rank][case][step]
-            assert actual["norm"] == pytest.approx(norm, rel=1e-12)
-            for local in locals_:
-                part = ranks.cut(expected[local.fqn], local.placement, rank // 2)
-                assert_near(actual["gradients"][local.fqn], part, 1e-12)
-                part = ranks.cut(mains[local.fqn], local.placement, rank // 2)
-                assert_near(actual["parameters"][local.fqn], part, 1e-12)
-
-
-def global_gradient(local, step):
-    """Of the whole parameter: parts put in their places, and partial gradients added up."""
-    total = torch.zeros(local.global_shape, dtype=torch.float64)
-    for dp_rank in range(2):
-        for tp_rank in range(2):
-            grad = ranks.tp_gradient(local, tp_rank, dp_rank, step)
-            if local.fqn == "same" and tp_rank == 1:
-                continue
-            if not local.placement.is_sharded:
-                total += grad
-                continue
-            start = 0
-            for first, stop in local.placement.slices(2, tp_rank):
-                piece = grad.narrow(local.placement.dim, start, stop - first)
-                total.narrow(local.placement.dim, first, stop - first).add_(piece)
-                start += stop - first
-    return total
-
-
-@pytest.mark.slow
 def test_infinite_gradient_on_one_rank_skips_the_update_on_all(results):
     assert [results[rank]["not_finite"] for rank in range(4)] == [{"skipped": True, "unchanged": True}] * 4
 
