@@ -271,7 +271,7 @@ class Engine:
     def _forward_backward(self, batch: Mapping[str, Tensor], local: bool, outside: LossOutside | None) -> Tensor:
         variant = self._turn_to(batch, local, outside=outside is not None)
         step = self._step(variant, batch, local)
-        with self.outside_loss.around(variant, outside, batch, local=local):
+        with self.outside_loss.around(variant.executor, variant.layout, outside, batch, local=local):
             self.running.gradients_ready = False
             self._activity.off(FORWARD)
             if variant.program.sums is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from runtime.distributed.agreement import agree
 from runtime.distributed.faults.failure import first_line, is_of_a_peer, place_of
 from runtime.engine.build import Built, Running, executor_of
 from runtime.pipeline.executor import Executor, Step
-
-if TYPE_CHECKING:
-    from runtime.engine.length_variants import Variant
 
 LossFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
 FIGURES = 3
@@ -163,15 +160,20 @@ class EngineOutsideLoss:
 
     @contextmanager
     def around(
-        self, variant: Variant, loss: LossOutside | None, batch: Mapping[str, Tensor], *, local: bool
+        self,
+        executor: Executor,
+        layout: BatchLayout,
+        loss: LossOutside | None,
+        batch: Mapping[str, Tensor],
+        *,
+        local: bool,
     ) -> Iterator[None]:
-        """Around the run of a step. Raises PlanError on every rank if the function failed on one: the step is whole,
-        and the next may follow."""
-        executor = variant.executor
+        """Around the run of a step on these. Raises PlanError on every rank if the function failed on one: the step is
+        whole, and the next may follow."""
         if loss is None or not isinstance(executor, LossOutsideExecutor):
             yield
             return
-        executor.begin(loss, batch, variant.layout, local=local)
+        executor.begin(loss, batch, layout, local=local)
         yield
         try:
             agree(self._groups, executor.failure)
