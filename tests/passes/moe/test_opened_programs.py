@@ -5,7 +5,7 @@ Both run in one process, in float64, so that each layer is held without ranks; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from planner.captured import prepare
 from planner.mesh import Mesh
 from planner.spec.spec import Spec
 from tests.models import experts, selected_rows, sliced_experts, slots, sorted_experts, stacked_experts
+from tests.models.drawn_experts import DrawnNet
 from tests.tools.captures import captured_again
 from tests.tools.opened_programs import difference, drawn_values
 from tests.tools.simulated_mesh import spec_of
@@ -76,10 +77,10 @@ OPENINGS = ("Layer.masks", "Stacks.biased", "Stacks.of_pairs", "Sorting.by_place
 OTHERS = [name for name in SPELLINGS if name not in OPENINGS]
 
 
-def captured(name: str) -> tuple[Program, dict[str, Any]]:
+def captured(make: Make, **more: Any) -> tuple[Program, dict[str, Any]]:
     """A program before anything is decided about experts, and values of its placeholders."""
     torch.manual_seed(3)
-    model, spec = experts.Net(SPELLINGS[name]()), Spec.load(spec_of(experts.batch(), {}))
+    model, spec = make(), Spec.load(spec_of(experts.batch(), {}, **more))
     program = prepare(captured_again(model, spec), spec).program
     return program, drawn_values(program, model, experts.batch())
 
@@ -93,13 +94,30 @@ def opened(program: Program, mesh: Mesh, nodes: int = 1) -> Program:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*OPENINGS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_no_mesh_changes_outputs_or_gradients(name: str) -> None:
-    program, values = captured(name)
+    check(*captured(lambda: experts.Net(SPELLINGS[name]())))
+
+
+def check(program: Program, values: Mapping[str, Any]) -> None:
     for title, (mesh, nodes) in MESHES.items():
         made = opened(program, mesh, nodes)
         calls = {node.target for node in made.graph.graph.nodes}
         assert title == "alone" or calls & set(exchange.EXCHANGES), title
         most, where = difference(program, made, values, mesh.ep)
         assert most < NEAR, f"{title}: {where} is {most:.1e} away"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(100))
+def test_five_drawn_layers(seed: int) -> None:
+    check(*captured(lambda: DrawnNet(seed).double()))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPENINGS)
+def test_rows_of_each_dtype_are_those_of_float64(name: str, dtype: str) -> None:
+    """The graph is that of the dtype; its ops compute in float64."""
+    check(*captured(lambda: experts.Net(SPELLINGS[name]()), precision={"parameters": dtype}))
 
 
 # ---- a wrong exchange is seen
@@ -132,7 +150,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_wrong_exchange_is_seen(fault: Callable[[fx.Graph], None]) -> None:
-    program, values = captured("Layer.masks")
+    program, values = captured(lambda: experts.Net(SPELLINGS["Layer.masks"]()))
     made, ep = opened(program, FAULTS[fault]), FAULTS[fault].ep
     fault(made.graph.graph)
     assert difference(program, made, values, ep)[0] > 1e-3
