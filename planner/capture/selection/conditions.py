@@ -53,7 +53,7 @@ def that(truth: Truth, of: fx.Node, order: Sequence[fx.Node], root: Any, **rest:
     """That the ``truth`` of a value is true. ``order``: the calls that make it, with those that write into it."""
     if not all(n.op != "call_function" or (follows(n) and hasattr(n.target, "_schema")) for n in order):
         return None
-    return conditioned(sympy.Eq(_TRUTH, 1), True, (_TRUTH,), order, [of], root, truth, **rest)
+    return conditioned(sympy.Eq(_TRUTH, 1), True, (_TRUTH,), order, [of], root, truth=truth, **rest)
 
 
 def conditioned(
@@ -63,6 +63,7 @@ def conditioned(
     order: Sequence[fx.Node],
     reads: Sequence[fx.Node],
     root: Any,
+    *,
     truth: Truth = lambda _, node: node,
     most: int = MOST_ELEMENTS,
     constants: Mapping[str, Tensor] = _NOTHING,

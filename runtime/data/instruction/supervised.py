@@ -56,6 +56,35 @@ class Sample:
     turn: int = 0
 
 
+class Frames:
+    """What the template wrote before, between and behind the texts of a row, as marks found it."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, ...], list[list[str]]] = {}  # by the fields of the texts
+
+    def end_of(self, texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
+        """Where the last text ends, if one of them with these texts is all that stands behind ``begin``."""
+        for frame in self._of.get(tuple(name for name, _ in texts), ()):
+            around = "".join(before + text for before, (_, text) in zip(frame, texts, strict=False))
+            if rendered[begin:] == around + frame[-1]:
+                return begin + len(around)
+        return None
+
+    def see(self, texts: Sequence[tuple[str, str]], ends: Sequence[Sequence[int]], rendered: str, begin: int) -> None:
+        """Keep what is around texts that stand in their order, each at one place and unchanged."""
+        frame, at = [], begin
+        for (_, text), places in zip(texts, ends, strict=True):
+            start = places[0] - len(text) if len(places) == 1 else -1
+            if start < at or not rendered.startswith(text, start):
+                return
+            frame.append(rendered[at:start])
+            at = places[0]
+        fields = tuple(name for name, _ in texts)
+        if fields in self._of or len(self._of) < _NUM_FIELDS:
+            kept = self._of.setdefault(fields, [])
+            kept += [[*frame, rendered[at:]]] if len(kept) < _NUM_FRAMES else []
+
+
 @dataclass(slots=True)
 class Rule:
     """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped.
@@ -69,7 +98,7 @@ class Rule:
     ignored: Collection[str] = ()
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[int] = field(default_factory=Counter)
-    frames: Frames = field(default_factory=lambda: Frames())
+    frames: Frames = field(default_factory=Frames)
 
 
 def samples_of(talk: Conversation, rule: Rule) -> list[Sample]:
@@ -212,36 +241,6 @@ def _check_own(text: str, where: str, chat: ChatTokenizer) -> None:
     if (found := next(chat.special_in(text), None)) is not None:
         what = f"{where} holds the special token {shorten(found[0], 60)}: as an answer, it would be trained on as such"
         raise RowError(what, fix="take it out of the text")
-
-
-class Frames:
-    """What the template wrote before, between and behind the texts of a row, as marks found it."""
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[str, ...], list[list[str]]] = {}  # by the fields of the texts
-
-    def end_of(self, texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
-        """Where the last text ends, if one of them with these texts is all that stands behind ``begin``."""
-        for frame in self._of.get(tuple(name for name, _ in texts), ()):
-            around = "".join(before + text for before, (_, text) in zip(frame, texts, strict=False))
-            if rendered[begin:] == around + frame[-1]:
-                return begin + len(around)
-        return None
-
-    def see(self, texts: Sequence[tuple[str, str]], ends: Sequence[Sequence[int]], rendered: str, begin: int) -> None:
-        """Keep what is around texts that stand in their order, each at one place and unchanged."""
-        frame, at = [], begin
-        for (_, text), places in zip(texts, ends, strict=True):
-            start = places[0] - len(text) if len(places) == 1 else -1
-            if start < at or not rendered.startswith(text, start):
-                return
-            frame.append(rendered[at:start])
-            at = places[0]
-        if (
-            len(self._of) < _NUM_FIELDS
-            and len(kept := self._of.setdefault(tuple(n for n, _ in texts), [])) < _NUM_FRAMES
-        ):
-            kept.append([*frame, rendered[at:]])
 
 
 class Presence:
