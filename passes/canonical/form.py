@@ -57,11 +57,22 @@ def canonicalize(
     writer.copy_body(source, env)
     by_name = {node.name: node for node in source.graph.nodes}
     writer.graph.output(tuple(env[by_name[name]] for name in outputs.values()))
+    _fill_alone(writer.graph)
     module = Unwritten(torch.nn.Module(), writer.graph)
     prune(module.graph)
     if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
         prune(module.graph)
     return module
+
+
+def _fill_alone(graph: fx.Graph) -> None:
+    """``zeros_like(x)`` and its kind by their sizes, where nothing reads values of x: x is then not computed."""
+    for node in graph.nodes:
+        source = node.all_input_nodes[0] if node.target in _LIKE else None
+        if source is None or source.op != "call_function" or any(user.target not in _LIKE for user in source.users):
+            continue
+        fill: Any = node.args[1] if node.target is aten.full_like.default else _LIKE[node.target]
+        node.target, (node.args, node.kwargs) = aten.full.default, _filled(node.meta["val"], fill)
 
 
 class _Writer:
@@ -219,21 +230,23 @@ def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     return loss_of_rows(emit, args, kwargs, node.meta["val"])
 
 
+_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+
+
 def _new_filled(value: float | None) -> Callable[..., Any]:
     """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
 
     def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         val = node.meta["val"]
-        fill = args[2] if value is None else value
-        dtype_fill = bool(fill) if val.dtype == torch.bool else fill
-        return emit(
-            aten.full.default,
-            ([int(n) for n in val.shape], dtype_fill),
-            {"dtype": val.dtype, "device": val.device},
-            val,
-        )
+        return emit(aten.full.default, *_filled(val, args[2] if value is None else value), val)
 
     return rewrite
+
+
+def _filled(val: torch.Tensor, fill: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a factory call."""
+    sizes, filled = [int(n) for n in val.shape], bool(fill) if val.dtype == torch.bool else fill
+    return (sizes, filled), {"dtype": val.dtype, "device": val.device}
 
 
 def _own_backward(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

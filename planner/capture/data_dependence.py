@@ -18,16 +18,16 @@ from passes.program.source_lines import where_of
 
 FIX = (
     "control flow and shapes may depend on shapes and settings, not on the values of tensors: replace the branch "
-    "by torch.where, a mask or a flag (x[mask] and nonzero() are supported only to select rows that are written "
-    "back to their positions)"
+    "by torch.where, a mask or a flag (x[mask] and nonzero() are supported only to select rows that are added up, "
+    "or written back to their positions)"
 )
 
 NUMBER_OF_DATA = "a branch, a shape or a number in Python depends on the values of tensors (data-dependent)"
 SELECTION_FIX = (
     "selected rows (token = torch.where(mask)[0]; x[token] or x[mask]) may pass only through row-wise ops "
-    "(linear, activations, norms over features; no statistics over rows, no count of rows), and must then be "
-    "written back to their positions: out.index_add_(0, token, y), out[token] += y, out[mask] = y; otherwise "
-    "compute all rows, with torch.where"
+    "(linear, activations, norms over features; no statistics over rows), and must then be added up (y.sum(), "
+    "y.mean(), a loss, a sum / y.shape[0]) or written back to their positions: out.index_add_(0, token, y), "
+    "out[token] += y, out[mask] = y; otherwise compute all rows, with torch.where"
 )
 
 

@@ -209,7 +209,10 @@ class _Tracer:
             return number_of(held) if isinstance(held, Value) else held
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), operand)  # pyright: ignore
-        seen = self._observed(node, tuple(args), dict(kwargs), [v.like for v in operands])
+        likes = [v.like for v in operands]
+        if node.meta.get("grad") is False:  # no gradient reaches it: it has no backward, and keeps nothing for one
+            likes = [replace(like, requires_grad=False) for like in likes]
+        seen = self._observed(node, tuple(args), dict(kwargs), likes)
         if seen is None:
             seen = self._unseen(node, operands)
             self.trace.unseen.append(node.meta["origin"])

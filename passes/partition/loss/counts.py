@@ -26,10 +26,10 @@ import torch
 from torch import fx
 
 from passes.canonical.products import NOTHING_IGNORED
-from passes.partition.loss.kinds import LOOSE, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
+from passes.partition.loss.kinds import LOOSE, MEAN, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
 from passes.program.builder import Builder, bare
 from passes.program.ops.aten import arguments, aten, named, packet_of, tensors_of
-from passes.program.ops.groups import LOOKUPS, MOVES, PLACING, is_grouped
+from passes.program.ops.groups import CROSS_ENTROPIES, LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data
 from passes.program.program import Program
 from passes.program.walks import ancestors, operands, walk
@@ -181,6 +181,9 @@ class Together:
             return self.emit(node, over_data, [self.share(node)]) if kind == SHARE else None
         if kind == UNKNOWN and self._counts_rows(node):
             return self.emit(node, over_data, [node])
+        if kind == UNKNOWN and self._counts_its_labels(node):
+            parts = (self.emit(part, over_data, [part]) for part in _sum_and_count(node, self.emit))
+            return self.emit(node, aten.div.Tensor, list(parts))
         if kind != UNKNOWN or node.op != "call_function":
             return None
         given = {n: self.whole(n) for n in node.all_input_nodes}
@@ -188,6 +191,12 @@ class Together:
             return None
         args: Any = fx.map_arg(node.args, lambda n: given[n])
         return self.emit(node, node.target, list(args), dict(fx.map_arg(node.kwargs, lambda n: given[n])))
+
+    def _counts_its_labels(self, node: fx.Node) -> bool:
+        """A mean cross-entropy of rows with class ids that are computed: which of them count is not known before."""
+        given = named(node) if node.target in CROSS_ENTROPIES else {}
+        is_mean = bool(given) and given["reduction"] == MEAN and not given["target"].meta["val"].is_floating_point()
+        return is_mean and all(self.kinds[given[name]].name == ROWS for name in ("self", "target"))
 
     def _counts_rows(self, node: fx.Node) -> bool:
         """A histogram of rows in bins that do not follow the rows: counts add up."""
@@ -207,14 +216,19 @@ def counts_labels(node: fx.Node, program: Program) -> bool:
 
 def over_all_labels(node: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
     """The share of a mean cross-entropy that counts its labels. ``counts``: of the global batch."""
+    total, count = _sum_and_count(node, emit)
+    return emit(node, aten.div.Tensor, [total, _denominator(count, node, counts, emit)])
+
+
+def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
+    """Of a mean cross-entropy its sum over rows, and how much these rows count together."""
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
     count = _valid_labels(target, weight, int(given.get("ignore_index", NO_LABEL)), emit)
     order = [given["self"], target, weight, SUM, *[given[name] for name in NAMES[4:] if name in given]]
     if "label_smoothing" in given and "ignore_index" not in given:
         order.insert(4, NO_LABEL)
-    total = emit(node, node.target, order)
-    return emit(node, aten.div.Tensor, [total, _denominator(count, node, counts, emit)])
+    return emit(node, node.target, order), count
 
 
 def _denominator(count: fx.Node, like: fx.Node, counts: Counts, emit: Emit) -> fx.Node:

@@ -68,6 +68,7 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
     types = decide_types(program, cp, sort_plainly(program, experts))
     program.rewrites += _computed_in_full(program, types)
     count_rows(program.graph.graph, types)
+    _loss_is(program)
     program.graph.graph = partition(program.graph.graph, types, program.node(program.loss))
     _loss_is(program)
     return Context(cp, tuple(sorted(types.lengths)))

@@ -250,12 +250,12 @@ def is_pointwise(target: object) -> bool:
 
 FORGOTTEN = set(
     ops_named(
-        "to.dtype contiguous clone detach dropout masked_fill.Scalar masked_fill.Tensor zeros_like ones_like full_like "
-        "where.self where.ScalarOther where.ScalarSelf where.Scalar gelu silu relu6 softplus __and__.Tensor "
-        "__or__.Tensor square type_as rsub.Scalar rsub.Tensor true_divide.Tensor mish leaky_relu hardswish selu celu "
-        "subtract.Tensor multiply.Tensor divide.Tensor log_sigmoid clamp clip float_power.Tensor_Scalar fill.Tensor "
-        "fill.Scalar floor_divide floor_divide.Scalar empty_like real imag conj _conj polar complex resolve_conj relu "
-        "logical_and hardsigmoid"
+        "to.dtype to.device to.dtype_layout to.other contiguous clone detach dropout masked_fill.Scalar "
+        "masked_fill.Tensor zeros_like ones_like full_like where.self where.ScalarOther where.ScalarSelf where.Scalar "
+        "gelu silu relu6 softplus __and__.Tensor __or__.Tensor square type_as rsub.Scalar rsub.Tensor "
+        "true_divide.Tensor mish leaky_relu hardswish selu celu subtract.Tensor multiply.Tensor divide.Tensor "
+        "log_sigmoid clamp clip float_power.Tensor_Scalar fill.Tensor fill.Scalar floor_divide floor_divide.Scalar "
+        "empty_like real imag conj _conj polar complex resolve_conj relu logical_and hardsigmoid"
     )
 )
 

@@ -6,8 +6,8 @@
     p = where(chosen == e, probs, 0).sum(-1)
     out += where((chosen == e).any(-1), expert(x) * p, 0)
 
-Both are equal if the ops between reading rows and writing them back act on each row alone, and if no unselected row
-makes a gradient NaN (planner.capture.selection.space). All else is refused by line.
+Both are equal if the ops between reading rows and writing them back (or adding them up: ``totals``) act on each row
+alone, and if no unselected row makes a gradient NaN (planner.capture.selection.space). All else is refused by line.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from planner.capture.selection.places import (
     adds_to,
     column_of,
     columns,
+    kept_regular,
     kept_small,
-    only_selected,
     read,
     replaced,
     row_dim,
     runs_along,
     summed,
     symbols_of,
+    unspread,
 )
 from planner.capture.selection.space import (
-    SINGULAR,
     Keys,
     Space,
     acts_on_each_row,
     at_most_one,
-    endangered,
     is_known,
     key_of_mask,
     root_of,
 )
+from planner.capture.selection.totals import Totals
 
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
@@ -90,6 +90,7 @@ class _Rewriter:
         self.features = Features(self.write, inputs, constants)
         self.env: dict[fx.Node, Any] = {}
         self.spaces: dict[sympy.Symbol, Space] = {}
+        self.totals = Totals(self.write, self.spaces)
         self.by_mask: dict[str, Space] = {}
         self.asked: dict[str, int] = {}
         self.nobody = nobody
@@ -113,6 +114,8 @@ class _Rewriter:
         if node.target is getitem and isinstance(given[0], tuple):
             index: Any = node.args[1]
             return given[0][index]
+        if (same := unspread(node, self.env)) is not None:
+            return same
         if returns_nothing(node.target) and not all(isinstance(v, fx.Node) for v in given):
             return None
         is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -123,6 +126,8 @@ class _Rewriter:
             return placed
         if is_number or is_static or node.op != "call_function":
             return self.write.graph.node_copy(node, lambda n: self._static(node, n))
+        if not symbols_of(value) and (total := self.totals.of(node, self.env)) is not None:
+            return total
         found = self._select(node, given) or self._place(node) or self._put(node)
         if found is not None:
             return found
@@ -295,7 +300,7 @@ class _Rewriter:
         acts = is_known(node) if tables else acts_on_each_row(node, inputs, row_dim(value))
         if (rests and not counts) or not acts:
             raise refused(node, f"the input shape of {name_of(node)} depends on data, and it may mix rows")
-        guarded = self._guarded(node, space, inputs)
+        guarded = kept_regular(self.write, space, node, {n: (self.env[n].node, d) for n, d in inputs.items()})
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
         kwargs = map_aggregate(dict(node.kwargs), lambda a: self._resolved(a, guarded))
         made = self.write.call(node.target, *args, **kwargs)  # pyright: ignore
@@ -317,14 +322,6 @@ class _Rewriter:
         if len(spaces) != 1:
             raise refused(node, f"the shape of what {name_of(node)} makes depends on data")
         return next(iter(spaces.values()))
-
-    def _guarded(self, node: fx.Node, space: Space, inputs: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
-        """Operands with unselected rows replaced, so that the op is not singular there."""
-        if packet_of(node.target) not in SINGULAR:
-            return {}
-        dense = {n: self.env[n].node for n in inputs}
-        risky = set(endangered(node))
-        return {n: only_selected(self.write, space, dense[n], d, 1) for n, d in inputs.items() if n in risky}
 
     def _resolved(self, argument: Any, guarded: Mapping[fx.Node, fx.Node]) -> Any:
         if isinstance(argument, torch.SymInt):

@@ -23,7 +23,7 @@ from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LOOKUPS
 from passes.program.program import Assumption
 from planner.capture.data_dependence import calls_in, tensors
-from planner.capture.selection.space import Space
+from planner.capture.selection.space import SINGULAR, Space, endangered
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,20 @@ def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: floa
     """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
     mask = write.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
     return write.call(aten.where.ScalarOther, mask, x, other)
+
+
+def kept_regular(
+    write: Writer, space: Space, call: fx.Node, dense: Mapping[fx.Node, tuple[fx.Node, int]]
+) -> dict[fx.Node, fx.Node]:
+    """The operands of a singular call with unselected rows replaced. ``dense``: all rows of each, and their dim."""
+    risky = endangered(call) if packet_of(call.target) in SINGULAR else []
+    return {n: only_selected(write, space, *dense[n], 1) for n in dict.fromkeys(risky) if n in dense}
+
+
+def unspread(call: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, ...] | None:
+    """Tensors that are as large as each other before ``broadcast_tensors``: these. ``env``: their new values."""
+    read: Any = call.args[0] if packet_of(call.target) is aten.broadcast_tensors else []
+    return tuple(env[n] for n in read) if len({str(n.meta["val"].shape) for n in read}) == 1 else None
 
 
 def kept_small(write: Writer, space: Space, rows: fx.Node, dim: int) -> fx.Node:

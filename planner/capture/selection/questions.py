@@ -86,7 +86,7 @@ class Questions:
         """The answer to a question in numbers of rows or truths; None if it asks for anything else."""
         tracer, makers = self._makers_of(question)
         if not makers:
-            return None
+            return _told_inside(question)
         again = self._identity(question, makers)
         if again in self._answered:
             return self._answered[again]
@@ -200,6 +200,15 @@ def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tup
         read, selects = (masks[0], masks[0].meta["val"].dtype == torch.bool) if len(masks) == 1 else (None, False)
     at = _sign(question, symbol)
     return (root_of(read), at) if selects and at is not None and isinstance(read, fx.Node) else None
+
+
+def _told_inside(question: Any) -> bool | None:
+    """The answer for an op that looks whether its operand is empty, below the calls that are recorded: it is not. The
+    call itself is what runs, on empty operands too.
+    """
+    symbols = question.free_symbols if isinstance(question, sympy.Rel) else ()
+    at = _sign(question, next(iter(symbols))) if len(symbols) == 1 else None
+    return None if at is None or proxy_tensor.get_proxy_mode() is not None else not at
 
 
 def _sign(question: sympy.Rel, symbol: sympy.Symbol) -> bool | None:

@@ -39,7 +39,9 @@ TOTAL = Ops(
     "zero fill lift_fresh_copy"
 )
 # may give no number, or have no derivative, somewhere: a row that is not selected is kept away from there
-SINGULAR = Ops("div divide true_divide reciprocal log log2 log10 log1p sqrt rsqrt pow exp exp2 expm1 sinh cosh tan")
+SINGULAR = Ops(
+    "div divide true_divide remainder fmod reciprocal log log2 log10 log1p sqrt rsqrt pow exp exp2 expm1 sinh cosh tan"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +255,7 @@ def is_known(call: fx.Node) -> bool:
 def endangered(call: fx.Node) -> list[fx.Node]:
     """The operands of a singular op that at some values make its value or derivative non-finite."""
     packet = packet_of(call.target)
-    if packet in DIVISIONS or packet is aten.reciprocal:
+    if packet in DIVISIONS or packet in (aten.remainder, aten.fmod, aten.reciprocal):
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
         return [divisor] if isinstance(divisor, fx.Node) and not _is_positive(divisor) else []
     if packet is aten.pow:

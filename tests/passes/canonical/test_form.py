@@ -137,6 +137,17 @@ v3 = aten.add.Tensor(v1, v2)
     )
 
 
+def test_what_is_read_for_its_sizes_alone_is_not_computed():
+    assert_expected_inline(
+        canonical(lambda m, x: torch.cat([torch.zeros_like(m.up(x)[:, :1]), x, torch.ones_like(x)], 1)),
+        """\
+v0 = aten.full([2, 1, 8], 0, dtype=torch.float64, device=cpu)
+v1 = aten.ones_like(x, pin_memory=False)
+v2 = aten.cat([v0, x, v1], 1)
+""",
+    )
+
+
 def test_native_layer_norm_is_layer_norm():
     assert_expected_inline(
         canonical(lambda m, x: torch.native_layer_norm(x, [8], m.scale, None, 1e-5)[0]),
