@@ -1,9 +1,9 @@
 """Sums, means and losses of selected rows: those of all rows with a mask.
 
-    x[mask].sum()                        where(mask, x, 0).sum()
-    x[mask].mean()                       where(mask, x, 0).sum() / mask.sum()
+    x[mask].sum()                        total = (x, or 0 outside of mask).sum()
+    x[mask].mean()                       total / mask.sum()
     mse_loss(x[mask], y[mask])           the mean of mse_loss(x, y, reduction="none")
-    cross_entropy(x[mask], y[mask])      cross_entropy(x, where(mask, y, ignore_index))
+    cross_entropy(x[mask], y[mask])      cross_entropy(x, y, or ignore_index outside of mask)
     total / x[mask].shape[0]             total / mask.sum()
 
 The count of a mask of inputs is known of each microbatch, so that a loss of several is divided by that of them all.
@@ -29,7 +29,7 @@ TOTAL_LOSSES = Ops("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entr
 
 
 class Totals:
-    """Owns nothing but where to ``write``. ``spaces``: of each number of selected rows."""
+    """Writes them with ``write``. ``spaces``: of each number of selected rows."""
 
     def __init__(self, write: Writer, spaces: Mapping[sympy.Symbol, Space]) -> None:
         self._write, self._spaces = write, spaces
