@@ -201,7 +201,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Model], Tensor]] = {
     "shifted": lambda x, ids, labels, m: _shifted(x, labels, m),
     "shifted by two": lambda x, ids, labels, m: _shifted(x, labels, m, 2),
     "ignored": lambda x, ids, labels, m: _plain(x, ids, labels.masked_fill(ids < 8, -100), m),
-    "computed": lambda x, ids, labels, m: _plain(x, ids, torch.where(x.detach().sum(-1) > 0, labels, -100), m),
+    "computed": lambda x, ids, labels, m: _plain(x, ids, torch.where(x.detach()[..., 0] > 0, labels, -100), m),
     "z": lambda x, ids, labels, m: _plain(x, ids, labels, m) + m.head(x).logsumexp(-1).square().mean() / 100,
     "activations": lambda x, ids, labels, m: _plain(x, ids, labels, m) + x.square().mean() / 100,
     "of a weight": lambda x, ids, labels, m: _plain(x, ids, labels, m) + m.places.weight.square().mean() / 100,
