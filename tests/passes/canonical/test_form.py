@@ -139,11 +139,12 @@ v3 = aten.add.Tensor(v1, v2)
 
 def test_what_is_read_for_its_sizes_alone_is_not_computed():
     assert_expected_inline(
-        canonical(lambda m, x: torch.cat([torch.zeros_like(m.up(x)[:, :1]), x, torch.ones_like(x)], 1)),
+        canonical(lambda m, x: x + torch.full_like(m.up(x)[..., :1], 2.0) * torch.ones_like(x)),
         """\
-v0 = aten.full([2, 1, 8], 0, dtype=torch.float64, device=cpu)
+v0 = aten.full([2, 6, 1], 2.0, dtype=torch.float64, device=cpu)
 v1 = aten.ones_like(x, pin_memory=False)
-v2 = aten.cat([v0, x, v1], 1)
+v2 = aten.mul.Tensor(v0, v1)
+v3 = aten.add.Tensor(x, v2)
 """,
     )
 
