@@ -19,13 +19,11 @@ import sympy
 from torch import fx
 
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
-from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS, Ops
+from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
 from planner.capture.selection.places import COUNT, Rows, Writer, only_selected, row_dim
 from planner.capture.selection.space import Space, is_known
 
 NONE, MEAN = 0, 1  # values of ``reduction``
-# with a number and a derivative everywhere
-TOTAL_LOSSES = Ops("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits cross_entropy_loss")
 
 
 class Totals:
@@ -94,9 +92,9 @@ class Totals:
         if space is None or not is_known(call):
             return None
         rows = {name: env[n].node for name, n in given.items() if isinstance(n, fx.Node) and isinstance(env[n], Rows)}
-        if packet_of(call.target) not in TOTAL_LOSSES:  # 1 is a value that each can take: a probability, a distance
-            floats = [name for name, x in rows.items() if x.meta["val"].is_floating_point()]
-            rows |= {name: only_selected(self._write, space, rows[name], 0, 1) for name in floats}
+        # a row that is not selected is 1 everywhere: each loss has a derivative there, of a probability or a distance
+        floats = [name for name, x in rows.items() if x.meta["val"].is_floating_point()]
+        rows |= {name: only_selected(self._write, space, rows[name], 0, 1) for name in floats}
         each = self._called(call, env, {**rows, "reduction": NONE})
         if shape_of(each)[:1] != (space.num,):
             return None
