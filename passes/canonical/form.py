@@ -29,8 +29,8 @@ from passes.canonical.products import PRODUCTS, loss_of_rows
 from passes.canonical.stopped import stop_early
 from passes.errors import PlanError
 from passes.program.builder import prune
-from passes.program.ops.aten import aten, has_floats, nodes_in
-from passes.program.ops.groups import FILLED
+from passes.program.ops.aten import aten, has_floats, named, nodes_in
+from passes.program.ops.groups import FILLED, VALUED
 from passes.program.ops.own_backward import OWN_BACKWARD, OwnBackward, recorded
 from passes.program.program import Unwritten
 from passes.program.source_lines import origin_of, where_of
@@ -68,10 +68,11 @@ def canonicalize(
 def _fill_alone(graph: fx.Graph) -> None:
     """``zeros_like(x)`` and its kind by their sizes, where nothing reads values of x: x is then not computed."""
     for node in graph.nodes:
-        source = node.all_input_nodes[0] if node.target in _LIKE else None
-        if source is None or source.op != "call_function" or any(user.target not in _LIKE for user in source.users):
+        source = node.all_input_nodes[0] if node.target in VALUED and node.all_input_nodes else None
+        if source is None or source.op != "call_function" or any(user.target not in VALUED for user in source.users):
             continue
-        fill: Any = node.args[1] if node.target is aten.full_like.default else _LIKE[node.target]
+        given = named(node)
+        fill: Any = given["fill_value"] if "fill_value" in given else int(node.target(torch.empty(())))  # pyright: ignore
         node.target, (node.args, node.kwargs) = aten.full.default, _filled(node.meta["val"], fill)
 
 
@@ -228,9 +229,6 @@ def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     if args[1].meta["val"].is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
     return loss_of_rows(emit, args, kwargs, node.meta["val"])
-
-
-_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
 
 
 def _new_filled(value: float | None) -> Callable[..., Any]:
