@@ -206,7 +206,7 @@ def _told_inside(question: Any) -> bool | None:
     """The answer for an op that looks whether its operand is empty, below the calls that are recorded: it is not. The
     call itself is what runs, on empty operands too.
     """
-    symbols = question.free_symbols if isinstance(question, sympy.Rel) else ()
+    symbols: Any = question.free_symbols if isinstance(question, sympy.Rel) else ()
     at = _sign(question, next(iter(symbols))) if len(symbols) == 1 else None
     return None if at is None or proxy_tensor.get_proxy_mode() is not None else not at
 
