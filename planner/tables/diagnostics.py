@@ -28,7 +28,7 @@ from planner.placement.candidates import nearest_tp
 from planner.recompute.decide import op_name
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.experts import expert_notes
-from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, without_rule
+from planner.tables.op_notes import inferred, kernels, norms, own_backwards, rule_of_own, unrolled, without_rule
 from planner.tables.reasons import Reasons, is_linear, is_loss, op_words
 from planner.tables.tables import Diagnostic, Summary, remark, warning
 
@@ -53,6 +53,7 @@ def diagnostic_rows(
         *own_backwards(decisions, places),
         *kernels(decisions, places),
         *norms(decisions, places),
+        *unrolled(decisions),
         *expert_notes(decisions, parameters, places),
     ]
     if decisions.mesh.tp > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from passes.canonical.norms import spelled_norms
 from passes.partition.typings.table import rule_of
 from passes.program.ops.aten import is_random, named, packet_of, shape_of
 from passes.program.ops.own_backward import OwnBackward
-from passes.program.source_lines import where_of
+from passes.program.source_lines import module_of, where_of
 from passes.rules.flops import node_cost
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite
@@ -22,6 +23,7 @@ from planner.tables.tables import Diagnostic, remark, warning
 from planner.trace.attention_kernels import MATH, kernel_of
 
 aten = torch.ops.aten
+_MANY, _PASSES = 1000, 32  # calls of a graph, and of one line in one module, beyond which planning is slow
 
 
 def own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
@@ -79,6 +81,20 @@ def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
                 "memory of attention with dropout is that of the CPU kernel, which saves its scores and probabilities",
                 places.text(node),
                 "name a cluster of GPUs to plan with a GPU kernel",
+            )
+
+
+def unrolled(decisions: Decisions) -> Iterator[Diagnostic]:
+    """A loop in Python of which the export holds every pass: planning takes as long as so many calls do."""
+    calls = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function" and "stack_trace" in n.meta]
+    if len(calls) >= _MANY:
+        lines = Counter((module_of(n), n.meta["stack_trace"]) for n in calls)
+        (module, trace), count = lines.most_common(1)[0]
+        if count > _PASSES:
+            node = next(n for n in calls if (module_of(n), n.meta["stack_trace"]) == (module, trace))
+            yield remark(
+                f"export: {len(calls):,} nodes; a loop is unrolled, {count:,} nodes are of one line",
+                str(where_of(node)),
             )
 
 

@@ -13,6 +13,7 @@ from passes.types.types import Placement, Segment
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.candidates import divisors, nearest_tp
+from planner.tables import op_notes
 from planner.tables.op_notes import without_rule
 from tests.models.plannable import build, spec_of
 
@@ -93,6 +94,27 @@ def test_whole_elements_are_counted_without_making_a_mask():
     held = LocalParameter("w", (5, 6), torch.float32, placement, (5, 9), ("tp",))
     mask = torch.tensor([[0, 0, 1, 1, 1, 0]] * 5).flatten()
     assert [held.num_whole_elements(2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
+
+
+class Looped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):
+            x = (x * self.scale + 1.0).tanh()
+        return x.mean()
+
+
+@pytest.mark.thorough
+def test_a_loop_that_the_export_unrolls_is_named_with_its_line(monkeypatch):
+    monkeypatch.setattr(op_notes, "_MANY", 100)
+    spec = {"mesh": {"tp": 1}, "batch": {"global": 2, "micro": 2}, "inputs": {"x": {"shape": [4], "dtype": "float32"}}}
+    (row,) = [row for row in plan(Looped(), spec).diagnostics if row.what.startswith("export: ")]
+    assert row.what == "export: 121 nodes; a loop is unrolled, 120 nodes are of one line"
+    assert ".tanh()" in row.where
+    assert not [row for row in planned("gpt").diagnostics if row.what.startswith("export: ")]
 
 
 @pytest.mark.thorough
