@@ -1,6 +1,7 @@
 """Features put at the positions that a mask selects: the first at the first position of a sequence, and so on.
 
     x.masked_scatter(mask, features)        mask [b, s], features [b·n, ..]
+    x[mask] = features
     x[mask] + features                      with all rows of x (planner.capture.selection.dense)
     →
     where(mask, features[b, rank], x)       rank [b, s] = cumsum(mask) − 1 of each sequence
@@ -36,24 +37,34 @@ class Features:
         self._write, self._inputs, self._constants = write, inputs, constants
 
     def scattered(self, call: fx.Node, env: Mapping[Any, Any]) -> fx.Node | None:
-        """The value of ``masked_scatter``; None where it stays a call, and for others. ``env``: the new values."""
-        if packet_of(call.target) is not aten.masked_scatter:
+        """The value of a call that ``scatters``; None for others, and where it stays. ``env``: the new values."""
+        if not scatters(call):
             return None
-        x, mask, source = (env[named(call)[name]] for name in ("self", "mask", "source"))
-        while _is_spread(mask) and mask.args[0].meta["val"].dtype == torch.bool:
-            mask = mask.args[0]
-        shape, strides = shape_of(call), mask.meta["val"].expand(shape_of(call)).stride()
+        given, shape = named(call), shape_of(call)
+        if "mask" in given:
+            x, mask, source = (env[given[name]] for name in ("self", "mask", "source"))
+            mask, num = self._along_first_dims(mask, shape)
+        else:
+            x, mask, source = env[given["self"]], env[given["indices"][0]], env[given["values"]]
+            num = len(shape_of(mask))
+        rows = self._at(call, mask, source, shape[num:])
+        if rows is None:
+            return None
+        chosen = self._write.shaped(mask, [*shape[:num], *[1] * (len(shape) - num)])
+        return self._write.call(aten.where.self, chosen, self._write.shaped(rows, shape), x)
+
+    def _along_first_dims(self, mask: fx.Node, shape: Sequence[int]) -> tuple[fx.Node, int]:
+        """``mask`` of a value of ``shape``, without the last dims, along which it is the same; how many it keeps."""
+        while _is_spread(mask) and mask.args[0].meta["val"].dtype == torch.bool:  # pyright: ignore
+            mask = mask.args[0]  # pyright: ignore[reportAssignmentType]
+        strides = mask.meta["val"].expand(shape).stride()
         is_shared = [stride == 0 or size == 1 for stride, size in zip(strides, shape, strict=True)]
         num = max((d + 1 for d, shared in enumerate(is_shared) if not shared), default=0)  # dims that it chooses along
         if shape_of(mask) != shape:
             mask = self._write.call(aten.expand.default, mask, list(shape))
         for _ in shape[num:]:
             mask = self._write.call(aten.select.int, mask, -1, 0)
-        rows = self._at(call, mask, source, shape[num:])
-        if rows is None:
-            return None
-        chosen = self._write.shaped(mask, [*shape[:num], *[1] * (len(shape) - num)])
-        return self._write.call(aten.where.self, chosen, self._write.shaped(rows, shape), x)
+        return mask, num
 
     def beside(self, call: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, Rows]:
         """The operands of a pointwise ``call`` with a row for each selected one, along dim 0: with all rows."""
@@ -101,6 +112,17 @@ class Features:
             where, what = where_of(call), f"each sequence has {num} positions for its {num} features"
             self.checks[where, what] = Assumption(where, what, check)
         return check is not None
+
+
+def scatters(call: fx.Node) -> bool:
+    """Whether it writes rows, in their order, to the positions that a mask selects."""
+    if packet_of(call.target) is not aten.index_put:
+        return packet_of(call.target) is aten.masked_scatter
+    given, shape = named(call), shape_of(call)
+    (mask, *more), values = given["indices"], shape_of(given["values"])
+    if mask is None or more or mask.meta["val"].dtype != torch.bool or given["accumulate"]:
+        return False
+    return values[:1] > (1,) and values[1:] == shape[len(shape_of(mask)) :]
 
 
 def _is_spread(mask: fx.Node) -> bool:

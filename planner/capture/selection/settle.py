@@ -23,9 +23,11 @@ from passes.program.known_values import computed, follows
 from passes.program.ops.aten import aten, named, nodes_in, packet_of
 from passes.program.program import Assumption
 from passes.program.walks import operands, walk
+from planner.capture.data_dependence import calls_in
 from planner.capture.graphs_equal import CHEAP, InFloat64, widened
 from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.dense import with_all_rows
+from planner.capture.selection.features import scatters
 from planner.capture.selection.places import AllRows, is_dynamic
 from planner.capture.selection.questions import Questions
 from planner.capture.selection.space import Keys, key_of_mask
@@ -36,7 +38,6 @@ EMPTY_FIX = (
     "branches such as `if mask.any():` may skip only computation on the selected rows: with no row selected, the "
     "forward must give the same result without the branch"
 )
-SCATTER = aten.masked_scatter.default
 MOST_ELEMENTS = 1 << 22
 NUM_TRIALS = 3
 TOLERANCE = 1e-9
@@ -59,7 +60,7 @@ def compute_all_rows(
     Raises PlanError if rows that data selects are mixed, and if an answer changes more than the choice of written rows,
     or a mask that selects nothing there.
     """
-    if not asked.asked and not is_dynamic(module) and not any(n.target is SCATTER for n in module.graph.nodes):
+    if not asked.asked and not is_dynamic(module) and not any(map(scatters, calls_in(module))):
         return [], []
     found, is_branched = with_all_rows(module, (), inputs, constants), False
     for questions, other in others:

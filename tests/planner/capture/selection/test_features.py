@@ -65,7 +65,13 @@ def without_padding_but_one(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> 
     return x.masked_scatter(mask[..., None], torch.cat(parts))
 
 
-PLACED = [in_rows, in_rows_of_an_expanded_mask, element_by_element, added_to_rows, multiplied]
+def written_to_rows(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = m.encode(images).flatten(0, 1)
+    return x
+
+
+PLACED = [in_rows, written_to_rows, in_rows_of_an_expanded_mask, element_by_element, added_to_rows, multiplied]
 REAL = [without_padding, without_padding_but_one]
 
 
@@ -95,7 +101,7 @@ def test_loss_and_gradients_are_those_of_the_model(way: Callable[..., Tensor]) -
         torch.testing.assert_close(found, truth)
 
 
-@pytest.mark.parametrize("way", [added_to_rows, multiplied])
+@pytest.mark.parametrize("way", [written_to_rows, added_to_rows, multiplied])
 def test_as_many_rows_as_features_is_a_check_of_each_batch(way: Callable[..., Tensor]) -> None:
     _, program, batch = made(way)
     checks = [a.condition for a in program.assumptions if a.condition is not None]
