@@ -135,7 +135,7 @@ def test_a_document_that_would_not_be_computed_as_alone_is_refused(mix: Mixer) -
         plan(Mixing(mix), spec(16))
 
 
-FAMILIES = ["lfm2", "mamba2", "bamba", "falcon_h1", "nemotron_h", "qwen3_next"]
+FAMILIES = ["lfm2", "mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "qwen3_next"]
 
 
 @pytest.mark.thorough
