@@ -64,7 +64,7 @@ def capture(
     checked = _checked(model, spec, "capture", (nn.Module,))
     with _planning(checked):
         seen = spec_to_capture(checked.longest, example_inputs)
-        made = capture_model(model, seen, inputs_of(seen, example_inputs), _earlier(checked))
+        made = capture_model(model, seen, inputs_of(seen, example_inputs))
         made.remember_model()
     return made
 
@@ -94,8 +94,7 @@ def plan(
             what = "example_inputs have one length, and the spec's inputs several"
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
         check_rate_function(checked.optimizer.schedule.kind)
-        earlier = (model.earlier if isinstance(model, Captured) else None) or _earlier(checked)
-        given = _Given(model, example_inputs, earlier)
+        given = _Given(model, example_inputs, model.earlier if isinstance(model, Captured) else Earlier())
         decide = given.decide_the_fastest if checked.mesh.has_auto else given.decide
         if not checked.lengths:
             return decide(checked)
@@ -150,15 +149,10 @@ def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator
         yield
 
 
-def _earlier(spec: Spec) -> Earlier | None:
-    """What the captures of several lengths share."""
-    return Earlier() if spec.lengths or spec.data.packing == "documents" else None
-
-
 @dataclass(frozen=True)
 class _Given:
     """A model to plan, or its capture, and the inputs of one microbatch, if they are not the spec's. ``earlier``:
-    captures of the model at other lengths.
+    captures of the model at other sizes.
     """
 
     model: nn.Module | Captured

@@ -62,7 +62,7 @@ class Captured:
     _programs: dict[int, Program]  # size of the batch in microbatches → its program, which is never rewritten
     _state: ModelState | None = field(default=None)
     _function: Callable[..., Any] | None = field(default=None)
-    earlier: Earlier | None = None  # captures of the model at other lengths
+    earlier: Earlier = field(default_factory=Earlier)  # captures of the model at other sizes
     forms: Forms = ()  # of the inputs that the model takes in other forms than rows
     apart: list[tuple[Mapping[str, str], bool]] = field(default_factory=list)  # see ``_keeps_apart``
 
@@ -177,9 +177,9 @@ class Prepared:
 def capture_model(
     model: nn.Module, spec: Spec, inputs: Mapping[str, Tensor], earlier: Earlier | None = None
 ) -> Captured:
-    """``model``, captured for ``inputs``: one microbatch, on any device. ``earlier``: captures at other lengths. Raises
+    """``model``, captured for ``inputs``: one microbatch, on any device. ``earlier``: captures at other sizes. Raises
     PlanError."""
-    start = time.perf_counter()
+    start, earlier = time.perf_counter(), earlier or Earlier()
     with shown_if_slow("capturing the model"):
         module, loss = apply_loss(uncompiled(model), spec.loss, spec.forms)
         program = capture(module, inputs, loss=loss, dtype=dtype_of(spec), earlier=earlier)

@@ -93,7 +93,7 @@ def capture(
     refuse_shared_memory(model)
     refuse_complex_parameters(model)
     with in_eager_mode() as compiled:
-        program = _as_in_eager_mode(_Asked(model, inputs, loss, dtype, is_known, earlier))
+        program = _as_in_eager_mode(_Asked(model, inputs, loss, dtype, is_known, earlier or Earlier()))
     if compiled or was_compiled(model_of(model)):
         program.rewrites.append((NOTE, Where()))
     return program
@@ -108,13 +108,13 @@ class _Asked:
     loss: str
     dtype: torch.dtype | None
     is_known: bool
-    earlier: Earlier | None
+    earlier: Earlier
 
 
 def _as_in_eager_mode(asked: _Asked) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     exchange = Exchange(asked.model, asked.dtype, mode)
-    answers = EagerAnswers(asked.model, exchange)
+    answers = EagerAnswers(asked.model, exchange, asked.earlier.traced)
     while True:
         try:
             with answers.given():
@@ -125,11 +125,10 @@ def _as_in_eager_mode(asked: _Asked) -> Program:
                 raise
         else:
             program.traced = list(answers.traced.values())
-            if asked.earlier is not None and program.traced:
-                asked.earlier.first = None
             is_checked = asked.dtype is None and not asked.is_known
             is_same = is_checked and refuse_another_forward(asked.model, asked.inputs, program)
-            if answers.notes and not is_same and not agrees_on_both_sides(asked.model, asked.inputs, program):
+            is_doubtful = bool(answers.notes) and not is_same and not asked.is_known
+            if is_doubtful and not agrees_on_both_sides(asked.model, asked.inputs, program):
                 program.notes += answers.notes
             return program
 
@@ -152,7 +151,7 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
         held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
-        if made.first is not None and earlier is not None and exported is made.exported:
+        if earlier.first is None and exported is made.exported:
             earlier.first = made.first
         others = [(number, _functional(other, held)[0].graph_module) for number, other in made.others]
         refuse_other_constants(exported, [other for _, other in made.others])

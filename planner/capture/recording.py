@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_pre_dispatch, enable_python_dispatcher
 from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler
+from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental import proxy_tensor
@@ -102,7 +103,7 @@ class FurtherCall:
     @contextmanager
     def running(self) -> Iterator[Callable[[Any], None]]:
         """Around the forward; the result is to be called with its output."""
-        with _ignore_backend_decomps(), self._mode, enable_python_dispatcher():
+        with _ignore_backend_decomps(), _compiling_state_context(), self._mode, enable_python_dispatcher():
             yield self._end
 
     def _end(self, output: Any) -> None:
@@ -120,7 +121,7 @@ class CallRecorder(FurtherCall):
     @contextmanager
     def running(self) -> Iterator[Callable[[Any], None]]:
         with ExitStack() as stack:
-            modes = _ignore_backend_decomps(), self._mode, _NonStrictTorchFunctionHandler()
+            modes = _ignore_backend_decomps(), _compiling_state_context(), self._mode, _NonStrictTorchFunctionHandler()
             for mode in (*modes, enable_python_dispatcher(), enable_pre_dispatch(), _Mode(self._recording)):
                 stack.enter_context(mode)
             stack.enter_context(proxy_tensor.disable_autocast_cache())

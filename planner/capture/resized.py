@@ -1,4 +1,4 @@
-"""A captured model at another length: its first graph with other numbers, without another export.
+"""A captured model at another length or batch size: its first graph with other numbers, without another export.
 
     first export      view(x, [2, 1024, 12, 64])      call 17 of its recording, with the same numbers
     recording         view(x, [2, 512, 12, 64])       call 17 of a forward at another length
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from operator import getitem
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import eq, getitem
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from passes.program.ops.own_backward import OWN_BACKWARD
 from passes.program.program import Unwritten
 from planner.capture.data_dependence import bodies_of, graph_modules
 from planner.capture.graphs_equal import fingerprint
@@ -42,11 +42,13 @@ class Unlike(Exception):
 class Earlier:
     """Given to each capture of one model, for one loss and dtype. ``first``: the first export, if it can be resized.
 
+    ``traced``: the questions about tracing that must be answered truly (planner.capture.python.eager_answers).
     ``was_repeated``: whether a forward at another length was called twice, as the first was, and computed the same.
     That shows state which no attribute shows; more lengths are called once.
     """
 
     first: FirstExport | None = None
+    traced: dict[Any, Any] = field(default_factory=dict)
     was_repeated: bool = False
 
 
@@ -92,7 +94,7 @@ class FirstExport:
             return next(n for n in source.users if n.target is getitem and n.args[1] == item)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._of_region(module, node)
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target is OWN_BACKWARD:
+        if not isinstance(node.target, torch._ops.OpOverload):
             raise Unlike(str(node.target))
         for call in self._calls:
             if call.target is node.target and self._is_same((node.args, node.kwargs), (call.args, call.kwargs)):
@@ -123,13 +125,19 @@ class FirstExport:
         self._twins[holder], self._constants[target] = recorded, str(recorded.target)
         return True
 
-    def at(self, recording: Recording) -> ExportedProgram:
-        """The export at the length of ``recording``. Raises Unlike if more than numbers differs."""
+    def is_again(self, recording: Recording) -> bool:
+        """Whether ``recording`` has the same calls, with the same numbers."""
+        with suppress(Unlike):
+            return bool(self._beside(recording, eq))
+        return False
+
+    def _beside(self, recording: Recording, numbers: Callable[[Any, Any], bool]) -> dict[fx.Node, fx.Node]:
+        """Each call with that of ``recording``. Raises Unlike if they differ, or ``numbers`` in them are not alike."""
         first = self._first
         theirs = dict(zip(first.graph.nodes, recording.graph.nodes, strict=False))
 
         def alike(a: Any, b: Any) -> bool:
-            return theirs[a] is b if isinstance(a, fx.Node) else _alike(a, b, alike, lambda x, y: True)
+            return theirs[a] is b if isinstance(a, fx.Node) else _alike(a, b, alike, numbers)
 
         if len(first.graph.nodes) != len(recording.graph.nodes):
             raise Unlike("another number of calls")
@@ -142,6 +150,11 @@ class FirstExport:
         for name in self._constants.values():
             if not _is_equal(first.constants[name], recording.constants.get(name)):
                 raise Unlike(name)
+        return theirs
+
+    def at(self, recording: Recording) -> ExportedProgram:
+        """The export at the length of ``recording``. Raises Unlike if more than numbers differs."""
+        theirs = self._beside(recording, lambda x, y: True)
         made, copies = copied_export(self._exported)
         for node, its_copy in copies.items():
             self._resize(node, its_copy, theirs)

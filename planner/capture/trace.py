@@ -2,7 +2,8 @@
 
     export                  the graph, with the calls that Python made
     further calls           without export: they must compute the same
-    further exports         if the forward left state, or asked a question that only data answers
+    recorded calls          if the forward left state: one with the state before it, and one with a later state
+    further exports         if these differ, or the forward asked a question that only data answers
 
 A model that was exported at other sizes before is recorded instead (``earlier``).
 """
@@ -13,7 +14,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from planner.capture.model.exchange import Exchange, global_hooks_kept
 from planner.capture.own_loss import other_inputs
 from planner.capture.python.draws import CertainDraws
 from planner.capture.python.watch import ForwardWatch
-from planner.capture.recording import CallRecorder, FurtherCall
+from planner.capture.recording import CallRecorder, FurtherCall, Recording
 from planner.capture.resized import Earlier, FirstExport, Unlike, copied_export
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
@@ -82,61 +83,91 @@ class Forward:
         return Questions(CallSites(self.model), assumed, *answer)
 
 
-def traced(forward: Forward, earlier: Earlier | None, *, is_known: bool) -> Traced:
+def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
     """The export in which no check of values raises. ``is_known``: for its graph alone; its Python side is not checked.
 
     ``earlier``: captures of the same model at other sizes. If the first was kept, this one is recorded where possible.
     """
-    found = None if earlier is None or earlier.first is None else _resized(forward, earlier, earlier.first, is_known)
+    found = None if earlier.first is None else _resized(forward, earlier, earlier.first, is_known)
     if found is not None:
         return found
-    assumed, keeps = Assumptions(), earlier is not None and earlier.first is None and not is_known
+    assumed = Assumptions()
 
     def trial() -> None:
         watch = forward.watch()
         with watch.installed(), PythonGradients(forward.model).watched():
             _export(forward, watch, forward.questions(assumed))
 
-    made = assumed.settled(lambda: _attempted(forward, assumed, is_known, keeps), trial)
+    made = assumed.settled(lambda: _attempted(forward, assumed, is_known), trial)
     made.assumptions = assumed.found(made.exported.graph_signature.user_inputs)  # pyright: ignore
     if made.assumptions:
         made.first = None
     return made
 
 
-def _attempted(forward: Forward, assumed: Assumptions, is_known: bool, keeps: bool) -> Traced:
-    """The export; made twice if the forward left state that a next one may read, or asked a question that only data
-    answers. If the model ``is_known``, made once. ``keeps``: a copy of it, for other sizes.
+def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced:
+    """The export; made twice if it asked a question that only data answers, or if the forward left state and a recorded
+    call of a later state is another. If the model ``is_known``, made once.
     """
     watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
     others: list[tuple[Questions, ExportedProgram]] = []
-    copies, recorder = list[ExportedProgram](), forward.recorder() if keeps else None
+    copies, recorder, first = list[ExportedProgram](), forward.recorder(), None
     with watch.installed():
         with gradients.watched():
-            exported = _export(forward, watch, asked, copies if keeps else None)
+            exported = _export(forward, watch, asked, None if is_known else copies)
         if is_known:
             return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_draws(forward.kwargs))
-            if not _are_alike(forward, watch, [recorder or FurtherCall(forward.mode), FurtherCall(forward.mode)]):
+            if not _are_alike(forward, watch, [recorder, FurtherCall(forward.mode)]):
                 quietly(lambda: watch.call_again(forward.kwargs))
             if watch.is_unknown:
                 watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
             with watch.as_before(), PythonGradients(forward.model, gradients).watched():
                 others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))
+        if recorder.found is not None and watch.left_nothing and not asked.asked:
+            first = _matched(copies[0], recorder.found)
         if watch.doubts:
+            first = None if asked.asked else _unmoved(forward, watch, gradients, copies[0])
             with watch.moved_on(), PythonGradients(forward.model, gradients).watched():
-                watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
+                if first is None:
+                    watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
+            watch.note_reads()
         watch.refuse_changing()
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_schedules(forward.kwargs))
     made = Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
-    made.gradient = gradients.asked_at
-    if recorder is not None and recorder.found is not None and watch.left_nothing and not asked.asked:
-        with suppress(Unlike):
-            made.first = FirstExport(copies[0], recorder.found)
+    made.gradient, made.first = gradients.asked_at, first
     return made
+
+
+def _matched(exported: ExportedProgram, recording: Recording) -> FirstExport | None:
+    with suppress(Unlike, LookupError, StopIteration):  # of a value that the recording lacks
+        return FirstExport(exported, recording)
+    return None
+
+
+def _unmoved(
+    forward: Forward, watch: ForwardWatch, gradients: PythonGradients, exported: ExportedProgram
+) -> FirstExport | None:
+    """The export with its recording, if the model would call the same many forwards later; None if unknown."""
+
+    def recorded(state: AbstractContextManager[None]) -> Recording | None:
+        with state, PythonGradients(forward.model, gradients).watched():
+            return _recorded(forward, watch)
+
+    before, later = recorded(watch.as_before()), recorded(watch.moved_on())
+    first = None if before is None or later is None else _matched(exported, before)
+    return first if first is not None and later is not None and first.is_again(later) else None
+
+
+def _recorded(forward: Forward, watch: ForwardWatch) -> Recording | None:
+    """Of one call, which is compared with no other; None if it did not end."""
+    recorder = forward.recorder()
+    with quietness(), forward.questions(Assumptions()).answered():
+        watch.run(forward.kwargs, recorder)
+    return recorder.found
 
 
 def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) -> bool:
@@ -148,19 +179,20 @@ def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) 
 
 
 def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: bool) -> Traced | None:
-    """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind: then it
-    is exported, and that reports why.
+    """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind that was
+    not settled at other sizes: then it is exported, and that reports why.
     """
     watch, gradients, recorder = forward.watch(), PythonGradients(forward.model), forward.recorder()
+    further = [] if earlier.was_repeated else [FurtherCall(forward.mode)]
     with suppress(Exception), watch.installed():
-        further = [] if is_known or earlier.was_repeated else [FurtherCall(forward.mode)]
         with gradients.watched():
-            are_alike = _are_alike(forward, watch, [recorder, *further])
-        if are_alike and recorder.found is not None and watch.left_nothing:
-            exported = _named(first.at(recorder.found), forward.model)
-            earlier.was_repeated |= bool(further)
+            are_alike = is_known or (_are_alike(forward, watch, [recorder, *further]) and watch.left_nothing)
+            found = _recorded(forward, watch) if is_known else recorder.found
+        if are_alike and found is not None:
+            exported = _named(first.at(found), forward.model)
+            earlier.was_repeated |= not is_known
             notes, told = [*gradients.notes, *watch.notes], list(gradients.regions.told())
-            return Traced(exported, notes, told, forward.questions(Assumptions()), [])
+            return Traced(exported, notes, told, forward.questions(Assumptions()), [], gradient=gradients.asked_at)
     return None
 
 

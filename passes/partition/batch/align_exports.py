@@ -1,8 +1,7 @@
 """The batch in a captured graph: the dims, numbers and constants that grow with the batch's size.
 
 A graph is captured at one size, and there a size looks like any other number: ``loss.sum() / 8`` may divide by the
-batch or by a constant. A second capture, of more sequences, shows which. It costs as much as the first, so it is made
-only for losses that leave a doubt.
+batch or by a constant. A second capture, of more sequences, shows which. It is made only for losses that leave a doubt.
 
 The two graphs are matched node by node from the loss upwards. If a model loops over its sequences in Python, the second
 graph has more terms in a sum, or more pieces in a concatenation: the first ones are matched, and the number of further

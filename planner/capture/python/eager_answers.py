@@ -62,11 +62,13 @@ _NEAR = 12  # lines between a question and the branch that it guards
 
 
 class EagerAnswers:
-    """Owns the answers of one capture. ``traced``: the call stacks to which the true answer is given."""
+    """Owns the answers of one capture. ``traced``: the call stacks to which the true answer is given, and their
+    beginnings down to a function that was refused; earlier captures of the model may have found them.
+    """
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, traced: dict[Stack, Where]) -> None:
         self.asked: dict[Stack, Where] = {}
-        self.traced: dict[Stack, Where] = {}
+        self.traced = traced
         self._is_over = True
         self._sites, self._modules = CallSites(model), foreign_modules()
         # by name: export puts tensors of its own in the places of parameters
@@ -93,12 +95,15 @@ class EagerAnswers:
     def give_in(self, where: Where | str | None) -> bool:
         """After a refusal at ``where``: the question that led there is answered truly from now on; False if none did.
 
-        It is the last question of the function with the refused line, or of one of its callers.
+        It is the last question of the function with the refused line, or of one of its callers. Other calls of that
+        function, which would be refused in their turn, get the same answer.
         """
+        if not isinstance(where, Where):
+            return False
         for stack, asked in reversed(self.asked.items()):
-            here = [line for file, _, line in stack if isinstance(where, Where) and file == where.file]
-            if stack not in self.traced and any(abs(line - where.line) <= _NEAR for line in here):  # pyright: ignore
-                self.traced[stack] = asked
+            near = [i for i, (file, _, n) in enumerate(stack) if file == where.file and abs(n - where.line) <= _NEAR]
+            if near and stack not in self.traced:
+                self.traced[stack] = self.traced[stack[: near[0] + 1]] = asked
                 self.asked.clear()
                 return True
         return False
@@ -116,6 +121,8 @@ class EagerAnswers:
         stack = _users_stack(frame)
         self.asked.pop(stack, None)
         self.asked[stack] = self._sites.here()
+        if any(stack[:n] in self.traced for n in range(1, len(stack))):
+            self.traced.setdefault(stack, self.asked[stack])
         return stack in self.traced
 
     def _answering(self, original: Callable[..., Any], eager: Any) -> Callable[..., Any]:

@@ -7,9 +7,9 @@ frozen.
     self.mask = torch.ones(t, t).tril()      a tensor of constants: kept with its value
 
 Checks the attributes of modules and their content, the cells of functions among them, class attributes and globals of
-the user's modules, and generators. A second capture costs as much as the first, so it is made only if a value changed;
-if it differs, the forward depends on earlier calls and is refused (planner.capture.python.watch). All values are
-restored.
+the user's modules, and generators. If a value changed, a call of a later state is recorded; only if it differs, a
+second capture is made, and if that differs too, the forward depends on earlier calls and is refused
+(planner.capture.python.watch). All values are restored.
 """
 
 from __future__ import annotations

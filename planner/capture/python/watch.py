@@ -123,13 +123,21 @@ class ForwardWatch:
         """Make ``calls``; whether all ended, and computed the same as those before. If not, none of them counts."""
         before = len(self._calls)
         for call in calls:
-            with suppress(Exception), CertainDraws(self.check), call.running() as end:
-                end(self._model(**kwargs))
+            self._run(kwargs, call)
             if not call.has_ended or self.unlike is not None:
                 del self._calls[before:]
                 return False
         self._records = len(self._calls) == before
         return not self._records
+
+    def run(self, kwargs: Mapping[str, Any], call: FurtherCall) -> None:
+        """Make ``call``, which may not come to its end, and does not count among the others."""
+        self._records = False
+        self._run(kwargs, call)
+
+    def _run(self, kwargs: Mapping[str, Any], call: FurtherCall) -> None:
+        with suppress(Exception), CertainDraws(self.check), call.running() as end:
+            end(self._model(**kwargs))
 
     @property
     def left_nothing(self) -> bool:
@@ -260,6 +268,10 @@ class ForwardWatch:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), read) from error
         if differing is not None:
             raise self._depends(where_of(differing), read)
+
+    def note_reads(self) -> None:
+        """Note that clocks and identifiers were read, and did not matter."""
+        read = dict.fromkeys(self._draws.doubts)
         self.notes += [f"the forward reads {what} at {where}: its result did not depend on it" for what, where in read]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:

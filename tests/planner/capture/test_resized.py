@@ -42,8 +42,8 @@ class Reader(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def microbatch(length: int) -> dict[str, Tensor]:
-    return {name: torch.empty((2, length), dtype=torch.int64, device="meta") for name in ("ids", "labels")}
+def microbatch(length: int, rows: int = 2) -> dict[str, Tensor]:
+    return {name: torch.empty((rows, length), dtype=torch.int64, device="meta") for name in ("ids", "labels")}
 
 
 @pytest.fixture
@@ -167,6 +167,34 @@ def counts_short_ones(model: Reader, x: Tensor) -> Tensor:
     if x.shape[1] <= SHORT:
         model.calls += 1
     return x * model.calls if x.shape[1] <= SHORT else x * 0
+
+
+def left_behind(model: Reader, x: Tensor) -> Tensor:
+    """State of the batch and a count, which no later forward reads."""
+    model.memory, model.calls = x.detach(), model.calls + 1
+    return x * 2
+
+
+def read_if_early(model: Reader, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x * 2 if model.calls < 1000 else torch.full_like(x, 2) * x
+
+
+@pytest.mark.parametrize("between", [scaled, left_behind])
+def test_state_that_does_not_matter_needs_no_further_export_nor_does_another_batch_size(
+    between: Callable[[Reader, Tensor], Tensor], exports: list[int]
+) -> None:
+    torch.manual_seed(0)
+    earlier, model = Earlier(), Reader(between)
+    capture(model, microbatch(LONG), earlier=earlier)
+    found = capture(model, microbatch(LONG, 6), is_known=True, earlier=earlier)
+    assert len(exports) == 1
+    assert text(found) == text(capture(model, microbatch(LONG, 6), is_known=True))
+
+
+def test_a_later_state_that_is_read_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"Python state of earlier calls \(calls\)"):
+        capture(Reader(read_if_early), microbatch(LONG), earlier=Earlier())
 
 
 HIDDEN = iter(range(1_000))

@@ -19,6 +19,7 @@ from transformers.utils import import_utils
 from passes.program.program import Program
 from planner import PlanError, meta_parameters
 from planner.capture.export import capture
+from planner.capture.resized import Earlier
 
 
 class Model(nn.Module):
@@ -95,6 +96,32 @@ def test_where_eager_mode_would_look_at_values_the_line_is_reported() -> None:
     (note,) = program.notes
     assert "captured as traced" in note
     assert "test_eager_answers.py" in note
+
+
+def test_other_calls_of_a_function_that_was_refused_are_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports, original = list[int](), torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        exports.append(1)
+        return original(*args, **kwargs)
+
+    def looks(x: Tensor) -> bool:
+        return not torch.compiler.is_compiling() and bool((x.detach().numpy() == 7).all())
+
+    def asks(m: Any, x: Tensor) -> bool:
+        first = looks(x)
+        return looks(x + 1) or first
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    earlier, ids = Earlier(), torch.empty((2, 5), dtype=torch.int64, device="meta")
+    model = Model(asks, lambda x: x * 2)
+    program = capture(model, {"ids": ids, "labels": ids}, earlier=earlier)
+    assert doubles(program)
+    assert len(exports) == 2
+    wide = torch.empty((6, 5), dtype=torch.int64, device="meta")
+    again = capture(model, {"ids": wide, "labels": wide}, is_known=True, earlier=earlier)
+    assert doubles(again)
+    assert len(exports) == 2
 
 
 class Masked(nn.Module):

@@ -249,7 +249,33 @@ def calendar(m: Any, x: Tensor) -> Tensor:
     return x * datetime.datetime.now().microsecond
 
 
-REFUSED = [every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
+def without_gradient_later(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    with torch.set_grad_enabled(m.calls <= 1):
+        return x * m.up.bias
+
+
+def rounded_later(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=m.calls > 1):
+        return m.up(x).float()
+
+
+def written_later(m: Any, x: Tensor) -> Tensor:
+    """Through another name of the memory, so that no later call has other operands."""
+    m.calls += 1
+    y = x * 3
+    alias = y.view(-1)
+    return y if m.calls <= 1 else (alias.mul_(2), y)[1]
+
+
+def dropped_later(m: Any, x: Tensor) -> Tensor:
+    m.memory, m.calls = x.detach(), m.calls + 1
+    return F.dropout(x, 0.5, training=m.calls > 1)
+
+
+REFUSED = [without_gradient_later, rounded_later, written_later, dropped_later,
+           every_tenth, between, every_third_length, own_random, rare_draw, system_bytes, unique, calendar,
            computed_of_a_name, iterator, cycle, list_iterator, random_object,
            bytes_counted, array_counted, slot, default_argument, function_attribute, context_variable,
            number_in_a_dict, annealed, annealed_in_a_dict, counter, counter_in_a_tensor, late_counter,
