@@ -116,7 +116,7 @@ def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:
     """The texts, and their rows: each a JSON object with a prompt. Raises PlanError."""
     rows = list[dict[str, Any]]()
     for row in rows_of([Path(file)], None, lambda num_bytes: None):
-        with row.fields() as fields:
+        with row as fields:
             text_of(fields, "prompt")
             rows.append(fields)
     if not rows:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
-from functools import lru_cache
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
@@ -17,15 +17,20 @@ from runtime.data.instruction.conversation import Message
 from runtime.data.instruction.template import Case, ChatTemplate
 from runtime.data.text.encoders import end_ids
 
+Border = tuple[str, str]  # the characters in front of it, and those behind it
+Key = TypeVar("Key", str, Border)
+Value = TypeVar("Value")
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
-_NEAR, _SEGMENTS = 24, 64  # characters beside a border; texts between special tokens that are kept
-_FIRST_WORD, _BORDERS = re.compile(r"\s*\S*\s*"), 4096  # behind a border; answers often begin with the same one
+_NEAR, _FIRST_WORD = 24, re.compile(r"\s*\S*\s*")  # characters beside a border; answers often begin with the same word
+_KEPT, _BORDERS = MIB, 1 << 16  # characters of texts whose ids are kept, texts beside borders
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
 class ChatTokenizer:
     """The tokenizer of a directory. ``ends``: the ids that end an answer, of generation config and tokenizer.
     ``template``: a file, or the name of one of the tokenizer's; None: its default. ``date``: None for today.
+    ``marker``: any special token. ``encoded``: the ids of a part of a template's text. ``answers``: those of a text as
+    it continues another, without a space in front. ``crossed``: whether a token would hold both sides of a border.
 
     Raises PlanError for a directory without a tokenizer of the library `tokenizers`.
     """
@@ -48,18 +53,18 @@ class ChatTokenizer:
         # no token crosses a special one: what stands between two is tokenized by itself, and once for all turns
         cut = [token for token in added.values() if token.special and token.content]
         self._is_cut = not any(token.lstrip or token.single_word or token.normalized for token in cut)
-        self._encoded = lru_cache(_SEGMENTS)(lambda text: _ids(self._fast, text))
-        self._crossed = lru_cache(_BORDERS)(self._crosses)
+        self.encoded, self.answers = _Kept(partial(_ids, self._fast)), _Kept(partial(_ids, self._bare))
+        self.crossed = _Kept(self._cross, _BORDERS)
         self.special |= dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        self._special = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
+        self.marker = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
         self.eos: int | None = self.tokenizer.eos_token_id
         of_eos = [] if self.eos is None else [self.eos]
         self.config_ends = tuple(end_ids(self.path))
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*self.config_ends, *of_eos]))
         self.template = None if template is None else self._named(template)
         day = {} if date is None else {"date_string": self.day.strftime("%d %b %Y")}
-        self._rendering = ChatTemplate(self.tokenizer, self.template, day | dict(arguments or {}), self.day.strftime)
-        self.seen = self._rendering.seen
+        self.rendering = ChatTemplate(self.tokenizer, self.template, day | dict(arguments or {}), self.day.strftime)
+        self.seen = self.rendering.seen
 
     @property
     def vocabulary_size(self) -> int:
@@ -74,41 +79,39 @@ class ChatTokenizer:
         if self.template is None and not self.tokenizer.chat_template:
             what = f"{shorten(self.path)} has no chat template"
             raise PlanError(what, where="--tokenizer", fix=f"add --chat-template FILE, or {_DIRECTORY}")
-        return self._rendering.render(cases, tools)
+        return self.rendering.render(cases, tools)
 
-    def ids(self, text: str) -> list[int]:
-        """As generation tokenizes the text of a template."""
+    def cut(self, text: str) -> list[str]:
+        """The parts of a template's text that are tokenized by themselves."""
         if not self._is_cut:
-            return self._encoded(text)
-        places = [0, *(found.start() for found in self.special_in(text, 1)), len(text)]
-        return list(chain.from_iterable(self._encoded(text[begin:end]) for begin, end in pairwise(places)))
+            return [text]
+        parts, begin = [], 0
+        for found in self.marker.finditer(text, 1):
+            parts.append(text[begin : found.start()])
+            begin = found.start()
+        parts.append(text[begin:])
+        return parts
+
+    def ids(self, parts: Iterable[str]) -> list[int]:
+        """As generation tokenizes the text of a template, of which these are the parts."""
+        return list(chain.from_iterable(map(self.encoded.of, parts)))
 
     def begun_ids(self, text: str) -> list[int]:
         """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
         return self._fast.encode(text, add_special_tokens=True).ids
 
-    def answer_ids(self, text: str) -> list[int]:
-        """By itself: as it continues another text, without a space in front."""
-        return _ids(self._bare, text)
+    def border(self, before: str, answer: str) -> Border:
+        """The characters beside a border on which it depends whether a token would cross it."""
+        begin, near = _FIRST_WORD.match(answer, 0, _NEAR), before[-4 * _NEAR :]
+        if not self._is_cut:
+            near = near[max((found.start() for found in self.marker.finditer(near)), default=0) :]
+        return near[-_NEAR:], begin[0] if begin else ""
 
-    def crosses(self, before: str, answer: str) -> bool:
-        """Whether a token of the joined text would hold the end of one and the begin of the other."""
-        markers = self.special_in(before, max(0, len(before) - 4 * _NEAR))
-        head = before[max((found.start() for found in markers), default=0) :][-_NEAR:]
-        begin = _FIRST_WORD.match(answer[:_NEAR])
-        return self._crossed(head, begin[0] if begin else "")
-
-    def _crosses(self, head: str, begin: str) -> bool:
-        found = self._fast.encode(head + begin, add_special_tokens=False)
-        last = found.char_to_token(len(head) - 1) if head and begin else None
-        return last is not None and last == found.char_to_token(len(head))
-
-    def special_in(self, text: str, begin: int = 0) -> Iterator[re.Match[str]]:
-        """The special tokens in a text, from a character on."""
-        return self._special.finditer(text, begin)
-
-    def without_special(self, text: str) -> str:
-        return self._special.sub("", text)
+    def _cross(self, borders: Sequence[Border]) -> Iterator[bool]:
+        joined = self._fast.encode_batch([head + begin for head, begin in borders], add_special_tokens=False)
+        for (head, begin), found in zip(borders, joined, strict=True):
+            last = found.char_to_token(len(head) - 1) if head and begin else None
+            yield last is not None and last == found.char_to_token(len(head))
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -174,6 +177,26 @@ def _bare(part: Any) -> Any:
     return part | _PREFIXED.get(part["type"], {})
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: Any, texts: Sequence[str]) -> Iterator[list[int]]:
     """By the one call that tracks no offsets."""
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return (found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+
+
+class _Kept(Generic[Key, Value]):
+    """Values of texts, made of many at once, and kept until these have ``most`` characters."""
+
+    def __init__(self, make: Callable[[list[Key]], Iterable[Value]], most: int = _KEPT) -> None:
+        self._make, self._most, self._values, self._size = make, most, dict[Key, Value](), 0
+
+    def of(self, key: Key) -> Value:
+        if key not in self._values:
+            self.fill([key])
+        return self._values[key]
+
+    def fill(self, keys: Iterable[Key]) -> None:
+        """So that none of these is made by itself."""
+        if self._size > self._most:
+            self._values, self._size = {}, 0
+        if new := list(set(keys).difference(self._values)):
+            self._values.update(zip(new, self._make(new), strict=True))
+            self._size += sum(map(len, new))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.files.text import shorten
 from runtime.data.text.documents import RowError, names_in, text_of
@@ -22,31 +21,35 @@ _OF_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bi
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """``trained``: the numbers of the assistant messages that are labels. ``num_behind``: messages left out after the
-    last one of the assistant. ``format``: of the row."""
+    last one of the assistant. ``format``: of the row. ``is_plain``: each message is a role and a text alone."""
 
     messages: list[Message]
     trained: list[int]
     tools: list[Any] | None = None
     num_behind: int = 0
     format: str = "openai"
+    is_plain: bool = False
 
 
 def conversation_of(row: dict[str, Any], field: str | None, format: str | None, train_on: str) -> Conversation:
     """The conversation of a row. Raises RowError."""
     found = format or _format_of(row, field)
-    messages = _of_alpaca(row) if found == "alpaca" else [_message(m, n) for n, m in enumerate(_list(row, field))]
+    messages = _of_alpaca(row) if found == "alpaca" else _list(row, field)
+    if not (are_plain := all(map(is_plain, messages))):
+        messages = [_message(message, number) for number, message in enumerate(messages)]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     kept = messages[: turns[-1] + 1] if turns else []
-    trained = [n for n in turns[-1 if train_on == "last" else 0 :] if kept[n].get("train", True)]
-    trained = [n for n in trained if kept[n].get("weight", 1)]
+    num_behind = len(messages) - len(kept) if turns else 0
+    trained = turns[-1 if train_on == "last" else 0 :]
     tools = _json(row.get("tools"), "tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError("tools is no list of objects", fix="give a list of JSON schemas")
-    bare = [{name: value for name, value in m.items() if name not in ("train", "weight")} for m in kept]
-    return Conversation(bare, trained, tools or None, len(messages) - len(kept) if turns else 0, found)
+    if not are_plain:
+        trained = [n for n in trained if kept[n].get("train", True) and kept[n].get("weight", 1)]
+        kept = [{name: m[name] for name in m if name not in ("train", "weight")} for m in kept]
+    return Conversation(kept, trained, tools or None, num_behind, found, are_plain)
 
 
 def _format_of(row: dict[str, Any], field: str | None) -> str:
@@ -78,6 +81,12 @@ def _json(value: Any, field: str) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise RowError(f"{field} is a text that is not JSON: {error}", fix="give a list of objects") from None
+
+
+def is_plain(message: Any) -> bool:
+    """Whether it is a role and a text alone, as most are: nothing else has to be looked for in these."""
+    is_pair = type(message) is dict and len(message) == 2
+    return is_pair and message.get("role") in ROLES and type(message.get("content")) is str
 
 
 def _message(given: Any, number: int) -> Message:
@@ -120,25 +129,27 @@ def _called(call: Any) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A message, its ``texts`` with their fields (of ``texts_of``), and ``atoms`` of its tool calls."""
+class Said(NamedTuple):
+    """A message, its ``texts`` with their fields (of ``texts_of``), and ``atoms`` of its tool calls.
+
+    ``is_plain``: it is a text and no more.
+    """
 
     message: Message
     texts: list[tuple[str, str]]
     atoms: list[str]
+    is_plain: bool
 
     @classmethod
     def of(cls, message: Message) -> Said:
-        return cls(message, texts_of(message), atoms_of(message))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a text and no more."""
-        return not self.message.get("tool_calls") and not _has_reasoning(self.message) and bool(self.texts)
+        if is_plain(message):
+            text = message["content"].strip()
+            return cls(message, [("content", text)] if text else [], [], bool(text))
+        texts, is_text = texts_of(message), not message.get("tool_calls") and not _has_reasoning(message)
+        return cls(message, texts, atoms_of(message), is_text and bool(texts))
 
     def without_reasoning(self) -> Said:
-        if not _has_reasoning(self.message):
+        if self.is_plain or not _has_reasoning(self.message):
             return self
         return Said.of({name: value for name, value in self.message.items() if name not in REASONING})
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from planner.files.text import MIB, is_file, read_bytes, shorten
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
 from runtime.data.instruction.options import Instruction
-from runtime.data.instruction.supervised import Rule, Sample, pair_of, samples_of
+from runtime.data.instruction.supervised import MOST_AHEAD, Rule, Sample, Turns, encode_ahead, pair_of, render_ahead
 from runtime.data.text.documents import Row, RowError, rows_of, text_of
 from runtime.data.text.encoders import GENERATION_CONFIG
 from runtime.data.token_file import Header
@@ -24,7 +27,7 @@ from runtime.data.tokens import LABEL, PAIRS, ROW, Tokenization, id_dtype
 TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += (TEMPLATE, GENERATION_CONFIG)
-_TOKENS = 1 << 15  # of rows, from which arrays are made at once
+_ROW = 256  # characters that a row counts for, whatever it holds
 UNLABELLED, BAD = "rows without an answer to train on, left out", "rows that cannot be used, left out"
 
 
@@ -41,9 +44,11 @@ def prepare_samples(
     """
     made = _Samples(tokenizer, asked)
     files, tokenization = _files_of(made.chat, asked), _tokenization(made.chat)
-    with TokenWriter(output, tokenization, files, on_bytes) as writer:
-        for rows in _by_tokens(made.of(row) for row in rows_of(paths, asked.split, writer.note_read)):
-            writer.add_documents(*_joined(rows, id_dtype(tokenization)))
+    with TokenWriter(output, tokenization, files, on_bytes) as writer, ExitStack() as stack:
+        gc.freeze()  # to look for garbage among all imports takes as long as to tokenize short rows
+        stack.callback(gc.unfreeze)
+        for rows in _by_size(map(made.begin, rows_of(paths, asked.split, writer.note_read))):
+            writer.add_documents(*_joined(made.of(rows), id_dtype(tokenization)))
         if not made.sizes:
             raise made.first_bad or PlanError("the texts have no row to train on", where="TEXT", fix="give rows")
         files |= _generation_config(files, made.rule.ends, made.chat)
@@ -53,8 +58,16 @@ def prepare_samples(
         return writer.finish(how), made.shown() if asked.json else [*made.lines(), *made.shown()]
 
 
+class _Begun(NamedTuple):
+    """A row, its conversations, and why it cannot be used."""
+
+    row: Row
+    turns: Sequence[Turns]
+    error: RowError | None = None
+
+
 class _Samples:
-    """The samples of rows, one row after another. Owns the counts: ``several``: rows of several samples, their tokens,
+    """The samples of rows, of many rows at once. Owns the counts: ``several``: rows of several samples, their tokens,
     and those of the longest of each. ``first_bad``: of the rows left out. ``sizes``: of the samples.
     """
 
@@ -66,27 +79,52 @@ class _Samples:
         self.first_bad: PlanError | None = None
         self._shown: list[tuple[int, Sample]] = []
 
-    def of(self, row: Row) -> list[Sample]:
-        """Raises PlanError with the place of the row."""
+    def begin(self, row: Row) -> _Begun:
+        """What of a row needs neither template nor tokenizer."""
         self.num_rows += 1
         try:
-            with row.fields() as fields:
-                found = self._of(fields)
+            with row as fields:
+                return _Begun(row, self._of(fields))
+        except RowError as error:
+            return _Begun(row, (), error)
+
+    def of(self, rows: Sequence[_Begun]) -> list[list[Sample]]:
+        """Those of each row. Raises PlanError with the place of the first row that cannot be used."""
+        render_ahead((turns for begun in rows for turns in begun.turns), self.chat)
+        written = [self._written(begun) for begun in rows]
+        encode_ahead(chain.from_iterable(written), self.chat)
+        return [self._samples(begun.row, turns) for begun, turns in zip(rows, written, strict=True)]
+
+    def _written(self, begun: _Begun) -> Sequence[Turns]:
+        """Raises RowError for a row that cannot be used, unless such rows are to be left out."""
+        try:
+            if begun.error is not None:
+                raise begun.error
+            with begun.row:
+                for turns in begun.turns:
+                    turns.write()
+                if self.asked.chosen is not None and not self.rule.common:
+                    self._check_pair(begun.turns)
+            return begun.turns
         except RowError as error:
             if self.asked.bad_rows == "refuse":
                 raise
             self.first_bad = self.first_bad or error
             self.rule.counts[BAD] += 1
             return []
+
+    def _samples(self, row: Row, parts: Sequence[Turns]) -> list[Sample]:
+        found = [sample for turns in parts for sample in turns.samples()]
         sizes = [len(sample.ids) for sample in found]
         self.sizes += sizes
         if len(sizes) > 1 and self.asked.chosen is None:
             rows, tokens, longest = self.several
             self.several = rows + 1, tokens + sum(sizes), longest + max(sizes)
-        self._shown += [(row.number, sample) for sample in found][: self.asked.show - len(self._shown)]
+        if len(self._shown) < self.asked.show:
+            self._shown += [(row.number, sample) for sample in found][: self.asked.show - len(self._shown)]
         return found
 
-    def _of(self, row: dict[str, object]) -> list[Sample]:
+    def _of(self, row: dict[str, object]) -> list[Turns]:
         asked = self.asked
         if asked.chosen is not None and asked.rejected is not None:
             return self._pair(row, asked.chosen, asked.rejected)
@@ -97,9 +135,9 @@ class _Samples:
             return self._of_talk(talk)
         return self._of_texts(text_of(row, asked.prompt), text_of(row, asked.answer))
 
-    def _pair(self, row: dict[str, object], *names: str) -> list[Sample]:
-        """The last answer of each field, behind one prompt; none if either has no answer."""
-        prompt, found = self.asked.prompt, list[Sample]()
+    def _pair(self, row: dict[str, object], *names: str) -> list[Turns]:
+        """The last answer of each field; none if either has no answer."""
+        prompt, found = self.asked.prompt, list[Turns]()
         for name in names:
             own, before = row.get(name), row.get(prompt or "")
             if isinstance(own, str):
@@ -111,13 +149,14 @@ class _Samples:
             first = [{"role": "user", "content": before}] if isinstance(before, str) else before or []
             whole = [*first, *own] if isinstance(first, list) and isinstance(own, list) else own
             found += self._of_talk(conversation_of({**row, name: whole}, name, self.asked.format, "last"))
-        if len(found) == 2:
-            contexts = [sample.ids[: sample.answers[0][0]] for sample in found]
-            if contexts[0] != contexts[1] and not self.rule.common:
-                raise RowError(f"{' and '.join(names)} answer different prompts", fix="give two answers to one prompt")
         return found if len(found) == 2 else []
 
-    def _of_texts(self, prompt: str, answer: str) -> list[Sample]:
+    def _check_pair(self, pair: Sequence[Turns]) -> None:
+        if pair and pair[0].context() != pair[1].context():
+            what = f"{self.asked.chosen} and {self.asked.rejected} answer different prompts"
+            raise RowError(what, fix="give two answers to one prompt")
+
+    def _of_texts(self, prompt: str, answer: str) -> list[Turns]:
         if self.asked.chat_template is not None:
             talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return self._of_talk(Conversation(talk, [1]))
@@ -125,9 +164,9 @@ class _Samples:
             raise PlanError("the tokenizer has no end token", where="--tokenizer", fix="set its eos_token")
         return [pair_of(prompt, answer, end, self.rule)]
 
-    def _of_talk(self, talk: Conversation) -> list[Sample]:
+    def _of_talk(self, talk: Conversation) -> list[Turns]:
         if talk.trained:
-            return samples_of(talk, self.rule)
+            return [Turns(talk, self.rule)]
         if self.asked.unlabelled == "refuse":
             fix = "take the row out, or add --unlabelled drop"
             raise RowError("the row has no message of the assistant to train on", fix=fix)
@@ -167,15 +206,19 @@ class _Samples:
         return found
 
 
-def _by_tokens(samples: Iterable[list[Sample]]) -> Iterator[list[list[Sample]]]:
-    """The samples of rows, some rows at once: to make arrays of one short sample takes as long as to tokenize it."""
-    rows, num_tokens = list[list[Sample]](), 0
-    for row in samples:
-        rows.append(row)
-        num_tokens += sum(len(sample.ids) for sample in row)
-        if num_tokens >= _TOKENS:
-            yield rows
-            rows, num_tokens = [], 0
+def _by_size(begun: Iterable[_Begun]) -> Iterator[list[_Begun]]:
+    """Some rows at once: limits, calls and arrays for one short row take longer than to tokenize it."""
+    rows, size = list[_Begun](), 0
+    try:
+        for row in begun:
+            rows.append(row)
+            size += _ROW + sum(turns.size for turns in row.turns)
+            if size >= MOST_AHEAD:
+                yield rows
+                rows, size = [], 0
+    except PlanError:  # of what cannot be read: behind the errors of the rows in front of it
+        yield rows
+        raise
     yield rows
 
 

@@ -12,25 +12,28 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from passes.errors import first_line
 from planner.files.text import shorten
-from runtime.data.instruction.conversation import Message
+from runtime.data.instruction.conversation import Message, is_plain
 from runtime.data.text.documents import RowError
 
 Case = tuple[Sequence[Message], bool]  # messages of `ChatTemplate.seen`, and whether the assistant's turn is begun
 _MOST_SECONDS, _MOST_BYTES = 10.0, 1 << 29  # of the texts of one turn: a template may loop, or write 'x' * 999999999
 _SHOWS = "{{ messages | tojson }}{{ tools | tojson }}{{ documents }}{{ add_generation_prompt }}"
+_OF_DICTS = frozenset(dir(dict))
 _TOOLS = [{"type": "function", "function": {"name": "h", "parameters": {"i": None}}}]
 _MESSAGES = [
     {"role": "system", "content": None, "name": "a"},
     {"role": "user", "content": [{"type": "text", "text": "b"}], "when": date(2025, 1, 2), "size": 1.5},
     {"role": "assistant", "content": "c", "reasoning": "d", "tool_calls": [{"name": "e", "f": [1, None]}]},
     {"role": "assistant", "content": "", "thinking": "g"},
+    {"role": "user", "content": " j\n"},
 ]
 
 
@@ -53,14 +56,14 @@ class ChatTemplate:
 
     def seen(self, message: Message) -> Message:
         """What a template sees of a message."""
-        if not self._is_direct:
+        if not self._is_direct or is_plain(message):
             return message
         return self._aliased([self._plain({name: value for name, value in message.items() if value is not None})])[0]
 
     def render(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
         """A text of each. Raises RowError if the template fails."""
         try:
-            return _limited(lambda: [self._rendered(seen, tools, generates) for seen, generates in cases])
+            return _limited(lambda: self._texts(cases, tools))
         except KeyboardInterrupt:
             raise
         except Exception as error:
@@ -69,30 +72,45 @@ class ChatTemplate:
             fix = "correct the row, or choose another template with --chat-template"
             raise RowError(f"the chat template fails: {words}", fix=fix) from None
 
-    def _rendered(self, seen: Sequence[Message], tools: list[Any] | None, generates: bool) -> str:
+    def render_ahead(self, asked: Iterable[tuple[Sequence[Case], list[Any] | None]]) -> list[list[str]]:
+        """The texts of many, up to the first that fails: to set limits takes longer than to render a short row."""
+        found: list[list[str]] = []
+
+        def render() -> list[str]:
+            for cases, tools in asked:
+                found.append(self._texts(cases, tools))
+            return []
+
+        with suppress(Exception):
+            _limited(render)
+        return found
+
+    def _texts(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
         if (tools is None) not in self._chosen:
             chosen = self._tokenizer.get_chat_template(self._template, tools)
             self._chosen[tools is None] = (chosen, *self._compiled(chosen))
         chosen, compiled, names = self._chosen[tools is None]
-        return (
-            self._direct(compiled, names, seen, tools, generates)
+        given = names | {"tools": self._plain(tools)}
+        return [
+            self._direct(compiled, given, seen, generates)
             if self._is_direct and seen
             else self._through(chosen, seen, tools, generates)
-        )
+            for seen, generates in cases
+        ]
 
     def _compiled(self, template: str) -> tuple[Any, dict[str, Any]]:
         """With the names that it knows beside those of the conversation."""
         compiled = self._compile(template)
         compiled.globals["strftime_now"] = self._strftime
+        compiled.environment.getattr = partial(_attribute, compiled.environment)
         own = {**self._tokenizer.special_tokens_map, **self._arguments}
         return compiled, {**compiled.globals, **self._plain(own), "documents": None}
 
-    def _direct(
-        self, compiled: Any, names: dict[str, Any], seen: Sequence[Message], tools: list[Any] | None, generates: bool
-    ) -> str:
-        given = {"messages": list(seen), "tools": self._plain(tools), "add_generation_prompt": generates}
-        context = compiled.new_context(names | given, shared=True)
-        return compiled.environment.concat(compiled.root_render_func(context))
+    def _direct(self, compiled: Any, names: dict[str, Any], seen: Sequence[Message], generates: bool) -> str:
+        given = {**names, "messages": list(seen), "add_generation_prompt": generates}
+        environment = compiled.environment
+        context = environment.context_class(environment, given, compiled.name, compiled.blocks)
+        return environment.concat(compiled.root_render_func(context))
 
     def _through(self, template: str, messages: Sequence[Message], tools: list[Any] | None, generates: bool) -> str:
         return self._tokenizer.apply_chat_template(
@@ -112,10 +130,17 @@ class ChatTemplate:
             compiled, names = self._compiled(shows)
             seen = [self.seen(message) for message in _MESSAGES]
             cases = ((_TOOLS, True), (None, False))
-            direct = [self._direct(compiled, names, seen, *case) for case in cases]
+            direct = [self._direct(compiled, names | {"tools": self._plain(t)}, seen, g) for t, g in cases]
             return direct == [self._through(shows, _MESSAGES, *case) for case in cases]
         except Exception:
             return False
+
+
+def _attribute(environment: Any, obj: Any, attribute: str) -> Any:
+    """As the sandbox finds it, without the exception that the name of a field is no attribute of dicts."""
+    if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+        return obj[attribute]
+    return type(environment).getattr(environment, obj, attribute)
 
 
 @lru_cache(1)

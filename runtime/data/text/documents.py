@@ -12,11 +12,9 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from passes.errors import PlanError, first_line
 from planner.files.text import MIB, cannot_read, is_directory, is_file, open_regular, shorten
@@ -55,7 +53,7 @@ def parts(
     """
     if split is Split.json:
         for row in rows_of(files, of_datasets, on_bytes):
-            with row.fields() as fields:  # of a row without the field, a PlanError
+            with row as fields:  # of a row without the field, a PlanError
                 content = text_of(fields, field).encode()
             if content.strip():
                 yield TextPart(content, True, row.path, row=row.where)
@@ -131,26 +129,30 @@ def _by_blank_line(file: _Told, path: Path) -> Iterator[TextPart]:
 _SPLITS = {Split.file: _by_file, Split.line: _by_line, Split.blank_line: _by_blank_line}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """``value``: its fields, or why it cannot be read. ``path``, ``where``: for errors. ``number``: from 0."""
+class Row(NamedTuple):
+    """``value``: its fields, or why it cannot be read. ``path``, ``where``: for errors. ``number``: from 0.
+
+    ``with row as fields`` raises PlanError for one that cannot be read; errors of the block get its place.
+    """
 
     value: dict[str, Any] | PlanError
     path: Path
     where: str
     number: int
 
-    @contextmanager
-    def fields(self) -> Iterator[dict[str, Any]]:
-        """Raises PlanError for a row that cannot be read; errors of the block get its place."""
-        try:
-            if isinstance(self.value, PlanError):
-                raise self.value
-            yield self.value
-        except RecursionError:
+    def __enter__(self) -> dict[str, Any]:
+        if isinstance(self.value, PlanError):
+            raise self._placed(self.value)
+        return self.value
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RecursionError):
             raise RowError("a row is nested too deeply", where=self.where, fix="flatten its objects") from None
-        except PlanError as error:
-            raise error if error.where else type(error)(error.what, where=self.where, fix=error.fix) from None
+        if isinstance(error, PlanError) and not error.where:
+            raise self._placed(error) from None
+
+    def _placed(self, error: PlanError) -> PlanError:
+        return error if error.where else type(error)(error.what, where=self.where, fix=error.fix)
 
 
 class RowError(PlanError):
@@ -194,13 +196,13 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _of_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
+    line_number, number, name = 0, 0, shorten(path)
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            line_number = number = 0
             while line := file.readline(MOST_LINE_BYTES + 1):
                 on_bytes(len(line))
                 line_number += 1
-                where = f"{shorten(path)}:{line_number}"
+                where = f"{name}:{line_number}"
                 if len(line) > MOST_LINE_BYTES:
                     what = f"a line is longer than {MOST_LINE_BYTES // MIB} MiB"
                     raise PlanError(what, where=where, fix="split the row")
@@ -213,7 +215,7 @@ def _of_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
 
 def _parsed(line: bytes) -> dict[str, Any] | PlanError:
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.removeprefix(_MARK).decode())
         if b"\\u" in line:  # half a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

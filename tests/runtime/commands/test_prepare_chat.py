@@ -179,6 +179,31 @@ def test_a_bad_row_is_one_error_with_file_and_line_or_left_out_and_counted(
     assert "1 rows that cannot be used, left out" in result.output
 
 
+def test_the_first_bad_row_is_the_error_whenever_it_is_found(model: Path, tmp_path: Path) -> None:
+    special = {"messages": talk("a", "b<|im_start|>")}  # which is found when its text is, later than a row without JSON
+    path = written(tmp_path / "c.jsonl", GOOD, special, "{")
+    base = [path, "-o", tmp_path / "out", "--tokenizer", model, "--chat", "messages"]
+    error = error_of(prepare(*base))
+    assert "holds the special token" in error
+    assert "c.jsonl:2" in error
+    result = prepare(*base, "--bad-rows", "drop")
+    assert "2 rows that cannot be used, left out" in result.output
+    assert "the first: message 1, content holds the special token" in result.output
+
+
+def test_rows_beside_one_that_its_template_refuses_are_as_rows_alone(tmp_path: Path) -> None:
+    model = chat_directory(tmp_path / "model", "raises")
+    rows = [{"messages": talk("hi", "yes", system=system)} for system in (None, "s", None)]
+    rows[2]["messages"] += talk("and?", "no")
+    found = []
+    for number, part in enumerate((rows, rows[:1], rows[2:])):
+        path, out = written(tmp_path / "c.jsonl", *part), tmp_path / f"out{number}"
+        base = [path, "-o", out, "--tokenizer", model, "--chat", "messages", "--bad-rows", "drop"]
+        assert prepare(*base).exit_code == 0
+        found.append(read_tokens(str(out)).ids.tolist())
+    assert found[0] == found[1] + found[2]
+
+
 def test_marks_of_byte_order_and_ends_of_lines_are_no_text(model: Path, tmp_path: Path) -> None:
     row = json.dumps(GOOD).encode()
     twice = b'{"messages": [], "messages": ' + json.dumps(GOOD["messages"]).encode() + b"}"

@@ -1,4 +1,4 @@
-"""Streams of the library `datasets`: their states are positions, and a resume is bitwise; its directories with splits."""
+"""Streams of the library `datasets`: their states are positions, and a resume is bitwise; directories with splits."""
 
 from __future__ import annotations
 

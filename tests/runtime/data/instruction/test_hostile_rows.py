@@ -107,7 +107,7 @@ def outcomes(path: Path, model: Path) -> Iterator[str]:
     made = Samples(str(model), Instruction(chat="messages", date="2025-01-02"))
     for number, row in enumerate(rows_of([path], None, lambda num_bytes: None)):
         try:
-            found = made.of(row)
+            (found,) = made.of([made.begin(row)])
         except PlanError as error:
             check(error, f"rows.jsonl:{number + 1}")
             yield error.what
@@ -148,6 +148,28 @@ def test_a_long_field_takes_time_by_its_length(tmp_path: Path, text: str, place:
     assert seconds[1] < 40 * seconds[0]  # the square would be 100
 
 
+LARGE = "the cat sat " * 850_000  # 10 MB
+CALLED = {"type": "function", "function": {"name": "f", "arguments": {"city": LARGE}}}
+LARGE_ROWS: dict[str, Any] = {
+    "samples": {"messages": talk(LARGE, LARGE)},
+    "message 0 has the unknown role": {"messages": [{"role": LARGE, "content": "a"}, *talk("a", "b")]},
+    "has no list of messages": {LARGE: 1},
+    "messages is a text that is not JSON": {"messages": "[" * len(LARGE)},
+    "a row cannot be read": '{"messages": [{"role": "user", "content": "' + LARGE,
+    "message 1: the template drops tool_calls": {"messages": talk("a", {"content": "", "tool_calls": [CALLED]})},
+    "100,000 messages and 50,000 answers": {"messages": talk(*["a"] * 100_000)},
+}
+
+
+@pytest.mark.thorough
+def test_a_field_of_ten_megabytes_is_a_sample_or_one_short_error(tmp_path: Path) -> None:
+    model, rows = chat_directory(tmp_path / "model", "chatml"), tmp_path / "rows.jsonl"
+    with rows.open("w") as file:
+        file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in LARGE_ROWS.values())
+    for wanted, told in zip(LARGE_ROWS, outcomes(rows, model), strict=True):
+        assert wanted in told
+
+
 BAD_TEMPLATES = {
     "{{ raise_exception('no ' + messages[0].role) }}": "TemplateError: no user",
     "{{ 'x' * 999999999 }}": "more than 512 MiB",
@@ -182,7 +204,7 @@ def test_a_bad_template_is_one_error_at_the_first_row(
 def test_a_template_sees_of_a_message_what_transformers_shows_it(tmp_path: Path) -> None:
     """Rendering through the compiled template is rendering by `apply_chat_template`."""
     chat = Samples(str(chat_directory(tmp_path / "model", "thinks")), Instruction(chat="m", date="2025-01-02")).chat
-    assert chat._rendering._is_direct
+    assert chat.rendering._is_direct
     through = ("moves_system", "thinks", "channels")
     for text in (TEMPLATES[name] for name in through):
         chat.tokenizer.chat_template = text
@@ -191,3 +213,11 @@ def test_a_template_sees_of_a_message_what_transformers_shows_it(tmp_path: Path)
         direct = rendering.render([([rendering.seen(turn) for turn in turns], True)], None)
         rendering._is_direct = False
         assert direct == rendering.render([(turns, True)], None)
+
+
+def test_fields_are_found_as_the_sandbox_finds_them() -> None:
+    environment = pytest.importorskip("jinja2.sandbox").ImmutableSandboxedEnvironment()
+    values: list[Any] = [{"role": 1, "items": 2, "__class__": 3, "": 4}, {}, [1], "a", None]
+    for value in values:
+        for name in ("role", "items", "__class__", "__len__", "pop", "upper", "append", "none", ""):
+            assert template._attribute(environment, value, name) == environment.getattr(value, name)

@@ -4,7 +4,6 @@ tokenizer keeps the rule or refuses the row, and four wrong rules fail."""
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 from runtime.data.instruction import supervised
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
-from runtime.data.instruction.supervised import MERGED, OTHER, Frames, Presence, Rule, Sample, samples_of
+from runtime.data.instruction.presence import Frames, Presence
+from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, Turn, samples_of
 from runtime.data.text.documents import RowError
 from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, talk
 
@@ -116,10 +116,11 @@ def common_text(self: Any, context: str, whole: str, where: str) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(context), len(whole)))
 
 
-def at_once(self: Any, context: str, answer: str, end: int | None) -> Sample:
-    found = self.chat.tokenizer.backend_tokenizer.encode(context + answer, add_special_tokens=False)
+def at_once(self: Any, turn: Turn) -> Sample:
+    context = "".join(turn.context)
+    found = self.chat.tokenizer.backend_tokenizer.encode(context + turn.answer, add_special_tokens=False)
     border = next((n for n, (start, _) in enumerate(found.offsets) if start >= len(context)), len(found.ids))
-    ids = [*found.ids, *([] if end is None else [end])]
+    ids = [*found.ids, *turn.end]
     return Sample(ids, [(border, len(ids))])
 
 
@@ -131,9 +132,9 @@ def eos_as_end(self: Any, before: Any, message: Any, whole: str, last: int) -> t
     ("place", "name", "wrong"),
     [
         (supervised, "joined", contexts_only),
-        (supervised._Turns, "_common", common_text),
-        (supervised._Turns, "_by_itself", at_once),
-        (supervised._Turns, "_end", eos_as_end),
+        (supervised.Turns, "_common", common_text),
+        (supervised.Turns, "_by_itself", at_once),
+        (supervised.Turns, "_end", eos_as_end),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -244,7 +245,7 @@ class Searched(str):
 
 def test_many_arguments_are_looked_up_and_not_searched_one_by_one() -> None:
     names = [f"k{i}" for i in range(500)]
-    rendered, presence = Searched(" ".join(names)), Presence((), Counter(), Frames())
+    rendered, presence = Searched(" ".join(names)), Presence((), set(), Frames())
     presence.require("tool_calls", names, rendered, "message 1")
     assert rendered.num_searches == 0
     presence.require("tool_calls", [*names, "k4 k5"], rendered, "message 1")
