@@ -22,7 +22,7 @@ Key = TypeVar("Key", str, Border)
 Value = TypeVar("Value")
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
 _NEAR, _FIRST_WORD = 24, re.compile(r"\s*\S*\s*")  # characters beside a border; answers often begin with the same word
-_KEPT, _BORDERS = MIB, 1 << 16  # characters of texts whose ids are kept, texts beside borders
+_KEPT, _BORDERS = MIB, 1 << 16  # characters of texts that are kept with their ids, texts beside borders
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
