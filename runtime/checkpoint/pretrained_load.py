@@ -122,7 +122,7 @@ def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPla
     extra = [stored for name, stored in others if not (hub.ignores_unexpected(stored) or hub.ignores_unexpected(name))]
     twice = [[source.name for source in sources(tuple(m))] for name, m in made.items() if name in known and len(m) > 1]
     wrong = [w for row in rows for m in parameters.get(row.name, ()) if (w := _misfit(files, m, row))]
-    _raise_misfits(files, converted.problems, absent, extra, twice, wrong)
+    _raise_misfits(files, absent, extra, twice, [*converted.problems, *wrong])
     return Found(parameters, buffers)
 
 
@@ -176,22 +176,18 @@ def _misfit(files: SafetensorsFiles, made: Assembly, row: ParameterPlan | Descri
 
 
 def _raise_misfits(
-    files: SafetensorsFiles,
-    problems: Sequence[str],
-    absent: list[str],
-    extra: list[str],
-    twice: list[list[str]],
-    wrong: list[str],
+    files: SafetensorsFiles, absent: list[str], extra: list[str], twice: list[list[str]], wrong: list[str]
 ) -> None:
-    many = sorted({files.tensors[name].file for name in (*extra, *(name for names in twice for name in names))})
-    wrong = [*problems, *wrong]
+    def within(names: list[str]) -> str:
+        return listed(sorted({files.tensors[name].file.name for name in names}))
+
     found = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
     if absent:
         found.append(f"absent: {listed(absent)}")
     if extra:
-        found.append(f"unexpected in {listed(f.name for f in many)}: {listed(extra)}")
+        found.append(f"unexpected in {within(extra)}: {listed(extra)}")
     if twice:
-        found.append(f"stored twice under different names: {listed(twice[0])}")
+        found.append(f"stored twice under different names in {within(twice[0])}: {listed(twice[0])}")
     if found:
         one = {stored.file for stored in files.tensors.values()}
         where = one.pop() if len(one) == 1 else files.directory

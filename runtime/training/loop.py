@@ -237,10 +237,12 @@ def _write_models(job: Job, engine: Engine) -> None:
         engine.save_adapters(job.save_adapters)
     if job.save_merged is not None:
         engine.save_merged(job.save_merged)
-    if engine.groups.rank == 0:
-        for what, directory in (("adapters", job.save_adapters), ("merged model", job.save_merged)):
+    directories = {"adapters": job.save_adapters, "merged model": job.save_merged}
+    if engine.groups.rank == 0 and any(directories.values()):
+        files = _files_of(job)
+        for what, directory in directories.items():
             if directory is not None:
-                write_files(files := _files_of(job), Path(directory))
+                write_files(files, Path(directory))
                 say(f"wrote the {what} to {shorten(directory)}", leads=True)
                 say(told_of(files, directory), leads=True)
 

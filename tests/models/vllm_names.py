@@ -5,6 +5,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+# as the published models have them, where the families' small ones do not: biases, and layers of each kind
+SIZES: dict[str, dict[str, Any]] = {
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+    },
+}
 ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
 NORMS = "input_layernorm post_attention_layernorm"
 MIXTRAL = (
@@ -26,13 +36,15 @@ V4 = {
     "embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale",
     *(f"layers.*.{name}.weight" for name in (
         "attn_norm", "ffn_norm", "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "attn.q_norm",
-        "attn.kv_norm", "attn.compressor.norm", "attn.compressor.wkv", "attn.compressor.wgate", "ffn.gate",
+        "attn.kv_norm", "attn.compressor.norm", "attn.compressor.wkv", "attn.compressor.wgate", "attn.indexer.wq_b",
+        "attn.indexer.weights_proj", "attn.indexer.compressor.norm", "attn.indexer.compressor.wkv",
+        "attn.indexer.compressor.wgate", "ffn.gate",
         "ffn.experts.*.w1", "ffn.experts.*.w2", "ffn.experts.*.w3", "ffn.shared_experts.w1", "ffn.shared_experts.w2",
         "ffn.shared_experts.w3",
     )),
     *(f"layers.*.{name}" for name in (
-        "attn.attn_sink", "attn.compressor.ape", "ffn.gate.tid2eid", "hc_attn_fn", "hc_attn_base", "hc_attn_scale",
-        "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale",
+        "attn.attn_sink", "attn.compressor.ape", "attn.indexer.compressor.ape", "ffn.gate.tid2eid", "ffn.gate.bias",
+        "hc_attn_fn", "hc_attn_base", "hc_attn_scale", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale",
     )),
 }  # fmt: skip
 VLLM: dict[str, frozenset[str]] = {
@@ -60,8 +72,10 @@ VLLM: dict[str, frozenset[str]] = {
         "model.embed_tokens model.final_layernorm lm_head",
     ),
     "phimoe": names(
-        f"{ATTENTION} {NORMS} {MIXTRAL}", "input_layernorm.bias post_attention_layernorm.bias"
-    ) | {"model.norm.bias"},
+        f"{ATTENTION} {NORMS} {MIXTRAL}",
+        "input_layernorm.bias post_attention_layernorm.bias self_attn.q_proj.bias self_attn.k_proj.bias "
+        "self_attn.v_proj.bias self_attn.o_proj.bias",
+    ) | {"model.norm.bias", "lm_head.bias"},
     "gpt_oss": names(
         f"{ATTENTION} {NORMS} mlp.router",
         "self_attn.sinks self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias self_attn.o_proj.bias "

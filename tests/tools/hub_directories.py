@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from planner.capture.model.hub_format import hub_format
 from planner.capture.model.reference import load_model
 from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
+from runtime.checkpoint.conversion import described
 from runtime.checkpoint.hub_tensors import read_ranges
-from runtime.checkpoint.pretrained_load import find_in
-from runtime.checkpoint.safetensors_files import SINGLE
+from runtime.checkpoint.pretrained_load import Found, find_in
+from runtime.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
@@ -28,7 +30,7 @@ from tests.tools.limits import HANG_SECONDS
 from tests.tools.live_memory import MostMade
 
 
-def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
+def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> nn.Module:
     """A random model, saved by transformers itself in its original format. ``sizes``: others than the family's."""
     member = FAMILIES[family]
     model = made(replace(member, sizes=member.sizes | sizes)).to(dtype)
@@ -40,6 +42,12 @@ def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32, **si
 
 def stored(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / SINGLE)
+
+
+def found_in(directory: Path) -> Found:
+    model = load_model(f"hf:{directory}")
+    with SafetensorsFiles(directory) as files:
+        return find_in(files, hub_format(model), described(model))
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -84,18 +92,20 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randint(3, VOCABULARY, (4, LENGTH), generator=generator) for n in ("input_ids", "labels")}
 
 
-def trained_by_ranks(host: StoreHost, directory: Path, layout: str) -> None:
-    """``directory``/in → three steps → ``directory``/out."""
+def trained_by_ranks(host: StoreHost, directory: Path, layout: str, target: str = "out") -> dict[str, Tensor]:
+    """``directory``/in → ``directory``/copied → three steps → ``directory``/``target``: the ranks' full parameters."""
     PLANNED[:] = [planned(directory / "in", layout)]
-    host.run_ranks(PLANNED[0].mesh.world_size, _train, directory)
+    return host.run_ranks(PLANNED[0].mesh.world_size, _train, directory, target)[0]
 
 
-def _train(directory: Path) -> None:
+def _train(directory: Path, target: str) -> dict[str, Tensor]:
     with Engine(PLANNED[0], timeout_seconds=HANG_SECONDS) as engine:
         engine.load_pretrained(directory / "in")
+        engine.save_pretrained(directory / "copied")
         for _ in range(STEPS):
             engine.train_step(batch())
-        engine.save_pretrained(directory / "out")
+        engine.save_pretrained(directory / target)
+        return engine.gather_parameters()
 
 
 def most_bytes_while_writing(host: StoreHost, directory: Path, layout: str) -> list[int]:

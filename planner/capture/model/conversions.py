@@ -82,11 +82,9 @@ class Conversions:
         """How files with these tensors make the model's."""
         from transformers.core_model_loading import dot_natural_key
 
-        found, groups, plain = Converted(), _Groups(deepcopy(self._forward), self._asked), {}
-        for name in sorted(stored, key=lambda each: dot_natural_key(plain_name(each))):
-            plain[plain_name(name)] = name
-        recorder = _Recorder()
-        for name, own in plain.items():
+        found, groups, recorder = Converted(), _Groups(deepcopy(self._forward), self._asked), _Recorder()
+        for own in sorted(stored, key=lambda each: dot_natural_key(plain_name(each))):
+            name = plain_name(own)
             if not groups.take(name, recorder.source(own, stored[own])):
                 found.add(groups.renamed(name), Source(own, stored[own]))
         with recorder, torch.no_grad():

@@ -208,8 +208,17 @@ BAD: dict[str, tuple[dict[str, Tensor], Any, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_weights_that_do_not_fit_their_scales_are_an_error(case, tmp_path):
     tensors, settings, words = BAD[case]
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=words) as caught:
         WeightFiles(write(tmp_path, tensors, settings))
+    named = SINGLE if "by '" not in words else "config.json"
+    assert caught.value.where == str(tmp_path / named)
+
+
+def test_fp8_in_a_directory_without_a_config_is_an_error(tmp_path):
+    write(tmp_path, {"up.weight": WEIGHT, "up.weight_scale_inv": SCALE})
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(PlanError, match=r"up\.weight in model\.safetensors is stored in FP8, but config\.json has no"):
+        WeightFiles(tmp_path)
 
 
 def test_scales_of_activations_and_other_weight_files_are_not_read_and_told(tmp_path, capsys, monkeypatch):

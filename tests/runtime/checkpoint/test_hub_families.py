@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from planner.capture.model.reference import load_model
 
 pytest.importorskip("transformers")
 
 from tests.models.hub_families import FAMILIES
+from tests.tools.checkpoints import assert_same
 from tests.tools.hub_directories import (
     LAYOUTS,
     most_bytes_while_writing,
@@ -19,6 +21,8 @@ from tests.tools.hub_directories import (
     trained_by_ranks,
 )
 
+BITWISE = ("zero 3", "pp 2")  # two gradients are added, each of one microbatch, as one process adds them
+
 
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
@@ -27,13 +31,26 @@ from tests.tools.hub_directories import (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_are_trained_and_written_again_as_by_one_process(family, layout, tmp_path, lab):
     saved(family, tmp_path / "in", torch.float64)
-    lab.call(trained_by_ranks, tmp_path, layout)
+    trained = lab.call(trained_by_ranks, tmp_path, layout)
     given, written = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert_as_in_files(stored(tmp_path / "copied"), given)
     assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in given.items()}
-    found = load_model(f"hf:{tmp_path / 'out'}", materialize=True).state_dict()
-    differences = {name: (found[name] - value).abs().max().item() for name, value in trained_alone(tmp_path).items()}
-    assert max(differences.values()) < 1e-6, max(differences.items(), key=lambda pair: pair[1])  # norms are in float32
     assert any(not torch.equal(written[name], tensor) for name, tensor in given.items())
+    found = load_model(f"hf:{tmp_path / 'out'}", materialize=True)
+    assert_same(dict(found.named_parameters(remove_duplicate=False)), trained)
+    held, wanted = found.state_dict(), trained_alone(tmp_path)
+    assert all(torch.equal(held[name], value) for name, value in wanted.items() if name not in trained)
+    differences = {name: (held[name] - value).abs().max().item() for name, value in wanted.items()}
+    assert max(differences.values()) < 1e-6, max(differences.items(), key=lambda pair: pair[1])
+    if layout in BITWISE:
+        assert_same(trained, lab.call(trained_by_ranks, tmp_path, "one", "alone"))
+
+
+def assert_as_in_files(copied: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Bit by bit, but for the dtype of what transformers keeps in float32."""
+    assert copied.keys() == given.keys()
+    for name, tensor in given.items():
+        assert torch.equal(copied[name], tensor.to(copied[name].dtype)), name
 
 
 @pytest.mark.sampled(1)
