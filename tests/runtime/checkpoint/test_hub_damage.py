@@ -149,3 +149,24 @@ def test_other_files_beside_shards_are_not_read_and_told(tmp_path, capsys, monke
     assert "not read: consolidated.safetensors" in capsys.readouterr().err
     export(save, read_manifest(save)[0], tmp_path / "out")
     assert_same(stored(tmp_path / "out"), wanted)
+
+
+IGNORED = {  # of the layers that predict further tokens
+    "deepseek_v3": [
+        "model.layers.61.eh_proj.weight",
+        *(f"model.layers.61.mlp.experts.{i}.up_proj.weight" for i in (0, 1)),
+    ],
+    "qwen3_next": ["mtp.fc.weight", *(f"mtp.layers.0.mlp.experts.{i}.down_proj.weight" for i in (0, 1))],
+    "deepseek_v4": ["mtp.0.hc_head_fn", *(f"mtp.0.ffn.experts.{i}.w1.weight" for i in (0, 1))],
+}
+
+
+@pytest.mark.parametrize("family", IGNORED)
+def test_tensors_that_a_model_ignores_are_neither_read_nor_written(family, tmp_path):
+    saved(family, tmp_path / "in")
+    given = stored(tmp_path / "in")
+    more = {name: torch.ones(2, 2) for name in IGNORED[family]}
+    save_file(given | more, tmp_path / "in" / SINGLE, {"format": "pt"})
+    save, _ = import_weights(tmp_path / "in", tmp_path / "run")
+    export(save, read_manifest(save)[0], tmp_path / "out")
+    assert_same(stored(tmp_path / "out"), given)

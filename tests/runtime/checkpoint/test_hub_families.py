@@ -21,7 +21,7 @@ from tests.tools.hub_directories import (
     trained_by_ranks,
 )
 
-BITWISE = ("zero 3", "pp 2")  # two gradients are added, each of one microbatch, as one process adds them
+BITWISE = ("zero 3", "pp 2")  # two microbatches, one by one, whose gradients are added
 
 
 @pytest.mark.thorough
@@ -30,6 +30,12 @@ BITWISE = ("zero 3", "pp 2")  # two gradients are added, each of one microbatch,
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_are_trained_and_written_again_as_by_one_process(family, layout, tmp_path, lab):
+    """Bitwise on every layout: a copy without a step, and the export of what the ranks hold after three steps.
+
+    Over zero 3 and pp 2 these are also bitwise those of our engine in one process. Over tp and ep they cannot be: parts
+    of a sum are added in another order (7e-9 and 3e-16 after three steps), and transformers' one process sums the rows
+    of both microbatches at once, with norms in float32 (2e-8).
+    """
     saved(family, tmp_path / "in", torch.float64)
     trained = lab.call(trained_by_ranks, tmp_path, layout)
     given, written = stored(tmp_path / "in"), stored(tmp_path / "out")
@@ -41,7 +47,7 @@ def test_files_are_trained_and_written_again_as_by_one_process(family, layout, t
     held, wanted = found.state_dict(), trained_alone(tmp_path)
     assert all(torch.equal(held[name], value) for name, value in wanted.items() if name not in trained)
     differences = {name: (held[name] - value).abs().max().item() for name, value in wanted.items()}
-    assert max(differences.values()) < 1e-6, max(differences.items(), key=lambda pair: pair[1])
+    assert max(differences.values()) < 1e-7, max(differences.items(), key=lambda pair: pair[1])
     if layout in BITWISE:
         assert_same(trained, lab.call(trained_by_ranks, tmp_path, "one", "alone"))
 
