@@ -1,4 +1,4 @@
-"""What a rank holds beside its weights while it loads a directory of the Hub and writes one: MiB, seconds.
+"""What a rank holds beside its weights while it loads a directory of the Hub and writes one: MiB, seconds, CPU seconds.
 
     python -m benchmarks.hub_memory [--layers 7]
 
@@ -59,10 +59,11 @@ def of_rank(folder: str) -> dict[str, float]:
     found: dict[str, float] = {}
     with Engine(Plan.load(f"{folder}/plan.pt"), timeout_seconds=300) as engine:
         for name, call in {"loading": engine.load_pretrained, "writing": engine.save_pretrained}.items():
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             with Peak() as peak:
                 call(f"{folder}/{'in' if name == 'loading' else 'out'}")
             found |= {f"{name}, MiB": peak.added / MIB, f"{name}, s": time.perf_counter() - begin}
+            found[f"{name}, CPU s"] = time.process_time() - cpu
     return found
 
 
