@@ -38,7 +38,7 @@ _LINEAR = {
 
 
 def _of(stem: str, *sizes: dict[str, Any], config: str = "", **more: Any) -> Member:
-    joined = {key: value for each in (*sizes, more) for key, value in each.items()}
+    joined = {key: value for each in ({"pad_token_id": 0}, *sizes, more) for key, value in each.items()}
     return Member(f"{stem}ForCausalLM", f"{config or stem}Config", joined, settings={"eval": stem == "Gemma3n"})
 
 
