@@ -57,9 +57,14 @@ def own_modules(model: nn.Module) -> list[ModuleType]:
     """
     found = {id(module): module for module in users_modules(model)}
     for module in foreign_modules():
-        if not {"site-packages", "dist-packages"} & set(Path(getattr(module, "__file__", None) or "").parts):
+        if not _is_installed(getattr(module, "__file__", None) or ""):
             found[id(module)] = module
     return list(found.values())
+
+
+@functools.cache  # each capture asks several times for each module that is loaded
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 class CachedFunctions:
