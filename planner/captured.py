@@ -26,8 +26,8 @@ from passes.partition.batch.align_exports import wider
 from passes.partition.batch.id_ranges import check_fixed_lookups
 from passes.partition.loss.shares import LossTerms, share_loss
 from passes.program.program import Program, copied
+from planner.capture.eager_trials import refuse_another_forward
 from planner.capture.export import capture
-from planner.capture.graphs_equal import refuse_another_forward
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.model.eager import uncompiled, unwrapped
 from planner.capture.model_fingerprint import ModelState

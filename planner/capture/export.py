@@ -27,13 +27,13 @@ from passes.program.builder import prune
 from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from planner.capture.branch_trials import agrees_on_both_sides
 from planner.capture.data_dependence import (
     calls_in,
     depends_on_data,
     refuse_dynamic_shapes,
     refuse_numbers_from_tensors,
 )
+from planner.capture.eager_trials import agrees_on_both_sides, refuse_another_forward
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.parameters import (
     drop_writes_of_itself,
@@ -41,7 +41,7 @@ from planner.capture.gradients.parameters import (
     refuse_gradient_hooks,
     refuse_parameter_writes,
 )
-from planner.capture.graphs_equal import refuse_another_forward, refuse_other_constants
+from planner.capture.graphs_equal import refuse_other_constants
 from planner.capture.memory_order import views_for_memory
 from planner.capture.model.eager import NOTE, caches_off, in_eager_mode, was_compiled
 from planner.capture.model.exchange import (

@@ -1,6 +1,4 @@
-"""Do two captures compute the same? And does a capture compute what the model does?
-
-Two captures: calls are compared, and values if a model keeps results.
+"""Do two captures compute the same? Calls are compared, and values if a model keeps results.
 
     first call     freqs = outer(positions, inverse); self.cache[:n] = freqs; use(freqs)
     next call      use(self.cache[:n])                                          other calls, the same numbers
@@ -8,51 +6,29 @@ Two captures: calls are compared, and values if a model keeps results.
 Values without a batch tensor or parameter as input are computed, with buffers as the previous call left them; the rest
 is equal if the same ops are applied to the same operands, down to those values. Two graphs are equal if their results
 are.
-
-A capture and the model: a small model with weights is run once unchanged, and once as captured.
-
-    eager loss        model(**batch), nothing replaced
-    captured loss     the canonical graph on the same weights and the same batch
-
-A forward can find out that it is traced in ways that no list knows (planner.capture.python.eager_answers holds those
-known), and then compute something else. The two are compared if that is cheap, and the loss does not depend on random
-numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.errors import PlanError, Where
+from passes.errors import PlanError
 from passes.program.known_values import computed, follows
-from passes.program.program import Program
 from passes.program.source_lines import where_of
 from planner.capture.functional import UnknownWrite, functional_graph
-from planner.capture.model.eager import caches_off, in_eager_mode
-from planner.capture.model.exchange import has_values, registry_kept, tensors_in
-from planner.capture.outputs import plain_structure
-from planner.capture.python.state import PythonState
+from planner.capture.model.exchange import has_values
 from planner.capture.selection.space import Keys
-from planner.capture.user_lines import CallSites
 
 MOST_ELEMENTS = 1 << 24
-CHEAP = 10**8  # elements of weights times elements of inputs
-DEAR = 2 * 10**10  # if the capture had to take another path than eager mode
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
-_FIX = "compute the same with and without tracing: do not test for tracing or for classes of tensors"
 
 
 def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: Mapping[str, Tensor]) -> fx.Node | None:
@@ -143,8 +119,7 @@ class _Keys(Keys):
         if not follows(node) or any(n not in self.values for n in node.all_input_nodes):
             return None
         expected = node.meta.get("val")
-        too_large = isinstance(expected, Tensor) and expected.numel() > MOST_ELEMENTS
-        if too_large:
+        if isinstance(expected, Tensor) and expected.numel() > MOST_ELEMENTS:
             return None
         with suppress(RuntimeError):  # a buffer that the capture has cast: unknown, and named by its computation
             return computed(node, self.values.__getitem__)
@@ -173,124 +148,11 @@ def fingerprint(value: Tensor) -> str:
     return digest.hexdigest()
 
 
-class Truths(TorchDispatchMode):
-    """The truths that a forward reads from tensors in eager mode, by line."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._sites, self.read = CallSites(model), defaultdict[str, set[Any]](set)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.read[str(self._sites.here())].add(made)
-        return made
-
-
-def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> bool:
-    """Raise PlanError if the captured loss differs. Returns whether it was compared on batches that together take each
-    branch on a value in eager mode.
-    """
-    if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
-        return False
-    truths, are_compared = Truths(model), True
-    for fill in (ones, mixed) if program.traced else (mixed,):
-        batch = {name: fill(tensor) for name, tensor in inputs.items()}
-        with put_back(model), in_eager_mode(), truths:
-            eager = fixed_scalars(lambda b=batch: model(**b))
-        if not eager:  # it fails on these values, or its loss is another in each call
-            are_compared = False
-            continue
-        captured = scalars(lambda b=batch: _interpret(program, model, b))
-        are_compared &= bool(captured)
-        if captured and not any(_close([loss], captured) for loss in eager):
-            with put_back(model), in_eager_mode(), caches_off(model):
-                without_cache = scalars(lambda b=batch: model(**b))
-            if any(_close([loss], captured) for loss in without_cache):
-                raise PlanError(
-                    f"with its key-value cache on, the model's loss is {float(eager[0]):.6g}; with it off, as in a "
-                    f"training step, {float(captured[0]):.6g}",
-                    where="use_cache",
-                    fix="set model.config.use_cache = False (with it on, Hugging Face models ignore the documents in "
-                    "position_ids)",
-                )
-            where = next(iter(program.traced), Where())
-            raise PlanError(
-                f"the model cannot be captured: in eager mode its loss is {float(eager[0]):.6g}, but traced it is "
-                f"{float(captured[0]):.6g}",
-                where=where,
-                fix=_FIX,
-            )
-    return are_compared and all(len(answers) == 2 for answers in truths.read.values())
-
-
-def _can_run(model: nn.Module, inputs: Mapping[str, Tensor], most: int) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
-    size, tokens = sum(t.numel() for t in tensors), sum(t.numel() for t in inputs.values())
-    plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
-    floating = {t.dtype for t in tensors if t.is_floating_point()}
-    return plain and floating <= set(TOLERANCE) and size * tokens <= most
-
-
-def ones(tensor: Tensor) -> Tensor:
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
-
-
-def mixed(tensor: Tensor) -> Tensor:
-    """Integers 0 and 1, which are ids, labels and masks alike."""
-    generator = torch.Generator().manual_seed(0)
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
-    return torch.randint(2, tensor.shape, generator=generator).to(tensor.dtype)
-
-
-def scalars(run: Callable[[], Any]) -> list[Tensor]:
-    """The numbers among the outputs; none if it fails, as it may on unusual values."""
-    try:
-        found = tensors_in(plain_structure(run()))
-    except Exception:
-        return []
-    return [t.detach() for t in found if t.numel() == 1 and t.is_floating_point()]
-
-
-def fixed_scalars(run: Callable[[], Any]) -> list[Tensor]:
-    """The same; none if random numbers are drawn, as by dropout."""
-    before = torch.get_rng_state()
-    found = scalars(run)
-    return found if torch.equal(before, torch.get_rng_state()) else []
-
-
-def _close(one: list[Tensor], other: list[Tensor]) -> bool:
-    pairs = list(zip(one, other, strict=False))
-    return all(torch.allclose(a.double(), b.double(), rtol=_tolerance(a), atol=1e-7, equal_nan=True) for a, b in pairs)
-
-
-def _tolerance(value: Tensor) -> float:
-    return TOLERANCE.get(value.dtype, 1e-2)
-
-
-def _interpret(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    def own(fqn: str) -> Tensor:
-        owner, _, name = fqn.rpartition(".")
-        return getattr(model.get_submodule(owner), name)
-
-    return run_program(fx.Interpreter(program.graph), program, own, batch)
-
-
-def run_program(
-    interpreter: fx.Interpreter, program: Program, own: Callable[[str], Tensor], batch: Mapping[str, Tensor]
-) -> Any:
-    """The outputs on a batch, without gradients. ``own``: a parameter or buffer by name; it is copied."""
-    given: list[Any] = []
-    for node in program.graph.graph.find_nodes(op="placeholder"):
-        if node.name in program.constants:
-            given.append(program.constants[node.name].clone())
-        elif node.name in program.inputs:
-            given.append(batch[program.inputs[node.name]])
-        else:
-            given.append(own(program.parameters.get(node.name) or program.buffers[node.name]).detach().clone())
-    with torch.no_grad():
-        return interpreter.run(*given)
+def drawn(value: Tensor, generator: torch.Generator) -> Tensor:
+    """A value of this shape: floats in float64; integers 0 and 1, which are ids, labels and masks alike."""
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    return torch.randint(2, value.shape, generator=generator).to(value.dtype)
 
 
 class InFloat64(fx.Interpreter):
@@ -300,31 +162,11 @@ class InFloat64(fx.Interpreter):
         return widened(super().placeholder(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(_float64_for, (args, kwargs))
+        wider: Any = lambda dtype: torch.float64 if dtype.is_floating_point else dtype  # noqa: E731
+        args, kwargs = pytree.tree_map_only(torch.dtype, wider, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
 
 def widened(value: Any) -> Any:
     """A tensor of floats in float64; any other value unchanged."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _float64_for(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-
-@contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """The model, and all generators of random numbers, as they were."""
-    state, buffers = PythonState(model), [(b, b.detach().clone()) for b in model.buffers()]
-    generators = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]), registry_kept(model.modules()):
-            yield
-    finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        state.restore()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

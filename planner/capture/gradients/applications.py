@@ -59,7 +59,8 @@ class Shape:
 
     @classmethod
     def of(cls, x: Tensor, requires_grad: bool) -> Shape:
-        strides, steps = tuple(map(int, x.stride())), sorted((int(s), int(n)) for s, n in _steps(x))
+        strides = tuple(map(int, x.stride()))
+        steps = sorted((s, int(n)) for s, n in zip(strides, x.shape, strict=True) if n > 1)
         is_apart = all(s > 0 for s, _ in steps) and all(s * n <= after for (s, n), (after, _) in pairwise(steps))
         return cls(tuple(map(int, x.shape)), x.dtype, requires_grad, strides if is_apart else _dense(x))
 
@@ -178,11 +179,6 @@ def follows_memory(run: Callable[[list[Tensor]], list[Tensor | None]], values: S
         if not all(a is b or (a is not None and b is not None and near(a, b)) for a, b in pairs):
             return True
     return False
-
-
-def _steps(x: Tensor) -> Iterator[tuple[int, int]]:
-    """(stride, size) of each dim that has more than one element."""
-    return ((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
 
 
 def _dense(x: Tensor) -> tuple[int, ...]:

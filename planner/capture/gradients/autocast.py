@@ -136,7 +136,7 @@ class _Call:
     def write(self) -> None:
         if not any(isinstance(v, Tensor) and v.is_floating_point() for v in self.values):
             return
-        if self._casts_itself():
+        if torch._C._dispatch_has_kernel_for_dispatch_key(self.target.name(), "AutocastCPU"):
             self._cast(self._seen(True).casts)
         elif self.target is aten.einsum.default and self.node.meta["val"].dtype == self.region.dtype:
             # a product of views of its operands: a view of a cast is a cast of the view
@@ -147,9 +147,6 @@ class _Call:
                 raise self._refused()
             if seen != self._seen(False).calls:
                 self._write_out()
-
-    def _casts_itself(self) -> bool:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(self.target.name(), "AutocastCPU")
 
     def _run(self, *values: Any) -> Any:
         env = dict(zip(self.inputs, values, strict=True))

@@ -101,7 +101,8 @@ def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tu
         if node.op != "call_function":
             continue
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            yield from _writes_in_region(module, node, of)
+            for body, holders, operands in bodies_of(module, node):
+                yield from _writes(body, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
         elif isinstance(node.target, torch._ops.OpOverload):
             for argument, value in _arguments(node):
                 if argument.alias_info is None or value not in of:
@@ -109,11 +110,6 @@ def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tu
                 if argument.alias_info.is_write:
                     yield node, of[value]
                 of[node] = of[value]
-
-
-def _writes_in_region(module: fx.GraphModule, node: fx.Node, of: Mapping[Any, str]) -> Iterator[tuple[fx.Node, str]]:
-    for body, holders, operands in bodies_of(module, node):
-        yield from _writes(body, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -162,7 +158,7 @@ def watched_cast(
         prefix = None if model is None else _name_of(module, model)
         if prefix is None:
             return original(module, fn, *args, **kwargs)
-        for name, tensor in _tensors_of(module):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             made = fn(tensor)
             if made is not tensor and storage_of(made) != storage_of(tensor):
                 refuse(f"the forward casts or moves its own {prefix}{name}: {_change(tensor, made)}", CAST_FIX)
@@ -175,11 +171,6 @@ def _name_of(module: nn.Module, model: nn.Module) -> str | None:
     """The prefix of the names of a module's weights; None for one that is not the model's (``CallSites``)."""
     names = (name for name, inner in model.named_modules() if vars(inner) is vars(module))
     return next((f"{name}." if name else "" for name in names), None)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _change(before: Tensor, after: Tensor) -> str:

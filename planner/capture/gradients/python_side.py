@@ -93,17 +93,12 @@ class PythonGradients:
         yield Tensor, "detach_", self._refusing(Tensor.detach_, "x.detach_() changes a tensor in place", _DETACH_FIX)
         model_of = lambda: None if self._elsewhere() else self._model  # noqa: E731
         yield nn.Module, "_apply", watched_cast(nn.Module._apply, model_of, self._sites.refuse)
-        for owner, name in (
-            (Tensor, "register_hook"),
-            (Tensor, "register_post_accumulate_grad_hook"),
-            (saved_graph, "register_multi_grad_hook"),
-        ):
+        hooks = (Tensor, "register_hook"), (Tensor, "register_post_accumulate_grad_hook")
+        for owner, name in (*hooks, (saved_graph, "register_multi_grad_hook")):
             yield owner, name, self._refusing(getattr(owner, name), _HOOK, HOOK_FIX)
-        for owner, name in (
-            (eager_transforms, "grad_increment_nesting"),
-            (eager_transforms, "jvp_increment_nesting"),
-        ):
-            yield owner, name, self._refusing(getattr(owner, name), _TRANSFORM, _TRANSFORM_FIX)
+        for name in ("grad_increment_nesting", "jvp_increment_nesting"):
+            original = getattr(eager_transforms, name)
+            yield eager_transforms, name, self._refusing(original, _TRANSFORM, _TRANSFORM_FIX)
         yield saved_graph.saved_tensors_hooks, "__enter__", self._enter_saved(saved_graph.saved_tensors_hooks.__enter__)
 
     def _end(self) -> None:

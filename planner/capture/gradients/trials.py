@@ -132,7 +132,8 @@ class _Trial:
     # ---- linear
 
     def _is_linear(self) -> bool:
-        return all(self._adds_up(sample, a, b) for sample in SAMPLES for a, b in _pairs_of_sizes())
+        pairs = [*zip(SIZES, SIZES, strict=True), *itertools.pairwise(SIZES)]
+        return all(self._adds_up(sample, a, b) for sample in SAMPLES for a, b in pairs)
 
     def _adds_up(self, sample: Sample, size_a: float, size_b: float) -> bool:
         values = draw(self.use, sample)
@@ -203,11 +204,6 @@ def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float, least: float = 
         return False
     a, b = a[finite], b[finite]
     return (a - b).norm().item() <= tolerance * max(a.norm().item(), b.norm().item(), least)
-
-
-def _pairs_of_sizes() -> Iterator[tuple[float, float]]:
-    yield from ((size, size) for size in SIZES)
-    yield from itertools.pairwise(SIZES)
 
 
 def _random(like: Tensor, size: float, ramp_dim: int | None = None) -> Tensor:

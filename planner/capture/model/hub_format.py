@@ -129,7 +129,9 @@ def adapted(model: nn.Module) -> Adapted | None:
     base_names = {name: own for name, _ in _tensors(model) if (own := _base_name(name, base, wrapped)) is not None}
     outermost_last = [(f"{path}.{attribute}", path) for path, attribute in reversed(wrapped.items())]
     wrappers = {own: path for held, path in outermost_last if (own := _base_name(held, base, wrapped)) is not None}
-    return Adapted(_without_values(model), base, base_names, wrappers)
+    # buffers keep their values, which a merge may read
+    twin = copied(model, lambda buffer: buffer.detach().to("meta" if buffer.is_meta else "cpu", copy=True))
+    return Adapted(twin, base, base_names, wrappers)
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -156,15 +158,14 @@ def _base_name(name: str, base: str, wrapped: Mapping[str, str]) -> str | None:
     return ".".join(own)
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy in which parameters are on meta. Buffers keep their values, which a merge may read."""
-    return copied(model, lambda buffer: buffer.detach().to("meta" if buffer.is_meta else "cpu", copy=True))
-
-
 def describe_adapters(adapted: Adapted) -> dict[str, Any]:
     """``configs`` and ``modules``."""
     configs = {name: json.loads(_text(adapted.config_of(name))) for name in adapted.adapters}
-    layers = {path: _plain_settings(adapted.module.get_submodule(path)) for path in sorted(adapted.wrappers.values())}
+    settings = {path: vars(adapted.module.get_submodule(path)) for path in sorted(adapted.wrappers.values())}
+    layers = {
+        path: {name: value for name, value in own.items() if name != "training" and _is_plain(value)}
+        for path, own in settings.items()
+    }
     return {"configs": configs, "modules": hashlib.sha256(_text(layers).encode()).hexdigest()}
 
 
@@ -174,11 +175,6 @@ def _text(values: Any) -> str:
 
 def _as_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def _plain_settings(layer: nn.Module) -> dict[str, Any]:
-    """Its plain values, without the mode of training."""
-    return {name: value for name, value in vars(layer).items() if name != "training" and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

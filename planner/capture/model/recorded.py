@@ -258,14 +258,11 @@ class _Recorder(TorchDispatchMode):
         with torch.no_grad():
             self.log.draw(numbers)
 
-    def finish(self) -> None:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         if self._waiting is not None:
             self.log.segments.append(self._waiting)
             self._waiting = None
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.finish()
 
     # ---- the log
 

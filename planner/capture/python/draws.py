@@ -32,7 +32,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -77,19 +77,8 @@ class PythonDraws:
         states = random.getstate(), np.random.get_state()
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         try:
-            owners = [
-                random,
-                np.random,
-                time,
-                os,
-                uuid,
-                secrets,
-                torch,
-                torch.random,
-                sys.modules["torch.cuda"],
-                *self._modules,
-            ]
-            with installed(*by_identity(owners, replaced)), self.seeds.watched():
+            owners = random, np.random, time, os, uuid, secrets, *_of_torch()
+            with installed(*by_identity((*owners, *self._modules), replaced)), self.seeds.watched():
                 yield
         finally:
             random.setstate(states[0])
@@ -241,6 +230,11 @@ def _is_of_python(frame: FrameType) -> bool:
 # ---- seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say
 
 
+def _of_torch() -> tuple[ModuleType, ...]:
+    """Importing torch._dynamo puts another torch.manual_seed there."""
+    return torch, torch.random, sys.modules["torch.cuda"]
+
+
 class TorchSeeds:
     """Watches one forward."""
 
@@ -249,11 +243,7 @@ class TorchSeeds:
 
     def replacements(self) -> Iterator[tuple[Any, Any]]:
         """Functions of PyTorch that set a seed, and their replacements meanwhile."""
-        for module in (
-            torch,
-            torch.random,
-            sys.modules["torch.cuda"],
-        ):  # importing torch._dynamo puts another torch.manual_seed there
+        for module in _of_torch():
             for name in SETTERS:
                 if hasattr(module, name):
                     yield getattr(module, name), self._setter(name, getattr(module, name))

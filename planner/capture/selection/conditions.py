@@ -31,10 +31,15 @@ def is_read(node: fx.Node | None) -> bool:
     return node is not None and packet_of(node.target) in (aten.item, aten._local_scalar_dense)
 
 
+def reads_of(makers: Mapping[Any, fx.Node | None]) -> list[fx.Node]:
+    """The tensors out of which numbers are read, of the calls that made them."""
+    reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
+    return [n for n in reads if isinstance(n, fx.Node)]
+
+
 def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:
     """``makers``: of each symbol the call that read it. None if it reads more than the batch, or much."""
-    reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
-    nodes = [n for n in reads if isinstance(n, fx.Node)]
+    nodes = reads_of(makers)
     order = in_order(nodes)
     if len(nodes) < len(makers) or not all(map(_is_plain, order)):
         return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from operator import getitem
-from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -62,14 +61,12 @@ from planner.capture.selection.space import (
 )
 from planner.capture.selection.totals import Totals
 
-_NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
-
 
 def with_all_rows(
     module: fx.GraphModule,
-    nobody: Collection[int] = (),
-    inputs: Sequence[str] = (),
-    constants: Mapping[str, torch.Tensor] = _NOTHING,
+    nobody: Collection[int],
+    inputs: Sequence[str],
+    constants: Mapping[str, torch.Tensor],
 ) -> AllRows:
     """A graph of its own in which no shape depends on data.
 
@@ -180,9 +177,6 @@ class _Rewriter:
             self.by_mask[key] = Space(mask, key, kept, self.write.shaped(rows, [num]))
         return self.by_mask[key]
 
-    def _writes_nothing(self, space: Space) -> bool:
-        return self.asked.get(key_of_mask(self.keys, root_of(space.mask))) in self.nobody
-
     # ---- reading at positions
 
     def _place(self, node: fx.Node) -> Rows | None:
@@ -250,7 +244,7 @@ class _Rewriter:
             raise refused(node, f"{name_of(node)} writes values other than the selected rows")
         if not adds and not set(space.kept) <= set(slots.of_mask):
             raise refused(node, "several selected rows may be written to one position")
-        if self._writes_nothing(space):
+        if self.asked.get(key_of_mask(self.keys, root_of(space.mask))) in self.nobody:
             return out
         if packet is aten.index_add and given["alpha"] != 1:
             rows = Rows(space, self.write.call(aten.mul.Tensor, rows.node, given["alpha"]))
@@ -286,7 +280,11 @@ class _Rewriter:
     def _rows(self, node: fx.Node) -> Rows:
         value = node.meta["val"]
         if node.target is getitem:
-            return self._piece(node, self.env[node.all_input_nodes[0]])
+            made, index = self.env[node.all_input_nodes[0]], node.args[1]
+            if not isinstance(made, Rows):
+                raise refused(node, "a list of selections is unpacked")
+            val = made.node.meta["val"][index]
+            return Rows(made.space, self.write.emit(getitem, (made.node, index), {}, val))
         space, env = self._space_of(node, value), self.env
         tables = self.features.beside(node, env)
         self.env = {**env, **tables} if tables else env
@@ -309,12 +307,6 @@ class _Rewriter:
         rows = Rows(space, kept_small(self.write, space, made, dim) if dim is not None else made)
         rows, self.env = summed(node, rows, self.env), env
         return rows
-
-    def _piece(self, node: fx.Node, made: Any) -> Rows:
-        index: Any = node.args[1]
-        if not isinstance(made, Rows):
-            raise refused(node, "a list of selections is unpacked")
-        return Rows(made.space, self.write.emit(getitem, (made.node, index), {}, made.node.meta["val"][index]))
 
     def _space_of(self, node: fx.Node, value: Any) -> Space:
         spaces = {made.space.key: made.space for n in node.all_input_nodes if isinstance(made := self.env[n], Rows)}

@@ -56,11 +56,7 @@ class Positions:
     dims: tuple[int, ...]
 
 
-class _Count:
-    """The number of selected rows, or a number computed from it."""
-
-
-COUNT = _Count()
+COUNT = object()  # the number of selected rows, or a number computed from it
 
 
 def column_of(value: torch.Tensor) -> int | None:

@@ -24,7 +24,8 @@ from passes.program.ops.aten import aten, named, nodes_in, packet_of
 from passes.program.program import Assumption
 from passes.program.walks import operands, walk
 from planner.capture.data_dependence import calls_in
-from planner.capture.graphs_equal import CHEAP, InFloat64, widened
+from planner.capture.eager_trials import CHEAP
+from planner.capture.graphs_equal import InFloat64, drawn, widened
 from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.dense import with_all_rows
 from planner.capture.selection.features import scatters
@@ -201,31 +202,20 @@ class _Folded(Keys):
 def _are_equal_when_run(
     module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
 ) -> bool:
-    holders = {n.name: n for m in (module, other) for n in m.graph.find_nodes(op="placeholder")}
-    sizes = [n.meta["val"].numel() for n in holders.values() if isinstance(n.meta.get("val"), Tensor)]
+    holders = {n.name: n.meta.get("val") for m in (module, other) for n in m.graph.find_nodes(op="placeholder")}
     own = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
     batch = max((v.numel() for v in own if isinstance(v, Tensor) and not v.is_floating_point()), default=1)
-    if sum(sizes) * batch > 10 * CHEAP:
+    if sum(v.numel() for v in holders.values() if isinstance(v, Tensor)) * batch > 10 * CHEAP:
         return False
     with suppress(Exception), torch.random.fork_rng(devices=[]):
         return all(_agree(module, other, empty, _drawn(holders, constants, seed)) for seed in range(NUM_TRIALS))
     return False
 
 
-def _drawn(holders: Mapping[str, fx.Node], constants: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
-    """Integers are 0 and 1: ids, labels and masks alike."""
-    generator, found = torch.Generator().manual_seed(seed), dict[str, Any]()
-    for name, holder in holders.items():
-        val, known = holder.meta.get("val"), constants.get(name)
-        if known is not None:
-            found[name] = widened(known)
-        elif not isinstance(val, Tensor):
-            found[name] = val
-        elif val.is_floating_point():
-            found[name] = torch.randn(val.shape, generator=generator, dtype=torch.float64).requires_grad_()
-        else:
-            found[name] = torch.randint(2, val.shape, generator=generator).to(val.dtype)
-    return found
+def _drawn(holders: Mapping[str, Any], constants: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    given = {name: drawn(val, generator) for name, val in holders.items() if isinstance(val, Tensor)}
+    return {**holders, **given, **{name: widened(value) for name, value in constants.items() if name in holders}}
 
 
 def _agree(module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]) -> bool:

@@ -259,15 +259,12 @@ def endangered(call: fx.Node) -> list[fx.Node]:
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
         return [divisor] if isinstance(divisor, fx.Node) and not _is_positive(divisor) else []
     if packet is aten.pow:
-        return [] if _is_power(call) else [n for n in call.all_input_nodes if not _is_positive(n)]
+        exponent = call.args[1]
+        is_whole = isinstance(exponent, (int, float)) and exponent >= 1 and float(exponent).is_integer()
+        return [] if is_whole else [n for n in call.all_input_nodes if not _is_positive(n)]
     first: Any = call.args[0]
     overflows = packet in (aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh)
     return [] if not overflows and _is_positive(first) else [first]
-
-
-def _is_power(call: fx.Node) -> bool:
-    exponent = call.args[1]
-    return isinstance(exponent, (int, float)) and exponent >= 1 and float(exponent).is_integer()
 
 
 def _is_positive(node: Any) -> bool:

@@ -4,9 +4,8 @@ torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
 masked_select(x, mask)     x[mask], if both have one shape
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
-ctc_loss(p, targets, …)    a loss for each sequence, then its reduction
 
-``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence.
+``F.ctc_loss``, which makes a tensor with a data-dependent size, is one loss for each sequence, then its reduction:
 
 ctc_loss(p, targets [b, s], …)                                 ctc_losses(p, targets, …)
 ctc_loss(p, labels[mask], …, mask.sum(-1))                     ctc_losses(p, the selected of each row first, …)
@@ -59,10 +58,6 @@ class SpelledOut(TorchFunctionMode):
         return made
 
 
-def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    return x[mask] if mask.shape == x.shape and mask.dtype == torch.bool else None
-
-
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
     """None if a number of ``minlength`` or more would make the result longer."""
     mode = proxy_tensor.get_proxy_mode()
@@ -93,7 +88,7 @@ _SPELLED: dict[str, Callable[..., Any]] = {
     "equal": lambda a, b: a.shape == b.shape and bool((a == b).all()),
     "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),
     "bincount": _bincount,
-    "masked_select": _masked_select,
+    "masked_select": lambda x, mask: x[mask] if mask.shape == x.shape and mask.dtype == torch.bool else None,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }
 

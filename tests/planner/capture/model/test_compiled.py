@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
 
 from planner import Plan, PlanError, capture, plan
-from planner.capture.graphs_equal import refuse_another_forward
+from planner.capture.eager_trials import refuse_another_forward
 from planner.capture.model.eager import NOTE, in_eager_mode, plain_name, uncompiled
 from planner.decisions import Decisions
 from planner.mesh import Mesh
