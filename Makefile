@@ -1,6 +1,6 @@
 # Each sets up what it needs: `make report` shows a plan, `make demo` runs the main job, `make test` passes every check.
-# Four tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in twelve, `make all` (every case) in an hour
-# and a half or more; `make pairs` is less than all: of large products of models and layouts it runs covering arrays.
+# Four tiers of tests (tests/tools/tiers.py): `make check` in a minute, `make test` in nine, `make all` (every case) in three
+# hours; `make pairs` is less than all: of large products of models and layouts it runs covering arrays.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 BIN := .venv/bin
@@ -11,13 +11,13 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAIN
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# lint and types run side by side
+# lint, types and drawn run side by side
 MAKEFLAGS += --jobs=2
 
 SHOWN := gpt2.html
 TYPED := planner passes runtime specs
 
-.PHONY: report demo check test pairs all lint types changed_types bench clean
+.PHONY: report demo check test pairs all lint types drawn changed_types bench clean
 
 # Where there is a screen the page opens in the browser.
 report: $(PLANS)
@@ -35,8 +35,11 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 check: lint changed_types
 	$(PYTEST) --tier check
 
-test: lint types
+test: lint types drawn
 	$(PYTEST) --tier test --durations=250 --durations-min=3
+
+# Beside the type checker, which takes as long on the other core.
+drawn: $(READY)
 	$(BIN)/python -m tests.fuzz --minutes 1 --seed 1000
 
 pairs: lint types

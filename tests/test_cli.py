@@ -245,6 +245,7 @@ def test_version_and_flags_take_no_value():
     assert "<bool>" not in run("--help").stdout
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "words",
     [

@@ -110,6 +110,7 @@ def test_every_dotted_name_that_a_document_names_exists(document):
         assert resolved(dotted) is not None, dotted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("house", HOUSES)
 def test_every_dotted_name_of_a_docstring_or_comment_exists(house):
     for file in sorted((ROOT / house).rglob("*.py")):

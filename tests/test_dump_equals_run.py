@@ -220,7 +220,7 @@ def runs(request: pytest.FixtureRequest) -> dict[str, Ran]:
     return session_lab().call(run_all, chosen(request, "case"))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_calls_bytes_and_buffers_of_every_rank_are_those_of_the_plan(runs: dict[str, Ran], case: str):

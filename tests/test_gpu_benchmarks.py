@@ -50,6 +50,7 @@ def test_an_unknown_part_is_refused() -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [case(part) for part in gpu.PARTS])
 def test_a_part_runs_on_a_cpu_and_writes_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
@@ -83,6 +84,7 @@ def test_every_family_over_ep_keeps_to_the_rounding_of_one_process(family: str) 
     assert not half.over_ep(CPU, (family,)).failed
 
 
+@pytest.mark.thorough
 def test_a_part_in_a_process_of_its_own_leaves_its_tables_and_its_log(tmp_path: Path) -> None:
     given = gpu.parsed(["dropout", "--device", "cpu", "--tiny", "--results", str(tmp_path)])
     assert gpu.run_process("dropout", HANG_SECONDS, given) == ""

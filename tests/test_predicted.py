@@ -54,6 +54,7 @@ def test_a_prediction_is_that_of_the_plan(predicted: list[Predicted]) -> None:
         assert found.candidate.fullest.total == pytest.approx(max(row.total for row in made.memory), rel=0.03)
 
 
+@pytest.mark.thorough
 def test_a_sweep_by_hand(predicted: list[Predicted]) -> None:
     row = sweep_row("all", predicted)
     fastest = min((p for p in predicted if p.run.seconds), key=lambda p: p.candidate.seconds)

@@ -231,6 +231,7 @@ def test_another_value_changes_the_training(key):
     assert training(json.dumps(needs)) != training(json.dumps({**needs, key: value}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_there_yet_is_refused_at_its_key(key):
     value, needs = REFUSED[key]

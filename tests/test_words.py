@@ -36,6 +36,7 @@ def test_messages_need_no_you_and_pages_do():
     assert broken_rates(*counted("what the rank reads " * 200), {}) == ["what"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("house", HOUSES)
 def test_messages_of_every_house_keep_the_rules(house: str, capsys: pytest.CaptureFixture[str]):
     assert checked_house(house), capsys.readouterr().out

@@ -42,6 +42,7 @@ def hold(way: str, kind: type[nn.Module], layout: str, **options: object) -> Non
     check(lambda: model_of(way, kind, **options), LAYOUTS[layout], length=LENGTH)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.check
 @pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -51,7 +52,7 @@ def test_every_layout_equals_one_process(way: str, kind: type[nn.Module], layout
     hold(way, kind, layout)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [SEPARATE, "ep2·dp2"])
 @pytest.mark.parametrize(("rank", "trains"), [(1, True), (2, False), (3, True)])
 def test_ranks_of_adapters_and_frozen_stacks(rank: int, trains: bool, layout: str) -> None:

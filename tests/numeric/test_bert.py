@@ -24,6 +24,7 @@ def test_a_layernorm_placement_equals_one_process(lab: Lab, placement: str, layo
     assert lab.check(Case(placement, layout)).wrong == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_layer_of_either_placement_costs_four_all_reduces(lab: Lab, placement: str) -> None:
     rows = lab.plan(Case(placement, {"tp": 2})).collectives

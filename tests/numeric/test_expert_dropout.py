@@ -74,7 +74,7 @@ def alone_of(way: experts.Way) -> Ran:
     return ran(way, {}, **INVARIANT, recompute="full")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,6 +87,7 @@ def test_the_same_elements_are_dropped_on_every_layout(way: experts.Way, layout:
         torch.testing.assert_close(spread.gradients[name], gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.check
 def test_they_are_dropped() -> None:
     losses = [run_mesh(made(experts.masks, p), batch_of(4), LAYOUTS["dp2·ep2"], **INVARIANT).loss for p in (0.25, 0.0)]
@@ -100,6 +101,7 @@ def test_without_names_ep_refuses_dropout_by_line_and_says_what_names_it() -> No
     assert refused.value.fix.startswith("set dropout: layout_invariant")
 
 
+@pytest.mark.thorough
 @pytest.mark.check
 def test_without_names_and_without_ep_each_expert_drops_of_the_rows_that_chose_it() -> None:
     model, batch = made(experts.masks)(), batch_of(4)

@@ -20,7 +20,7 @@ def made(numbers: hashed_experts.Numbers, way: sorted_experts.Way) -> nn.Module:
     return hashed_experts.Hashing(numbers, way).double()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("folding", FOLDINGS)
@@ -42,6 +42,7 @@ def test_all_tokens_twice_to_one_expert(folding):
     check(zeros, FOLDINGS[folding])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("way", [experts.masks, experts.copied], ids=lambda w: w.__name__)
 def test_experts_that_compute_all_tokens(way, mesh):

@@ -85,7 +85,7 @@ def check(
     assert rows.sum() == sum(row.top_k for row in layers) * batch["input_ids"].numel()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.check
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("folding", FOLDINGS)
@@ -100,6 +100,7 @@ def test_every_spelling_of_a_loop(way):
     hold(way, "tp2·dp2·ep2, etp 1")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.parametrize("folding", ["tp2·dp2·ep2, etp 1", "tp2·dp2·ep2, etp 2", "tp2·ep2, etp 1"])
 def test_sequence_parallelism_cuts_no_rows_of_experts(folding):
@@ -144,7 +145,7 @@ def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
 CHANGED = (*LOOPS, *selected_rows.WAYS, *STACKED)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("change", [changed_weights.squashed, changed_weights.normed], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("way", CHANGED, ids=lambda w: w.__name__)

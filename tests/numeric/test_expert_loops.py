@@ -45,7 +45,7 @@ def notes(found: Plan) -> list[Diagnostic]:
 
 
 @pytest.mark.check
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("mesh", ["one", "tp2", "dp2·tp2"])
 @pytest.mark.parametrize("way", OPENED, ids=lambda w: w.__name__)

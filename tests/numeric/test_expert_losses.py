@@ -64,6 +64,7 @@ def test_a_family_with_its_loss():
     check(lambda: family(member), FOLDINGS["ep2·dp2"], 1e-5, batch=batch)
 
 
+@pytest.mark.thorough
 def test_statistics_of_each_microbatch_are_reported():
     spec = spec_of(batch_of(8), {"dp": 2})
     spec["batch"] = {"global": 8, "micro": 2, "statistics": "microbatch"}

@@ -33,7 +33,7 @@ def make(way: Callable[..., Tensor]) -> Callable[[], nn.Module]:
     return lambda: built(partial(Repeated, partial(layer_of, way)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=1)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
@@ -41,19 +41,20 @@ def test_every_time_is_as_in_one_process(way: Callable[..., Tensor], folding: st
     check(make(way), FOLDINGS[folding])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [{"recompute": "full"}, {"tensor_parallel": {"sequence_parallel": True}}])
 @pytest.mark.parametrize("way", [experts.masks, experts.stacked], ids=lambda w: w.__name__)
 def test_recomputed_and_sequence_parallel(way: Callable[..., Tensor], more: dict[str, object]) -> None:
     check(make(way), FOLDINGS["tp2·dp2·ep2, etp 1"], **more)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*LOOPS, *sliced_experts.WAYS], ids=lambda w: w.__name__)
 def test_without_ep_each_time_computes_the_rows_that_chose_an_expert(way: Callable[..., Tensor]) -> None:
     check(make(way), {"tp": 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", sorted_experts.WAYS, ids=lambda w: w.__name__)
 def test_rows_sorted_by_expert(way: Callable[..., Tensor]) -> None:

@@ -70,6 +70,7 @@ def tokens_of_experts(make: Callable[[], Routed], input_ids: Tensor) -> list[int
     return torch.bincount(model.chosen(input_ids)[2].flatten(), minlength=model.num_experts).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=2)
 @OVER
@@ -147,7 +148,7 @@ def test_rows_that_tp_does_not_divide(way: Experts, length: int, top_k: int) -> 
     assert len(sent) > 1, "one tp rank sends a row more than the other"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(1, pairs=2)
 @OVER
 @WAYS
@@ -172,7 +173,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("which", FROZEN)
 @pytest.mark.parametrize("folding", ["ep2·dp2", "tp2·dp2·ep2, etp 1", "dp4·etp2·ep2"])
@@ -187,6 +188,7 @@ def test_frozen_parameters(way: Experts, folding: str, which: str) -> None:
     equals_one_process(make, batch, mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering(1, pairs=2)
 @OVER
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 5e-2)])

@@ -50,12 +50,14 @@ def test_loops_and_stacks(way: Callable[..., torch.Tensor], layout: str) -> None
     check(lambda: built(partial(layer_of, way)), LAYOUTS[layout], length=LENGTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.check
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loop_under_every_layout(layout: str) -> None:
     check(lambda: built(partial(layer_of, experts.masks)), LAYOUTS[layout], length=LENGTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.check
 @pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,6 +66,7 @@ def test_sorted_rows(way: sorted_experts.Way, layout: str) -> None:
     check(lambda: sorting(way), LAYOUTS[layout], 1e-5, length=LENGTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.check
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "ep": 2}], ids=["cp2", "cp2·ep2"])
 @pytest.mark.parametrize("way", sorted_experts.REFUSED, ids=lambda w: w.__name__)

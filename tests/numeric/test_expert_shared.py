@@ -37,7 +37,7 @@ def hold(place: str, layout: str, **more: object) -> None:
     check(lambda: make(partial(Shared, place)), LAYOUTS[layout], length=LENGTH, **more)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.covering(1, pairs=2)
 @pytest.mark.parametrize(("place", "layout"), CASES)
@@ -45,6 +45,7 @@ def test_every_layout_equals_one_process(place: str, layout: str) -> None:
     hold(place, layout)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_with_sequence_parallelism_and_recompute(place: str) -> None:

@@ -88,7 +88,7 @@ def test_every_spelling_of_slots(way):
     check(way, batch_of(4), FOLDINGS["tp2·dp2·ep2, etp 2"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("folding", [name for name in FOLDINGS if name != "tp2·dp2·ep2, etp 2"])
 @pytest.mark.parametrize("way", [slots.one_hot, slots.unbound], ids=lambda w: w.__name__)
@@ -112,10 +112,12 @@ def test_groups_of_tokens_that_are_as_many_as_slots(way):
     check(way, batch_of(4), FOLDINGS["ep2·dp2"], 2)
 
 
+@pytest.mark.thorough
 def test_all_tokens_dropped():
     check(slots.written, batch_of(4), FOLDINGS["ep2·dp2"], least=2.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", slots.REFUSED, ids=lambda w: w.__name__)
 def test_what_is_not_computed_slot_by_slot_is_told(way):

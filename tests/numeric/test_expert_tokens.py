@@ -44,7 +44,7 @@ def sends_of(model, batch, mesh, **given) -> set[str]:
     return {row.sends for row in plan_again(model, spec_of(batch, mesh, **given)).experts}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=2)
 @pytest.mark.parametrize("num_experts", [4, 8])
 @pytest.mark.parametrize("mesh", [OVER_NODES, ONE_A_NODE], ids=str)
@@ -58,6 +58,7 @@ def test_every_spelling_over_nodes(way, mesh, num_experts):
     assert found == {by_node if mesh is OVER_NODES else several}
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 @pytest.mark.parametrize("way", [experts.masks, sorted_experts.by_places], ids=lambda w: w.__name__)
@@ -108,7 +109,7 @@ def errors(
     return (loss.double() - true.detach()).abs(), torch.stack(wrong).norm()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [sorted_experts.by_places, sorted_experts.of_named_tokens], ids=lambda w: w.__name__)
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, OVER_NODES, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}], ids=str)
 def test_wider_weights_lose_no_more_than_in_one_process(mesh, way):
@@ -124,6 +125,7 @@ def test_wider_weights_lose_no_more_than_in_one_process(mesh, way):
     assert of_loss < 2e-2
 
 
+@pytest.mark.thorough
 def test_sums_that_are_read_in_their_wider_dtype_return_row_by_row():
     """Rounded on the way they would be other sums."""
     given = {"precision": {"parameters": "bfloat16"}}

@@ -45,6 +45,7 @@ def batch() -> dict[str, Tensor]:
     return {"kind": torch.randint(8, (4, ATOMS), generator=drawn), "places": places, "force": force}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
 def test_over_a_layout_forces_train_as_in_one_process(mesh: dict[str, Any]) -> None:
     equals_one_process(build, batch(), mesh)

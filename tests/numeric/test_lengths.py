@@ -177,6 +177,7 @@ def test_cp_divides_every_length(lengths: list[int], odd: int, sizes: str) -> No
     assert error.value.fix == f"choose cp from {{{sizes}}}, or lengths that 8 divides"
 
 
+@pytest.mark.thorough
 def test_an_input_of_one_length_beside_one_of_several_is_told() -> None:
     entry = families.build("gpt")
     spec = spec_of(entry, [6, 12], mesh={})

@@ -43,6 +43,7 @@ def planned(name: str, mesh: dict[str, int]) -> Plan:
     return plan_again(entry.model, spec_of(entry.batch(4, seed=1), mesh))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_frozen_model_has_no_gradients_no_optimizer_state_and_no_backward(name: str) -> None:
     made = planned(name, {"tp": 2})

@@ -190,6 +190,7 @@ class Deaf(nn.Module):
         return self.inner(tokens, targets, position_ids, torch.zeros_like(tokens))
 
 
+@pytest.mark.thorough
 def test_an_attention_over_the_ends_of_documents_is_refused_with_its_line() -> None:
     text, packing = by_hand(*documents(1)), {"data": {"packing": "documents"}}
     plan_again(build("own"), spec_of(packed(text, INPUTS["own"], 2), {}, **packing))

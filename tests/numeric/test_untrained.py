@@ -34,6 +34,7 @@ def test_updates_are_those_of_one_process(lab: Lab, model: str, layout: str) -> 
     assert report.parameter < EXACT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", UNTRAINED)
 def test_they_have_no_buffer_and_no_backward_and_the_plan_says_so(model: str) -> None:
     entry = build(model)

@@ -17,7 +17,7 @@ def evaluates(program: RankProgram) -> None:
     program.random.training = False
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_dropout_it_is_the_fused_op(way: str):
     name = f"dropping:{way}"
@@ -33,7 +33,7 @@ def test_without_dropout_it_is_the_fused_op(way: str):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_attention_that_draws_is_left(way: str):
     entry = build(f"dropping:{way}")

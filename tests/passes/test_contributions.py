@@ -17,6 +17,7 @@ from planner.lower import lower
 from tests.models.plannable import build, spec_of
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -43,6 +44,7 @@ class Gated(nn.Module):
         return F.silu(self.down(torch.where(self.ends(self.up(x)) > 0, self.up(x + 1), gate * x))).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ends", [torch.detach, torch.ones_like, lambda x: x, lambda x: x.argmax(-1, keepdim=True)])
 def test_a_reader_that_no_backward_reaches_gives_no_gradient(ends: Callable[[Tensor], Tensor]):
     inputs = {"x": {"shape": [4, 8], "dtype": "float32"}}

@@ -41,6 +41,7 @@ def test_what_a_stage_keeps_falls_as_the_tokens_of_a_rank() -> None:
     assert 4 * four <= 1.05 * one
 
 
+@pytest.mark.thorough
 def test_recomputed_blocks_keep_their_gathers() -> None:
     batch = entry_of("bloom").batch(2, 3)
     ran = run_mesh(lambda: build("bloom").model, batch, {"cp": 2}, recompute="full")

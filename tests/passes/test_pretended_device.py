@@ -183,7 +183,7 @@ def test_a_step_of_any_family_is_on_the_device_alone(elsewhere: Elsewhere, case:
     check(elsewhere.run(run_case, case), case.mesh.get("pp", 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_seen(elsewhere: Elsewhere, mutant: str) -> None:
     case, _, seen = MUTANTS[mutant]

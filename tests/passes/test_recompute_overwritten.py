@@ -59,6 +59,7 @@ SUPERVISED: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUPERVISED)

@@ -34,7 +34,7 @@ def spec(length: int = 12, *names: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MIXED)
 def test_an_op_that_reads_tokens_of_another_document_is_refused_with_its_line(name: str) -> None:
     with pytest.raises(PlanError, match="lets a token change the loss of another document") as error:
@@ -44,7 +44,7 @@ def test_an_op_that_reads_tokens_of_another_document_is_refused_with_its_line(na
     assert "several lengths" in error.value.fix
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", APART)
 def test_an_op_that_masks_what_it_reads_of_another_document_is_accepted(name: str) -> None:
     plan(Mixing(APART[name]), spec())
@@ -54,6 +54,7 @@ def test_without_packed_documents_tokens_are_mixed() -> None:
     plan(Mixing(MIXED["shift"]), spec(data={}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["shift", "masked_shift"])
 def test_long_sequences_are_checked_by_short_ones(name: str) -> None:
     model = Mixing(MIXED.get(name) or APART[name])

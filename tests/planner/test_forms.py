@@ -120,6 +120,7 @@ def test_a_value_that_the_model_writes_into_is_refused():
     assert str(caught.value.where) == "inputs.image_grid_thw.value"
 
 
+@pytest.mark.thorough
 def test_each_length_has_its_value():
     lengths = {
         "input_ids": {"shape": [[4, 6]], "dtype": "int64", "high": 50},

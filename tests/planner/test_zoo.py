@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 LAYERS_OF_EXPERTS = {"mixtral": 2, "qwen2_moe": 2, "qwen3_moe": 2, "deepseek_v3": 1, "gpt_oss": 2}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)

@@ -52,6 +52,7 @@ def kernels(plan: Plan) -> set[Any]:
     return {n.kwargs.get("kernel") for n in found}
 
 
+@pytest.mark.thorough
 def test_the_kernel_of_the_spec_stands_at_each_attention_over_cp() -> None:
     assert kernels(planned()[0]) == {None}  # auto: flash
     assert kernels(planned(attention="flash")[0]) == {None}

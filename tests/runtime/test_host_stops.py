@@ -143,6 +143,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_seen(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     change, kind, op = MUTANTS[mutant]

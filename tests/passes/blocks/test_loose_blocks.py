@@ -58,7 +58,7 @@ def test_the_layers_are_the_blocks(name: str, expected: list[int]) -> None:
     assert kinds(find_blocks(program_of(name))) == expected
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_nodes_of_one_kind_correspond_one_to_one(name: str) -> None:
     program = program_of(name)
@@ -75,7 +75,7 @@ def test_nodes_of_one_kind_correspond_one_to_one(name: str) -> None:
             assert str(node.meta["val"]) == str(reader.meta["val"])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "crossing"), [*((name, 1) for name in BODIES), ("gathered_loss", 2), ("encoder_decoder", 2)]
 )

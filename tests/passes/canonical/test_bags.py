@@ -23,6 +23,7 @@ class Bags(nn.Module):
         return self.bag(ids, per_sample_weights=weights).sin().sum()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize(
     "options", [{"mode": m} for m in ("sum", "mean", "max")] + [{"mode": "sum", "is_weighted": True}]

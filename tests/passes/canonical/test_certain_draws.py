@@ -38,7 +38,7 @@ def num_layers(program: Program) -> int:
     return sum(n.target is torch.ops.aten.linear.default for n in program.graph.graph.nodes) - 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "skips",
     [

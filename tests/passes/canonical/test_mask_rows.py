@@ -70,7 +70,7 @@ def runs_of(mask: Mask, length: int) -> tuple[Runs | None, Tensor]:
     return MaskRows(constants).of(attention.args[3]), value
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [3, 16])
 @pytest.mark.parametrize("mask", KNOWN.values(), ids=KNOWN)
 def test_runs_are_what_the_mask_allows(mask, length):
@@ -81,6 +81,7 @@ def test_runs_are_what_the_mask_allows(mask, length):
     assert torch.equal(allowed.expand(value.shape), value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", UNKNOWN.values(), ids=UNKNOWN)
 def test_of_what_is_no_run_nothing_is_claimed(mask):
     runs, _ = runs_of(mask, 16)

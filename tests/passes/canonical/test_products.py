@@ -48,6 +48,7 @@ v2 = aten.einsum(asw,w->asw, [x, v1])
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -203,6 +204,7 @@ v4 = aten.cross_entropy_loss(v2, v3, None, 1, -100)
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda y, *rest, **how: F.nll_loss(y.log_softmax(-1), *rest, **how)])
 def test_the_loss_of_one_row_without_a_batch_is_one_over_rows(loss, reduction):

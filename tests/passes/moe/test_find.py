@@ -123,7 +123,7 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*PLAIN, *LISTED, *MORE])
 def test_tokens_that_chose_an_expert_change_with_its_weights_and_no_others(name):
     layer = layers_of(name)[0]
@@ -216,6 +216,7 @@ layer_norm -> linear -> getitem_1, getitem -> sum_1
     )
 
 
+@pytest.mark.thorough
 def test_golden_of_families():
     assert_expected_inline(
         words("mixtral"),
@@ -306,6 +307,7 @@ def test_what_chooses_something_else_is_no_layer_of_experts(layer):
     assert (found.layers, found.doubts) == ((), ())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
@@ -326,6 +328,7 @@ def test_what_is_not_understood_is_told_with_its_line(layer: Callable[[], nn.Mod
 # ---- routers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("numbers", hashed_experts.NUMBERS, ids=lambda n: n.__name__)
 def test_numbers_of_tokens_choose_experts_and_labels_none(numbers: hashed_experts.Numbers):
     """Scores are picked for experts and for labels."""
@@ -337,7 +340,7 @@ def test_numbers_of_tokens_choose_experts_and_labels_none(numbers: hashed_expert
     assert layer.chosen == ("remainder" if numbers is hashed_experts.computed else "index",)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("score", routers.SCORES, ids=lambda s: s.__name__)

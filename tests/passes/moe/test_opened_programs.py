@@ -91,7 +91,7 @@ def opened(program: Program, mesh: Mesh, nodes: int = 1) -> Program:
     return made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*OPENINGS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)])
 def test_no_mesh_changes_outputs_or_gradients(name: str) -> None:
     check(*captured(lambda: experts.Net(SPELLINGS[name]())))
@@ -106,7 +106,7 @@ def check(program: Program, values: Mapping[str, Any]) -> None:
         assert most < NEAR, f"{title}: {where} is {most:.1e} away"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(100))
 def test_five_drawn_layers(seed: int) -> None:
     check(*captured(lambda: DrawnNet(seed).double()))

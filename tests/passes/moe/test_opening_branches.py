@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +46,7 @@ def test_the_shapes_of_a_branch_are_those_of_the_others() -> None:
     assert counted.ran[aten.gelu.default] == 1
 
 
+@pytest.mark.thorough
 def test_the_expert_of_each_row_is_looked_up_once_for_all_gates() -> None:
     graph, _ = opened(selected_rows.Selecting(selected_rows.columns))
     (counts,) = graph.find_nodes(op="call_function", target=exchange.count_experts)

@@ -58,6 +58,7 @@ STAGES_ARE_READ = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("house", ["planner", "passes", "runtime"])
 def test_every_key_is_listed(house: str):
     """Those of lowered stages stand in the rooms alone that read them."""

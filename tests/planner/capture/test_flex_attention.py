@@ -81,7 +81,7 @@ KINDS = ("causal", "documents", "slopes", "capped", "grouped", "everything")
 LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"cp": 2})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

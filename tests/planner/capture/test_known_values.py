@@ -87,6 +87,7 @@ def written_beside_the_batch(model: OneBody, x: Tensor) -> Tensor:
     return model.up(y + x[:, : int(base[3])].sum(1, keepdim=True)) if 3 in base else x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "body",
     [pieces_of_lengths, a_grid_of_patches, attention_within_images, rows_by_masks, written_beside_the_batch],

@@ -192,6 +192,7 @@ MIXES = (windows_of_heads, chunks_of_batch_and_heads, written_rows, another_memo
 LAYOUTS: tuple[Any, ...] = ({"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mix", MIXES)
@@ -282,6 +283,7 @@ def function_transposed(x: Tensor) -> Tensor:
     return Doubled.apply(x.transpose(1, 2)).transpose(1, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize("mix", [in_order, function_in_order, of_a_size])
@@ -315,6 +317,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mix", "what"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
 def test_a_reader_of_memory_is_refused_at_its_line(mix: Callable[[Tensor], Tensor], what: str) -> None:
     ids = torch.zeros(2, LENGTH, dtype=torch.int64)

@@ -61,7 +61,7 @@ FOUND: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_the_loss_is_found(name: str) -> None:
     program = capture(Returning(FOUND[name]), batch())

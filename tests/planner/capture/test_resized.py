@@ -93,6 +93,7 @@ def written(model: Reader, x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.check
 @pytest.mark.parametrize("between", [scaled, two_halves, written])
 def test_other_numbers_need_no_export(between: Callable[[Reader, Tensor], Tensor], exports: list[int]) -> None:
@@ -180,6 +181,7 @@ def read_if_early(model: Reader, x: Tensor) -> Tensor:
     return x * 2 if model.calls < 1000 else torch.full_like(x, 2) * x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("between", [scaled, left_behind])
 def test_state_that_does_not_matter_needs_no_further_export_nor_does_another_batch_size(
     between: Callable[[Reader, Tensor], Tensor], exports: list[int]
@@ -205,6 +207,7 @@ def draws_from_an_iterator(model: Reader, x: Tensor) -> Tensor:
     return x * (next(HIDDEN) if x.shape[1] <= SHORT else 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("between", [counts_short_ones, draws_from_an_iterator])
 def test_state_that_matters_at_the_second_length_alone_is_refused(
     between: Callable[[Reader, Tensor], Tensor],

@@ -51,6 +51,7 @@ def decided(found: Plan) -> tuple[bool, bool]:
     return bool(found.pieces), bool(fused)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("keys", "compiled", "fused"),
     [

@@ -83,7 +83,7 @@ def layout_of(made: Plan, spec: Spec) -> Layout:
     return Layout(made.mesh, 2, count, sequence_parallel, str(spec.recompute), kind, sizes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_an_estimate_from_one_stage_is_that_of_the_full_plan(family: str, layout: str) -> None:
     made, spec = planned(family, layout, LAYOUTS[layout][0].get("pp", 1))

@@ -33,6 +33,7 @@ def flops_of(model: nn.Module, spec: Any) -> tuple[float, Planned]:
     return PlannedSeconds(decided.lowered(), bare).step_flops(decided.schedule), Planned.of(decided)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}, {"dp": 4}])
 def test_a_linear_takes_one_product_forward_and_one_for_each_gradient_that_is_asked_for(mesh):
     inputs = {"x": {"shape": [6, 8], "dtype": "float32"}}

@@ -115,6 +115,7 @@ def test_a_model_of_three_layers_repeated_is_the_model_of_six(sizes: tuple[int, 
     assert [row.total for row in found.memory] == [row.total for row in known.memory]
 
 
+@pytest.mark.thorough
 def test_equal_blocks_are_one_object() -> None:
     units = work_of("gpt2", 2, 2, False, 6).units
     assert len({id(unit) for unit in units}) <= 4

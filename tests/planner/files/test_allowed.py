@@ -123,6 +123,7 @@ def written(value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield from written(content)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["inner 33", "loop of experts", *(pytest.param(n, marks=pytest.mark.thorough) for n in LAYOUTS)]
 )

@@ -62,6 +62,7 @@ def test_auto_is_as_fast_as_the_fastest_cut_with_or_without_a_block_beside_the_h
     assert (sizes(stages)[-1] == 0) is stands_alone
 
 
+@pytest.mark.thorough
 def test_both_kinds_of_cut_are_met() -> None:
     """So that the test above is about both."""
     assert sizes(stages_of(with_vocabulary(8), 4)) == [1, 1, 1, 1]

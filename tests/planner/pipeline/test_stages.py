@@ -27,6 +27,7 @@ def test_only_the_residual_crosses_a_cut_of_a_decoder_or_encoder(family: str, pp
         assert tuple(program.node(name).meta["val"].shape) == (2, 16, WIDTH)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("pp", [2, 3, 4, 6])
 def test_the_encoder_output_passes_through_every_decoder_stage(pp: int) -> None:
@@ -38,7 +39,7 @@ def test_the_encoder_output_passes_through_every_decoder_stage(pp: int) -> None:
     assert all(a & b for a, b in pairwise(decoder_reads)), "one value crosses every cut of the decoder"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "pp"), [("gpt2", 3), ("llama", 2), ("bert", 3), ("t5", 4), ("t5", 6)])
 def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int) -> None:
     program = hugging_face.__wrapped__(family)  # its own copy, as it is changed
@@ -46,6 +47,7 @@ def test_stages_in_turn_compute_the_loss_of_the_whole_graph(family: str, pp: int
     check_equals_whole(program, stages_of(program, pp))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["E|{}|L", "E||{}|L", "E{}|L", "E|{}L", "E{}||L"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])

@@ -56,7 +56,7 @@ SHARED_OUT: dict[str, tuple[Callable[[], nn.Module], float]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SHARED_OUT)
 def test_products_of_a_layer_are_sharded_as_far_as_they_can(name):
     make, share = SHARED_OUT[name]
@@ -129,6 +129,7 @@ def num_softmaxes(made: Plan) -> int:
     return sum("softmax" in str(node.target) for node in made.decisions.program.graph.graph.nodes)  # pyright: ignore
 
 
+@pytest.mark.thorough
 def test_dropped_heads_are_joined_too():
     assert num_softmaxes(planned(lambda: Layered(Dropped), batch(48), 2)) == 2
 
@@ -138,6 +139,7 @@ def test_heads_that_differ_stay_apart():
     assert num_softmaxes(assert_equals_one_process(lambda: Layered(Unequal), batch(), 2)) == 2 * 4
 
 
+@pytest.mark.thorough
 def test_weights_that_are_read_beside_the_loop_may_be_joined():
     assert num_softmaxes(assert_equals_one_process(lambda: Layered(ReadOutside), batch(), 2)) == 2
 

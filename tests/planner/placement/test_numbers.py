@@ -42,7 +42,7 @@ class Gained(nn.Module):
         return self.down(self.up(x).relu()).square().mean() * self.along(self.gain)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALONG)
 def test_an_op_along_a_dim_of_a_number_is_planned(name: str):
     rows = {row.name: row for row in plan(Gained(ALONG[name]), SPEC).parameters}

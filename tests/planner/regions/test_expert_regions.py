@@ -143,6 +143,7 @@ def test_experts_on_other_ranks_are_in_no_graph(name, scope):
     assert ".py:" in str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scope", [("moe",), ("mlp",), (), ("moe_router", "moe_preprocess")])
 def test_slots_on_other_ranks_are_of_a_fixed_number(scope):
@@ -165,6 +166,7 @@ def test_experts_whose_sizes_are_fixed_are_captured_whole(way):
         assert {layer.logits, *layer.products, layer.combined} <= region.nodes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_rows_sorted_by_expert_are_not_of_a_fixed_number(name):
     with pytest.raises(PlanError, match="depends on the routing: moe needs fixed-size slots") as error:

@@ -56,6 +56,7 @@ def test_the_parts_of_a_block_are_the_block(name):
         assert sum(map(len, mine)) == len(layer.nodes)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",), ("attn", "mlp"), ()])

@@ -57,6 +57,7 @@ def decided(made: Any) -> dict[str, set[str]]:
     return {how: {row.name for row in rows if row.how == how} for how in (CAN_WAIT, IN_GRAPH, AT_ONCE)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_what_can_wait_is_what_products_of_the_stages_add(mesh):
     made = planned("mlp attention mlp", 0.1, **mesh)

@@ -51,6 +51,7 @@ def test_under_graphs_and_without_packing_it_computes_all_pairs() -> None:
     assert not remarks(planned(data={"packing": True}), "documents")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mean", [2, 3, 6])
 def test_products_of_attention_are_in_proportion_to_documents(mean: int) -> None:
     """Of a rank: 2 heads, 2 products forward and 5 backward (flash) of width 8, 4 sequences, 2 layers."""

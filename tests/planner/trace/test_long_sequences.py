@@ -58,6 +58,7 @@ def largest_bytes(kind: type[nn.Module], names: tuple[str, ...], **more: Any) ->
     return {name: size for name, size in held.items() if size >= LENGTH * LENGTH // CP}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [{}, {"attention": "cudnn"}], ids=["flash", "cudnn"])
 def test_values_narrower_than_keys_need_no_mask(more: dict[str, Any]) -> None:
     assert largest_bytes(Decoder, ("tokens", "targets"), **more) == {}

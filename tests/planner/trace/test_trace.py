@@ -60,6 +60,7 @@ def test_masks_of_dropout_and_the_scores_behind_it_are_counted(layout: str) -> N
     check(lambda: FAMILIES["gpt2-dropout"]().model, entry.batch(2, 0), layout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_with_padding_keep_as_much_as_others(tp: int) -> None:
     entry = build("uneven:decoder of 15")
@@ -68,6 +69,7 @@ def test_ranks_with_padding_keep_as_much_as_others(tp: int) -> None:
     assert [kept.total for kept in ranks] == [kept_bytes(trace)] * tp
 
 
+@pytest.mark.thorough
 def test_an_op_in_two_captured_regions_is_counted_as_lowered():
     """Attention and MLP of a parallel residual read one f. In two graphs it stays apart from the products after it."""
     graphs = {"impl": "emulate", "scope": ["attn", "mlp"]}

@@ -156,6 +156,7 @@ def refusal(kind: str, call: Callable[[Engine], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "words"),

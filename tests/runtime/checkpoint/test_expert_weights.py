@@ -132,6 +132,7 @@ def test_names_shapes_and_values_are_those_of_one_process(one, found, case):
             assert torch.equal(actual[parameter], value), (which, parameter)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_an_update_has_changed_every_expert_before_they_are_loaded(one, found, case):

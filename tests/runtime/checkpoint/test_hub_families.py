@@ -68,6 +68,7 @@ def assert_as_in_files(copied: dict[str, Tensor], given: dict[str, Tensor]) -> N
         assert torch.equal(copied[name], tensor.to(copied[name].dtype)), name
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["tp 2", "ep 2"])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

@@ -38,6 +38,7 @@ def ran(*words: str) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_evaluate_scores_the_labels_alone(directory: Path) -> None:
     data = directory / "sft.tokens"
     given = [f"hf:{CHAT}", str(directory / "spec.yaml"), "--data", str(data), "--format", "json"]

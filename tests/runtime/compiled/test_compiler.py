@@ -44,6 +44,7 @@ def test_a_command_names_the_line_of_the_spec(monkeypatch: pytest.MonkeyPatch):
     assert str(raised.value.where) == "compile"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "cluster", "has_triton", "line"),
     [

@@ -40,6 +40,7 @@ def halves(rows: int) -> list[Tensor]:
     return list(torch.randn(rows, 24, dtype=torch.float64, requires_grad=True).chunk(2, -1))
 
 
+@pytest.mark.thorough
 def test_one_function_computes_any_number_of_rows_and_saves_its_inputs_alone() -> None:
     function = compile_graph(gated(), signature_of(halves(5), (True, True)), 5)
     for rows in (2, 3, 5, 12, 300):

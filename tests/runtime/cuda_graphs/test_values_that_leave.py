@@ -44,6 +44,7 @@ class LossInEachLayer(nn.Module):
         return total
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [2, 8])
 def test_a_loss_that_a_region_makes_is_the_loss_after_its_backward_too(micro):
     runs = []

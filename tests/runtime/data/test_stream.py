@@ -282,6 +282,7 @@ def outcomes(jobs: list[Job]) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ranks_end_fail_and_differ_together(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("ends", "breaks", "drawn", "resumed")]

@@ -19,6 +19,7 @@ def directory_of(told: multiprocessing.connection.Connection) -> None:
     told.send(Launcher.this().directory)
 
 
+@pytest.mark.thorough
 def test_a_launcher_that_lives_keeps_it() -> None:
     launcher = Launcher.this()
     launcher.remove_directory()

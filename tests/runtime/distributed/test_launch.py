@@ -91,6 +91,7 @@ def hear_no_sigterm() -> None:
     time.sleep(2 * HANG_SECONDS)
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_killed_at_the_end_of_their_time_have_not_died_by_themselves():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish in 1 s and were terminated") as caught:
         launch(hear_no_sigterm, 2, timeout_seconds=SHORT_SECONDS)

@@ -183,6 +183,7 @@ def open_with_a_gpu_on_rank_1() -> str:
     return ""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_node_without_gpus_is_one_error_and_no_group_is_made():
     told = Ranks(2, "processes").run(open_with_a_gpu_on_rank_1)
@@ -236,6 +237,7 @@ def test_a_port_that_is_none_is_named(port: str, monkeypatch: pytest.MonkeyPatch
             _rendezvous(rank, 2, timedelta(seconds=MOMENT))
 
 
+@pytest.mark.thorough
 def test_a_server_that_accepts_and_never_answers_is_refused_when_time_is_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]

@@ -35,6 +35,7 @@ def test_a_directory_whose_sockets_would_have_too_long_names_is_refused(monkeypa
     assert caught.value.where == "TMPDIR"
 
 
+@pytest.mark.thorough
 def test_the_limit_of_open_files_is_raised_or_refused() -> None:
     command = [sys.executable, "-c", LIMITED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)

@@ -231,7 +231,7 @@ def differences(on: str, found: list[list[dict[str, Any]]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_equals_one_process(results, case):
     assert differences(case[0], [of_rank[case] for of_rank in results]) == []

@@ -231,6 +231,7 @@ def orders_of(job: Job) -> tuple[Any, Mesh]:
     return decided.schedule.orders, decided.mesh
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_process_is_traced(tmp_path, capsys):
     job = profiled(tmp_path, {}, "3:4")
     run_rank(job)

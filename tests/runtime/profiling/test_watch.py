@@ -73,5 +73,6 @@ def test_a_tensor_that_a_thread_holds_a_moment_longer_is_not_kept(monkeypatch: p
     assert kept(monkeypatch, until="waited") == kept(monkeypatch)
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_a_thread_goes_on_holding_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(kept(monkeypatch, until="end")) >= max(kept(monkeypatch)) + EXTRA

@@ -57,6 +57,7 @@ def test_an_adapter_begins_as_in_one_process(base: Path, kind: str) -> None:
     assert_same(found, {name: value.detach() for name, value in expected.items()})
 
 
+@pytest.mark.thorough
 def test_weights_of_the_base_are_needed_before_a_step(base: Path) -> None:
     model = load_model(f"hf:{base} --peft {config_in(base.parent, use_dora=True)}", values_later=True)
     with Engine(plan(model, Spec.load(ranks.spec_of()))) as engine:

@@ -80,6 +80,7 @@ def test_a_rank_of_dp_holds_what_the_plan_says_and_one_parameter_more(tmp_path: 
         assert whole < decided.memory[0].total + 2 * largest + 64 * MIB, (whole / MIB, decided.memory[0].total / MIB)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)

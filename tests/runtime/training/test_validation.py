@@ -88,6 +88,7 @@ def run(files: Path, dp: int = 1, function: str = "figures", **options: Any) -> 
     return train(Job(*names, **given, **options), dp)
 
 
+@pytest.mark.thorough
 def test_figures_of_two_sets_are_the_same_on_two_dp_ranks(files: Path) -> None:
     logged = []
     for dp in (1, 2):
@@ -102,6 +103,7 @@ def test_figures_of_two_sets_are_the_same_on_two_dp_ranks(files: Path) -> None:
     assert len({round(value, 6) for value in logged[0]}) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -159,6 +161,7 @@ def test_a_metric_of_texts_gets_each_prompt_with_its_text_and_row(files: Path, p
     assert logged[0] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -145,7 +145,7 @@ MUTANTS: dict[str, tuple[dict[str, int], int, Change]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [loop, stacks], ids=lambda w: w.__name__)
 @pytest.mark.parametrize(("mesh", "top_k"), {(str(mesh), k): (mesh, k) for mesh, k, _ in MUTANTS.values()}.values())
 def test_with_nothing_changed_it_equals_one_process(way: Experts, mesh: dict[str, int], top_k: int) -> None:

@@ -74,6 +74,7 @@ def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
     assert [number for number, equal in verdicts.items() if equal] == []
 
 
+@pytest.mark.thorough
 def test_a_number_beyond_the_last_is_refused():
     decided = plan(build(), SPEC)
     last = num_collectives(decided)

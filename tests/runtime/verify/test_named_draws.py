@@ -126,6 +126,7 @@ def of_another_file() -> Any:
     return made["drop"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drop", [lambda x: F.dropout(x, 0.3), of_another_file()], ids=["here", "of another file"])
 def test_a_draw_that_no_loss_reads_takes_no_name_of_an_equal_one(drop: Any) -> None:
     found = []

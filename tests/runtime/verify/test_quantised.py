@@ -63,6 +63,7 @@ def test_the_one_process_has_the_values_of_the_format(settings, tmp_path):
         assert found[name].detach().bfloat16().equal(value), name
 
 
+@pytest.mark.thorough
 def test_a_run_beside_one_process(tmp_path):
     llama_in_fp8(tmp_path / "in", FP8)
     (tmp_path / "text").write_text("abcdefgh " * 50)

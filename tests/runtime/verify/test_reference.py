@@ -133,6 +133,7 @@ def build():
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["model", "normal"])
 def test_a_model_on_meta_is_compared_from_the_values_that_its_engine_draws(tmp_path: Path, method: str) -> None:
     ids = "{shape: [6], dtype: int64, high: 256}"

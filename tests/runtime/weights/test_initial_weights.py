@@ -131,6 +131,7 @@ def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent
     assert equal == "equal"  # differing() was empty: take_weights has nothing to send
 
 
+@pytest.mark.thorough
 def test_parameters_buffers_and_constants_are_compared():
     decided = plan(build(0), spec_of())
     kinds = {held.name: held.kind for held in held_tensors(decided)}

@@ -135,7 +135,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", BODIES)
 def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Callable[[], nn.Module]) -> None:
     model = Model(body())
@@ -203,6 +203,7 @@ class Stacked(nn.Module):
         return torch.einsum("th,ehi,te->ti", rows, self.weight, share).view_as(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inner", [Convolved, Chosen, Stacked])
 def test_dropout_has_a_layout_invariant_name_behind(inner: Callable[[], nn.Module]) -> None:
     made = plan(Model(Dropped(inner())).train(), SPEC | {"dropout": "layout_invariant"})

@@ -49,7 +49,7 @@ class AlongTime(nn.Module):
         return whole(heads(x) * heads(x.mean(1, keepdim=True).repeat(1, x.shape[1], 1)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize(
     ("body", "is_mixed"),

@@ -24,7 +24,7 @@ def test_a_divisor_made_of_shapes_counts_the_global_batch(name: str) -> None:
     assert not found.is_told
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LOOPS if name != "chunk_means"])
 def test_loops_chunks_and_stacks_over_the_batch_add_up_and_raise_no_false_warning(name: str, micro: int) -> None:

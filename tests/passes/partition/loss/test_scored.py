@@ -23,6 +23,7 @@ def two_tasks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return loss_idioms.shifted(logits, labels, _) + F.cross_entropy(logits[..., :2].flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "num_picks", "ignored"),
     [
@@ -60,6 +61,7 @@ def of_soft_targets(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), torch.eye(CLASSES, dtype=logits.dtype)[labels.flatten()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [unnormalised, along_another_dim, of_others, nll_of_logits, of_soft_targets])
 def test_what_is_no_logarithm_of_a_probability_is_refused_by_line(loss):
     with pytest.raises(PlanError, match="assigns no probability to a target") as caught:

@@ -35,6 +35,7 @@ def shared(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[int],
     return captured, [where.code for _, where in terms.inexact], terms.denominators
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss",
     [

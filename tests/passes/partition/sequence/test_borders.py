@@ -107,6 +107,7 @@ def assert_each_is_alone(make: Callable[[], nn.Module], ran: Ran, batch: dict[st
         torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=tolerance, atol=tolerance / 10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", KEPT)
@@ -117,6 +118,7 @@ def test_a_document_is_computed_as_if_it_were_alone(name: str, mesh: dict[str, i
     assert_each_is_alone(lambda: doubled(KEPT[name]), ran, batch, 1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["scan_in_chunks", "convolution_and_scan"])
 def test_tokens_of_others_change_no_bit_of_loss_and_gradients(name: str) -> None:
     batch = batch_of(("tokens", "targets"), 0)
@@ -129,6 +131,7 @@ def test_tokens_of_others_change_no_bit_of_loss_and_gradients(name: str) -> None
         assert torch.equal(ran[0].gradients[key], ran[1].gradients[key])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mix", REFUSED)
 def test_a_document_that_would_not_be_computed_as_alone_is_refused(mix: Mixer) -> None:
     with pytest.raises(PlanError, match="lets a token change the loss of another document"):

@@ -137,7 +137,7 @@ OF_ALL_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", OF_ALL_TOKENS)
 def test_an_op_of_all_tokens_with_several_results_is_equal(how: str) -> None:
     model = sequences.Reader(sequences.LOSSES["shifted"], OF_ALL_TOKENS[how]).double()

@@ -39,7 +39,7 @@ def rows(program: Program) -> list[int]:
     return [shape_of(n)[0] * shape_of(n)[1] for n in products if len(shape_of(n)) == 3]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_one_process(name: str, cp: int) -> None:
@@ -48,6 +48,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, cp: int) -> None
     assert max(compared(program, terms, entry.model, batch, cp).values()) < 1e-10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [n for n in MODELS if not {"before", "behind", "and"} & {*n.split()}])
 def test_each_rank_computes_its_own_patches(name: str) -> None:
     program, *_ = captured(build(name))
@@ -71,6 +72,7 @@ def test_the_plan_says_where_the_sequence_begins() -> None:
 LONGEST = {"patches of pixels": 16, "space and time": 8, "sound": 8, "images of 20 tokens before text": 8}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LONGEST)
 def test_a_search_knows_how_long_it_is(name: str) -> None:
     assert longest_sequence(captured(build(name))[0]) == LONGEST[name]

@@ -74,7 +74,7 @@ def test_losses_are_those_of_the_whole_batch_beside_dp(loss):
     check(Spelling(loss=loss), {"cp": 2, "dp": 2})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "more"), [({"cp": 4}, {}), ({"cp": 2, "tp": 2}, SEQUENCE_PARALLEL)], ids=["4", "tp"])
 @pytest.mark.parametrize("spelling", [s for s in WHOLE if s != VIRTUAL], ids=name_of)
 def test_what_reads_whole_sequences_is_equal_over_more_ranks_and_beside_tp(spelling, mesh, more):
@@ -94,6 +94,7 @@ def test_the_recurrence_between_chunks_is_computed_in_full_as_the_plan_says_with
     assert 4 * 4 * 4 * 16 * 8 in gathered
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunks", [4, 3])
 def test_in_bfloat16_a_scan_rounds_no_more_than_one_process(chunks):
     spelling = Spelling(mixing=f"scan of {chunks} chunks")

@@ -139,6 +139,7 @@ def test_a_checkpoint_that_is_given_no_gradient_is_told() -> None:
     assert capture(OneBody(KEPT["reentrant"]), batch()).notes == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_forces_that_read_weights_and_results_which_autograd_kept_are_captured(keeps: bool) -> None:
     def forces(model: OneBody, x: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ SPEC = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [scripted, traced])
 def test_a_module_of_jit_is_captured_with_its_weights(make: Callable[[], nn.Module]) -> None:
     model = WithInner(make)

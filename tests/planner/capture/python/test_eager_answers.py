@@ -167,6 +167,7 @@ def packed(*, is_same: bool = True, dtype: torch.dtype | None = None) -> Program
     return capture(model, {"ids": ids, "labels": ids, "position_ids": ids}, dtype=dtype)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_model_without_values_is_tried_with_drawn_ones(dtype: torch.dtype | None) -> None:
     assert not packed(dtype=dtype).notes
@@ -188,6 +189,7 @@ HIDDEN: dict[str, Callable[[Any, Tensor], bool]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asks", HIDDEN.values(), ids=HIDDEN)
 def test_another_loss_than_that_of_one_run_is_refused(asks: Callable[[Any, Tensor], bool]) -> None:
     with pytest.raises(PlanError, match=r"its loss is|data-dependent"):

@@ -283,7 +283,7 @@ REFUSED = [without_gradient_later, rounded_later, written_later, dropped_later,
            shuffled, numpy_random, own_generator, clock, average_read, plain_counter]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("middle", REFUSED, ids=lambda f: f.__name__)
 def test_what_changes_from_call_to_call_is_refused_with_a_line(middle: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(PlanError) as error:
@@ -405,6 +405,7 @@ def with_table(middle: Callable[[Any, Tensor], Tensor]) -> Model:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("middle", [cached_in_a_buffer, cached_in_an_attribute], ids=lambda f: f.__name__)
 def test_a_cache_that_holds_what_would_be_computed_is_no_dependence(middle: Callable[[Any, Tensor], Tensor]) -> None:
     assert plan(with_table(middle), SPEC).parameters

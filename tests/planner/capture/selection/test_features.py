@@ -88,6 +88,7 @@ def made(way: Callable[..., Tensor]) -> tuple[Model, Program, dict[str, Tensor]]
     return model, capture(model, batch), batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", PLACED + REAL)
 def test_loss_and_gradients_are_those_of_the_model(way: Callable[..., Tensor]) -> None:
     model, program, batch = made(way)
@@ -101,6 +102,7 @@ def test_loss_and_gradients_are_those_of_the_model(way: Callable[..., Tensor]) -
         torch.testing.assert_close(found, truth)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [written_to_rows, added_to_rows, multiplied])
 def test_as_many_rows_as_features_is_a_check_of_each_batch(way: Callable[..., Tensor]) -> None:
     _, program, batch = made(way)
@@ -111,6 +113,7 @@ def test_as_many_rows_as_features_is_a_check_of_each_batch(way: Callable[..., Te
     assert not all(check.holds(batch) for check in checks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", REAL)
 def test_that_no_image_is_padding_is_a_check_of_each_batch(way: Callable[..., Tensor]) -> None:
     _, program, batch = made(way)

@@ -76,6 +76,7 @@ def captured(body: Body) -> tuple[Padded, Program]:
     return model, capture(model, {"ids": ids, "labels": ids})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", [own_scores, fused, of_pytorch, mean_of_kept])
 def test_one_graph_computes_batches_with_and_without_padding(body: Body) -> None:
     model, program = captured(body)
@@ -90,6 +91,7 @@ def test_one_graph_computes_batches_with_and_without_padding(body: Body) -> None
     assert any("test_without_mask.py" in str(where) for what, where in program.rewrites if "for every batch" in what)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", [doubled, without_gradient, scaled_sum])
 def test_another_result_or_gradient_without_the_mask_is_refused_at_its_line(body: Body) -> None:
     with pytest.raises(PlanError, match="depends on whether any row is selected") as error:
@@ -97,6 +99,7 @@ def test_another_result_or_gradient_without_the_mask_is_refused_at_its_line(body
     assert "if not pad.any()" in str(error.value.where)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", [own_scores, fused])
 def test_masks_that_fold_need_no_run(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model of any size: none may run."""

@@ -77,6 +77,7 @@ def test_the_title_names_model_and_spec_and_remarks_are_opened_on_demand(small_p
     assert "all is well" in remarks.first("details").text
 
 
+@pytest.mark.thorough
 def test_ids_are_unique_and_every_reference_to_one_is_met(moe_page: Element):
     ids = [e.attributes["id"] for e in moe_page.all() if "id" in e.attributes]
     assert len(ids) == len(set(ids))
