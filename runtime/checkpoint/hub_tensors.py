@@ -102,45 +102,31 @@ def _read_cat(target: Tensor, made: Cat, box: Box, read: Read) -> None:
 def _read_view(target: Tensor, made: View, box: Box, read: Read) -> None:
     """Dims that only the shapes split or join are a group; of one, the rows of its first dim are read in full."""
     outer, inner = made.shape, made.whole.shape
-    start, stop, places = [0] * len(inner), list(inner), []
-    is_plain = True
-    for own, others in _groups(outer, inner):
+    start, stop, strides = [0] * len(inner), list(inner), [1] * len(outer)
+    # of the box in what is read: its first element, and the stride of the next group
+    first, unit, is_plain = 0, 1, True
+    for own, others in reversed(list(_groups(outer, inner))):
         wide = [dim for dim in own if outer[dim] != 1], [dim for dim in others if inner[dim] != 1]
         if len(wide[0]) <= 1 and [outer[d] for d in wide[0]] == [inner[d] for d in wide[1]]:
             for dim, other in zip(*wide, strict=True):
-                start[other], stop[other] = box.start[dim], box.stop[dim]
-            places.append((own, [(box.start[dim], box.stop[dim]) for dim in own], 0))
-        else:
-            is_plain = False
-            row, other_row = prod(outer[dim] for dim in own[1:]), prod(inner[dim] for dim in others[1:])
-            first, last = box.start[own[0]] * row, box.stop[own[0]] * row
-            start[others[0]], stop[others[0]] = first // other_row, -(-last // other_row)
-            places.append((own, None, first - start[others[0]] * other_row))
+                start[other], stop[other], strides[dim] = box.start[dim], box.stop[dim], unit
+                unit *= stop[other] - start[other]
+            continue
+        row, other_row = prod(outer[dim] for dim in own[1:]), prod(inner[dim] for dim in others[1:])
+        begin, end = box.start[own[0]] * row, box.stop[own[0]] * row
+        start[others[0]], stop[others[0]] = begin // other_row, -(-end // other_row)
+        is_plain, stride = False, unit
+        for dim in reversed(own):
+            strides[dim], first, stride = stride, first + box.start[dim] * stride, stride * outer[dim]
+        first -= start[others[0]] * other_row * unit
+        unit *= (stop[others[0]] - start[others[0]]) * other_row
     part = Box(tuple(start), tuple(stop))
     if is_plain:
         read_into(target.view(part.shape), made.whole, part, read)
         return
     held = target.new_empty(part.shape)
     read_into(held, made.whole, part, read)
-    target.copy_(_viewed(held, outer, inner, box, places))
-
-
-def _viewed(held: Tensor, outer: Shape, inner: Shape, box: Box, places: list[tuple[list[int], Any, int]]) -> Tensor:
-    """The box of the outer shape, of the rows that were read: each group as one dim, cut, and split again."""
-    sizes = [prod(held.shape[dim] for dim in others) for _, others in _groups(outer, inner)]
-    held, split = held.reshape(sizes), []
-    for group, (own, kept, offset) in enumerate(places):
-        if kept is not None:
-            split += [stop - start for start, stop in kept]
-            continue
-        rows, rest = box.stop[own[0]] - box.start[own[0]], [outer[dim] for dim in own[1:]]
-        held = held.narrow(group, offset, rows * prod(rest))
-        split += [rows, *rest]
-    held = held.reshape(split)
-    for own, kept, _ in places:
-        for dim in own[1:] if kept is None else ():
-            held = held.narrow(dim, box.start[dim], box.stop[dim] - box.start[dim])
-    return held
+    target.copy_(held.as_strided(box.shape, strides, first))
 
 
 def _groups(outer: Shape, inner: Shape) -> Iterator[tuple[list[int], list[int]]]:
