@@ -51,7 +51,7 @@ def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     _check_options(asked)
     weights = Weights(named(model, asked.peft), asked.load, asked.ema)
     how = {"is_cloze": asked.cloze, "stride": asked.stride, "original_tokens": asked.original_tokens}
-    found = evaluate(Evaluation(weights, str(spec), asked.data, asked.tokenizer, **how), asked.nproc)
+    found = evaluate(Evaluation(weights, str(spec), asked.data, tokenizer=asked.tokenizer, **how), asked.nproc)
     if found is None:
         return
     if asked.format is Format.json:

@@ -52,7 +52,7 @@ def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     choice = Choice(asked.temperature, asked.top_k, asked.top_p, asked.seed)
     weights = Weights(named(model, asked.peft), asked.load, asked.ema)
     cache = False if asked.no_kv_cache else None
-    made = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, tokenizer, cache)
+    made = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, cache, tokenizer=tokenizer)
     if (found := generate(made, asked.nproc)) is None:
         return
     if asked.format is Format.json:

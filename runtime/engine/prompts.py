@@ -46,10 +46,7 @@ class Feed:
     scored: Scored
 
     def __post_init__(self) -> None:
-        for name, role in self.roles.items():
-            if role not in FED or (name == self.scored.key and role not in OF_IDS):
-                what = f"the input {name!r} is fed by {role}, which generation does not have"
-                raise PlanError(what, where=f"inputs.{name}", fix="generate with a model of tokens and labels")
+        check_fed(self.roles, self.scored.key, "generation", "generate with a model of tokens and labels")
         _ = self.name
 
     @property
@@ -100,6 +97,14 @@ class Feed:
         at = torch.tensor([len(sequence) - self.shift for sequence in sequences])
         at = at.view(-1, layout.micro)
         return at + torch.arange(layout.micro) * self.length(layout)
+
+
+def check_fed(roles: Mapping[str, str], key: str, what: str, fix: str) -> None:
+    """Raise PlanError for an input that tokens alone cannot feed. ``key``: of the labels; ``what`` feeds them."""
+    for name, role in roles.items():
+        if role not in FED or (name == key and role not in OF_IDS):
+            told = f"the input {name!r} is fed by {role}, which {what} does not have"
+            raise PlanError(told, where=f"inputs.{name}", fix=fix)
 
 
 def sequences_of(prompts: Prompts, name: str, ranges: Sequence[IdRange]) -> list[list[int]]:

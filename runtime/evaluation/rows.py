@@ -22,12 +22,13 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.partition.loss.scored import Scored
 from planner.spec.spec import Spec
+from runtime.data.objectives.next_token import padded
 from runtime.data.objectives.samples import pieces_of
-from runtime.data.token_batches import length_of, roles_of
+from runtime.data.token_batches import length_of, roles_of, stacked
 from runtime.data.tokens import Tokens
 from runtime.engine.log_probs import Scores
+from runtime.engine.prompts import check_fed
 
-FED = ("tokens", "next_tokens", "labels", "attention_mask", "segments", "positions")
 PADDING = 0  # any id: padding after a row is not scored, and a causal model does not see it
 
 
@@ -116,35 +117,21 @@ class RowBatches:
         with spec.locating():
             self.roles = roles_of(inputs, spec.data.inputs)
             self.length = length_of(inputs, self.roles)
-        for name, role in self.roles.items():
-            if role not in FED or (name == scored.key and role not in FED[:3]):
-                what = f"the input {name!r} is fed by {role}, which an evaluation does not have"
-                raise spec.error(f"inputs.{name}", what, "evaluate a next-token model")
+            check_fed(self.roles, scored.key, "an evaluation", "evaluate a next-token model")
         self.key, self.ignored = scored.key, {pick.ignored for pick in scored.picks}
         self.offset = int(self.roles[scored.key] == "next_tokens")
         self.span, self.size = self.length + self.offset, spec.batch.global_size
-        self._dtypes = {name: getattr(torch, given.dtype) for name, given in inputs.items()}
+        self._inputs = inputs
 
     def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The global batch, padded: rows, and padding sequences if there are too few rows."""
-        ids = np.full((self.size, self.length + 1), PADDING, np.int64)
-        held = np.zeros((self.size, self.length), np.int64)
-        for place, row in enumerate(rows):
-            ids[place, : len(row.ids)] = row.ids
-            held[place, : len(row.ids)] = 1
-        held[len(rows) :] = 1  # a sequence of nothing but padding has no softmax
-        values = {
-            "tokens": ids[:, :-1],
-            "labels": ids[:, :-1],
-            "next_tokens": ids[:, 1:],
-            "attention_mask": held,
-            "segments": np.zeros_like(held),
-            "positions": np.broadcast_to(np.arange(self.length), held.shape),
-        }
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(values[role])).to(self._dtypes[name])
-            for name, role in self.roles.items()
-        }
+        nothing = np.full(self.length + 1, PADDING)  # all of it is seen: a sequence of padding alone has no softmax
+        samples = []
+        for ids in (*(row.ids for row in rows), *[nothing] * (self.size - len(rows))):
+            whole = np.append(ids, np.full(self.length + 1 - len(ids), PADDING))
+            held = padded(ids, self.length, PADDING)["attention_mask"]
+            samples.append(padded(whole, self.length, PADDING) | {"attention_mask": held})
+        return stacked(samples, self.roles, self._inputs)
 
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:
         """(log P [tokens], is_top [tokens]) of each row's scored tokens, except those that the loss ignores by value.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -31,7 +31,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.same_options import require_same, require_same_options, told_to_all
 from runtime.engine.engine import Engine
 from runtime.engine.next_tokens import Choice
-from runtime.engine.prompts import codec_of, fitted, tokens_of
+from runtime.engine.prompts import Codec, codec_of, fitted, tokens_of
 from runtime.evaluation.evaluate import Cloze, Perplexity, cloze, original_of, passages_of, perplexity
 from runtime.evaluation.rows import RowBatches, windows_of
 from runtime.shared_plan import Planned, num_ranks_of, planned, shared
@@ -93,21 +93,69 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The options; the same on every rank. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
+class Asked(ABC):
+    """The options of either command; the same on every rank. ``planned``: the file of the launcher's plan
+    (``runtime.shared_plan``). ``own``: fields that concern one rank alone."""
 
+    own: ClassVar[tuple[str, ...]] = ("weights", "spec", "tokenizer")
     weights: Weights
     spec: str
-    data: str
-    tokenizer: str | None = None
-    is_cloze: bool = False
-    stride: int | None = None
-    original_tokens: int | None = None
-    planned: str | None = None
+    tokenizer: str | None = field(default=None, kw_only=True)
+    planned: str | None = field(default=None, kw_only=True)
 
     def read_spec(self) -> Spec:
         """Raises PlanError."""
+        return Spec.load(self.spec)
+
+    @abstractmethod
+    def read(self, spec: Spec, *, is_whole: bool = False) -> Any:
+        """The text, or what makes tokens of texts. ``is_whole``: look at all of it. Raises PlanError."""
+
+    @abstractmethod
+    def fitted(self, spec: Spec, decided: Plan, given: Any) -> Any:
+        """What ``run`` needs of the plan and of ``given``, which was read. Raises PlanError if they do not serve."""
+
+    @abstractmethod
+    def run(self, engine: Engine, given: Any, needed: Any, *, leads: bool) -> Any:
+        """The result of this rank. ``leads``: whether it speaks for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Asked):
+    own: ClassVar[tuple[str, ...]] = (*Asked.own, "data")
+    data: str
+    is_cloze: bool = False
+    stride: int | None = None
+    original_tokens: int | None = None
+
+    def read_spec(self) -> Spec:
         return Spec.load(self.spec).longest
+
+    def read(self, spec: Spec, *, is_whole: bool = False) -> Tokens:
+        tokens = read_tokens(self.data, self.tokenizer)
+        if is_whole and is_token_file(Path(self.data)):
+            check_content(Path(self.data))  # all of it will be read anyway
+        return tokens
+
+    def fitted(self, spec: Spec, decided: Plan, given: Tokens) -> int:
+        """How many sequences are to be scored."""
+        decisions, _ = decided.to_run()
+        batches = RowBatches(spec, decisions.scored)
+        with spec.locating():
+            check_vocabulary(given, spec.require_inputs(), batches.roles, decisions.id_ranges)
+        if self.is_cloze:
+            return len(passages_of(given, batches.span).rows)
+        original_of(given, self.original_tokens)
+        return len(windows_of(given, batches.span, self.stride))
+
+    def run(self, engine: Engine, given: Tokens, needed: int, *, leads: bool) -> Perplexity | Cloze:
+        require_same("the data (by content)", given.identity, engine.groups)
+        self.weights.into(engine, leads=leads)
+        with bar("scoring", needed, enabled=leads) as progress:
+            if self.is_cloze:
+                return cloze(engine, given, progress=progress)
+            options = {"stride": self.stride, "original_tokens": self.original_tokens}
+            return perplexity(engine, given, **options, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +172,31 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """The options; the same on every rank. ``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of
-    ``Engine.generate``. ``planned``: the file of the launcher's plan (``runtime.shared_plan``)."""
+class Generation(Asked):
+    """``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of ``Engine.generate``."""
 
-    weights: Weights
-    spec: str
     prompts: tuple[str, ...]
     choice: Choice
     max_new_tokens: int | None = None
-    tokenizer: str | None = None
     cache: bool | None = None
-    planned: str | None = None
+
+    def read(self, spec: Spec, *, is_whole: bool = False) -> Codec:
+        codec = codec_of(self.tokenizer)
+        fitted(self.prompts, codec, spec, self.max_new_tokens)
+        return codec
+
+    def fitted(self, spec: Spec, decided: Plan, given: Codec) -> tuple[list[list[int]], int]:
+        """The tokens of each prompt, and how many new ones each gets."""
+        return tokens_of(self.prompts, given, spec, decided, self.max_new_tokens)
+
+    def run(self, engine: Engine, given: Codec, needed: tuple[list[list[int]], int], *, leads: bool) -> list[Continued]:
+        self.weights.into(engine, leads=leads)
+        found = engine.generate(*needed, stop=given.ends, cache=self.cache, **asdict(self.choice))
+        if leads and found.uncached_because:
+            told = found.uncached_because.replace("\n", "\n  at:  ")
+            print(f"note: keys and values are not kept, and each token runs the whole forward: {told}", file=sys.stderr)
+        each = zip(self.prompts, found.tokens, found.is_stopped, strict=True)
+        return [Continued(prompt, given.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
@@ -144,31 +205,27 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
-    return _on_all_ranks(
-        asked, num_ranks, _checked_evaluation, evaluate_rank, own=("weights", "spec", "data", "tokenizer")
-    )
+    return _on_all_ranks(asked, num_ranks)
 
 
 def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
     """The texts, on rank 0; None on the others. Otherwise as ``evaluate``."""
-    return _on_all_ranks(asked, num_ranks, _checked_generation, generate_rank, own=("weights", "spec", "tokenizer"))
+    return _on_all_ranks(asked, num_ranks)
 
 
-def _on_all_ranks(
-    asked: Any,
-    num_ranks: int | None,
-    check: Callable[[Any], tuple[Spec, Planned]],
-    run_rank: Callable[..., Any],
-    *,
-    own: tuple[str, ...],
-) -> Any:
-    """The result of rank 0. ``check`` raises PlanError for all that is known to be wrong before a process starts.
-    ``own``: fields of ``asked`` that concern one rank alone."""
+def _on_all_ranks(asked: Asked, num_ranks: int | None) -> Any:
+    """The result of rank 0. All that is known to be wrong before a process starts is a PlanError."""
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
-        require_same_options(asked, own=own)
+        require_same_options(asked, own=asked.own)
         require_same_options(asked.weights, own=("reference",), places=("load",))
         return run_rank(asked)
-    spec, made = check(asked)
+    spec = asked.read_spec()
+    check_machine(spec)
+    asked.weights.check_load()
+    given = asked.read(spec, is_whole=True)
+    made = planned(asked.weights.model(spec.seed), spec)
+    asked.weights.check(made.plan)
+    asked.fitted(spec, made.plan, given)
     world_size = num_ranks_of(made.plan, spec, num_ranks)
     if world_size == 1:
         return run_rank(asked, made)
@@ -177,86 +234,18 @@ def _on_all_ranks(
         return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 
-def _checked_evaluation(asked: Evaluation) -> tuple[Spec, Planned]:
-    spec = asked.read_spec()
-    check_machine(spec)
-    tokens = read_tokens(asked.data, asked.tokenizer)
-    if is_token_file(Path(asked.data)):
-        check_content(Path(asked.data))  # all of it will be read anyway
-    asked.weights.check_load()
-    made = planned(asked.weights.model(spec.seed), spec)
-    asked.weights.check(made.plan)
-    _num_rows(asked, spec, made.plan, tokens)
-    return spec, made
-
-
-def _checked_generation(asked: Generation) -> tuple[Spec, Planned]:
-    spec = Spec.load(asked.spec)
-    check_machine(spec)
-    asked.weights.check_load()
-    codec = codec_of(asked.tokenizer)
-    fitted(asked.prompts, codec, spec, asked.max_new_tokens)
-    made = planned(asked.weights.model(spec.seed), spec)
-    asked.weights.check(made.plan)
-    tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
-    return spec, made
-
-
-def _num_rows(asked: Evaluation, spec: Spec, decided: Plan, tokens: Tokens) -> int:
-    """How many sequences are to be scored. Raises PlanError if text, spec or model do not serve."""
-    decisions, _ = decided.to_run()
-    batches = RowBatches(spec, decisions.scored)
-    with spec.locating():
-        check_vocabulary(tokens, spec.require_inputs(), batches.roles, decisions.id_ranges)
-    if asked.is_cloze:
-        return len(passages_of(tokens, batches.span).rows)
-    original_of(tokens, asked.original_tokens)
-    return len(windows_of(tokens, batches.span, asked.stride))
-
-
-def evaluate_rank(asked: Evaluation, made: Planned | None = None) -> Perplexity | Cloze | None:
-    """The evaluation of one rank; the first returns the result. ``made``: the plan, if this process has it."""
+def run_rank(asked: Asked, made: Planned | None = None) -> Any:
+    """The part of one rank; the first returns the result. ``made``: the plan, if this process has it."""
     leads = not launched(os.environ).rank
     with told_to_all():
         spec = asked.read_spec()
         asked.weights.check_load()
-        tokens = read_tokens(asked.data, asked.tokenizer)
+        given = asked.read(spec)
         made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
         made.model = None
-        num_rows = _num_rows(asked, spec, made.plan, tokens)
+        needed = asked.fitted(spec, made.plan, given)
         engine = Engine(made.plan, mode="evaluate")
     with engine:
         made.forget_file()
-        require_same("the data (by content)", tokens.identity, engine.groups)
-        asked.weights.into(engine, leads=leads)
-        with bar("scoring", num_rows, enabled=leads) as progress:
-            if asked.is_cloze:
-                found = cloze(engine, tokens, progress=progress)
-            else:
-                given = {"stride": asked.stride, "original_tokens": asked.original_tokens}
-                found = perplexity(engine, tokens, **given, progress=progress)
+        found = asked.run(engine, given, needed, leads=leads)
     return found if leads else None
-
-
-def generate_rank(asked: Generation, made: Planned | None = None) -> list[Continued] | None:
-    """The part of one rank; the first returns the texts. ``made``: the plan, if this process has it."""
-    leads = not launched(os.environ).rank
-    with told_to_all():
-        spec = Spec.load(asked.spec)
-        asked.weights.check_load()
-        made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
-        made.model = None
-        codec = codec_of(asked.tokenizer)
-        sequences, count = tokens_of(asked.prompts, codec, spec, made.plan, asked.max_new_tokens)
-        engine = Engine(made.plan, mode="evaluate")
-    with engine:
-        made.forget_file()
-        asked.weights.into(engine, leads=leads)
-        found = engine.generate(sequences, count, stop=codec.ends, cache=asked.cache, **asdict(asked.choice))
-    if not leads:
-        return None
-    if found.uncached_because:
-        told = found.uncached_because.replace("\n", "\n  at:  ")
-        print(f"note: keys and values are not kept, and each token runs the whole forward: {told}", file=sys.stderr)
-    each = zip(asked.prompts, found.tokens, found.is_stopped, strict=True)
-    return [Continued(prompt, codec.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
