@@ -6,11 +6,6 @@
 Which tensors a file holds, and under which names, each method of peft decides. So rank 0 gathers the tensors of the
 adapters into peft's module, of which the base has no values, and lets it save them: the bytes are those that one
 process would write, whatever the layout and the version of peft.
-
-They are read back slice by slice on every rank, and nothing is written before all is right:
-
-adapter_config.json            of the planned method, with the same settings, for the same base
-adapter_model.safetensors      exactly the tensors that peft would save for this model, with these shapes
 """
 
 from __future__ import annotations

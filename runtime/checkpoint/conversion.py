@@ -6,8 +6,7 @@ Back: weights alone, from which any layout and optimizer begins.
 
     headers of the files → names and shapes of the model → buckets: read → rank-0000N.safetensors → manifest, latest
 
-One bucket is in memory at a time, with parts of a tensor that is larger; values keep the dtype of the files, and a run
-casts them as it reads them.
+One bucket is in memory at a time; values keep the dtype of the files, and a run casts them as it reads them.
 """
 
 from __future__ import annotations

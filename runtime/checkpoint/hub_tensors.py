@@ -3,13 +3,8 @@
 names of the Hub      each stored tensor as an assembly of the model's, made one at a time: an expert, not the stack
 names of the model    each tensor of the model under its own name
 
-Of an assembly, only the elements of its sources that a part has are read, straight into their place:
-
-target = made[box]      Cat      each part that the box cuts, into its run of the target
-                        Slice    the box moved
-                        Permute  into the target with its dims permuted
-                        View     the rows of the source that have elements of the box, in memory of their own
-                        Call     every source in full, in memory of its own
+Of an assembly, only the elements of its sources that a part has are read, straight into their place; for a view the
+rows that have elements of the part, and for a call every source in full, in memory of their own.
 """
 
 from __future__ import annotations

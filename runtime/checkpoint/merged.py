@@ -5,12 +5,8 @@
 Each method of peft has its own equation (W + scale·B·A, a norm over it, a product of rotations, …), so peft's module of
 the layer computes it, on full tensors of that layer alone: rank 0 never holds the model.
 
-From a save, without a launch:
-
-    configs of the base and the adapter, both in the save -> modules of transformers and peft, without values
-    for each tensor of the base:   its parts in the save -> peft's merge of that layer -> file
-
-Only a base of transformers can be made from the save alone, and only adapters that are as peft makes them.
+From a save, without a launch, the modules are made of its configs, without values: only a base of transformers, and
+only adapters that are as peft makes them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right.
-
-names of the files -> names of the model      conversions of transformers, then one prefix that is there or not
-check on every rank, agree                    names, shapes, dtypes, files complete, tied copies equal
-read                                          Part.ranges of each parameter, from the tensors that it is made of
-"""
+"""Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right."""
 
 from __future__ import annotations
 

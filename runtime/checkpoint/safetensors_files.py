@@ -5,9 +5,8 @@
 
 Only headers are read on opening; values come slice by slice, so that a rank touches no bytes but its own.
 
-A directory may come from anyone: only regular files are opened, and none grows memory without a limit.
-
-A FIFO would block for ever, a device never ends, and a link may lead out of the directory.
+A directory may come from anyone: only regular files are opened, and none grows memory without a limit. A FIFO would
+block for ever, a device never ends, and a link may lead out of the directory.
 """
 
 from __future__ import annotations

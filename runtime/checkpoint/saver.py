@@ -7,14 +7,9 @@
 An error on one rank is raised on all: the previous save stays, the new one is removed, and training can continue.
 torch.distributed.checkpoint is not used: it reads damaged and mixed files without an error, and it pickles.
 
-Host memory for saves in the background is allocated by the first one, and reused by later ones:
-
-    device    side stream: waits for the steps before, copies into pinned memory, passes an event
-              steps: the update that overwrites copied memory waits for that event on the device; the host does not wait
-    writer    waits for the event, then reads its own memory
-    CPU       the same memory, pageable; the values are in it when ``take`` returns
-
-A copy into pageable memory holds the host until it is through, so that no step is launched meanwhile.
+Host memory for saves in the background is allocated by the first one, and reused by later ones. It is pinned: a copy
+into pageable memory holds the host until it is through, so that no step is launched meanwhile. The update that
+overwrites copied memory waits for the copies on the device.
 """
 
 from __future__ import annotations

@@ -194,9 +194,8 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     """Remove all but the last ``keep`` saves of a line; the save that ``latest`` names stays. For the owner of the
     directory.
 
-    ``line``: that of the save that ``latest`` names if not given. Saves of other lines stay, and do not count.
-
-    Returns the removed saves. Raises PlanError.
+    ``line``: that of the save that ``latest`` names if not given. Saves of other lines stay, and do not count. Returns
+    the removed saves. Raises PlanError.
     """
     if keep < 1:
         raise PlanError(f"keep is {keep}", fix="keep at least one save")

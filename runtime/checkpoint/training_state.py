@@ -10,11 +10,7 @@ Of each parameter, the elements that this rank owns are views of its memory, by 
     ema            the running mean of the weights, if the spec has optimizer.ema
     exp_avg, …     the moments of the update rule; there are none before the first update that is not skipped
 
-Padding is not written, and is zero after reading. A save is loaded by an engine of any layout:
-
-    manifest      every rank: sound, of this model, the same on all
-    files         each is read by one rank, evenly over the ranks, and its checksum compared
-    values        every rank: the boxes that it owns, straight into place; nothing has changed before
+Padding is not written, and is zero after reading. A save is loaded by an engine of any layout.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Those are captured on a stream of their own, in memory that each pool keeps. Oth
 is captured (NCCL's watchdog asks for events): an error is this thread's own. Exchanges inside are captured as NCCL's
 kernels: their communicators were made by the real steps before.
 
-A replay runs no Python that would count: collectives of regions are counted at the capture, and again at each replay.
+A replay runs no Python: collectives of regions are counted at the capture, and again at each replay.
 """
 
 from __future__ import annotations

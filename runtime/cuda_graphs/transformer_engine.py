@@ -14,15 +14,9 @@ Regions are captured as modules:
 Memory for gradients of outputs is shared by the signature of those that have one, and taken with the gaps of the first
 region that has it: so all modules give as many outputs, and those without a gradient come behind.
 
-A replay runs no Python, so counts of collectives are taken at the capture, and added at each replay.
-
-Random numbers are the same as the eager ops draw:
-
-    found         every region runs once, to find its draws             draw → generator
-    registered    its tracker of generators holds ours: whatever it holds is registered with every graph
-    put           before each replay, to the position of the eager ops  (RegionModule.put_generators)
-
-A graph moves its generator only at its capture, so a replay continues from the position that was set.
+Random numbers are the same as the eager ops draw: its tracker of generators holds one for each draw of a region, as
+whatever it holds is registered with every graph, and each is put in its place before a replay. A graph moves its
+generator only at its capture.
 """
 
 from __future__ import annotations

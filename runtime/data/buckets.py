@@ -4,16 +4,13 @@
     cycle c                     a permutation, by (seed, c), of n₀ steps of the first length, n₁ of the second, …
     step s of cycle c           of its length i the batch number c·nᵢ + how many steps of it the cycle had before s
 
-Every document comes once an epoch of its length. A cycle has so many epochs that whole batches of each length are its
-share to 1/64. A step depends on nothing but its number, so that a run resumes anywhere.
+A cycle has so many epochs that whole batches of each length are its share to 1/64. A step depends on nothing but its
+number, so that a run resumes anywhere.
 
 Batches from several texts, each with a share of the samples: a pure function of the step, the same on every rank.
 
     block b of 65536 places      a permutation of it by (seed, b); slots 0 … c₀-1 are of text 0, the next c₁ of text 1 …
     place in slot s of text i    the text's sample number b·cᵢ + s - start of its slots
-
-So shares are exact in every block, each text's samples come once an epoch of that text, and step 1000 is found without
-the 999 before it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
     sample k = step · global + row;  epoch k // n, place k % n;  index = permutation of (seed, epoch) at that place
 
-So every sample comes once an epoch, each epoch in another order, and step 1000 is found without the 999 before it.
-
 The permutation is computed, not stored: any place of it at once, whatever n. It is a Feistel network over the next even
 number of bits, keyed by integers: each round is invertible, so the composition is a bijection of 0..2^b-1. Values
 outside 0..n-1 are permuted again until they are inside (cycle walking; on average less than four times), which leaves a

@@ -1,6 +1,4 @@
-"""Writes a token file as tokens come, in one pass over texts: memory does not grow with the text, and a reader sees all
-of it or nothing.
-"""
+"""Writes a token file as tokens come: memory does not grow with the text, and a reader sees all of it or nothing."""
 
 from __future__ import annotations
 

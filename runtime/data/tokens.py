@@ -1,13 +1,10 @@
 """A text as token ids, with the ends of documents and the starts of words and sentences, for batches and scores.
 
-    ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
-    ends               5          9            the end of each document, including its end token
-    marks      s w   w       s   w             bits: a word begins here, a sentence begins here; of samples with
-                                               labels instead: this token is a label, a row begins here
-    words          3           2               of the text before it was cut into tokens
-
-A text far larger than memory is a map of a file. On the way there, parts of documents become pieces of
-tokens, never more of them in memory than a document.
+ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
+ends               5          9            the end of each document, including its end token
+marks      s w   w       s   w             bits: a word begins here, a sentence begins here; of samples with
+                                           labels instead: this token is a label, a row begins here
+words          3           2               of the text before it was cut into tokens
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
 """Ranks agree: an error on some ranks is raised on all ranks, so that no rank waits forever.
 
-Values go from rank to rank as JSON in tensors of bytes: received content can be wrong, but it never runs.
-
-    sizes       every rank learns how many bytes each has, and all refuse the same ones
-    bytes       padded to the largest
-
-torch's own exchanges of objects pickle, and whoever reaches the port of a group or its store could then run code here.
+Values go from rank to rank as JSON in tensors of bytes: received content can be wrong, but it never runs. torch's own
+exchanges of objects pickle, and whoever reaches the port of a group or its store could then run code here.
 ``read`` makes of one rank's JSON the value that is meant; ``of_kind`` reads dataclasses and named tuples.
 
-Rank 0 works long, writing files, and the others wait as long as it takes: longer than for any other exchange.
-
-    rank 0 requests the next value of a rank       the rank waits for this, without locks, then sends
-    rank 0 is done                                 the others go on to agree with it in the group's own time
-
-A rank notices a dead peer at once: the connection closes.
+Where rank 0 works long, writing files, the others wait for a word of it without locks, as long as it takes, and then
+go on in the group's own time. They notice a dead peer at once: the connection closes.
 """
 
 from __future__ import annotations

@@ -15,11 +15,9 @@ Links as process groups: one of two ranks for each sender, receiver and directio
 NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
 first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
 
-The making and the first use of every communicator, before the first step, in one order that all ranks share.
-
 NCCL builds a communicator when it is used first, and holds the host of a rank until all members have come. Inside a
-step that is a trap: a rank that posts a receive ahead is held before the forward that its peer waits for. So here each
-rank walks one list of all communicators of the mesh, and uses those that it is a member of.
+step that is a trap: a rank that posts a receive ahead is held before the forward that its peer waits for. So before the
+first step each rank walks one list of all communicators of the mesh, and uses those that it is a member of.
 
 It ends: of the communicators that are not built yet take the first of the list. Each of its members has left behind all
 those before it that it is in, so all of them come to this one.

@@ -7,10 +7,7 @@
 
 Signals reach the ranks of one job at different moments, some before and some after a step; the sum does not.
 
-A launcher forwards them to its ranks, which then have some time to finish.
-
-first signal     SIGTERM to every rank; a rank with a handler finishes its step, saves and returns
-a second one, or ``grace_seconds`` later    the ranks are ended
+A launcher forwards them to its ranks (``runtime.distributed.launch.launch``).
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ gradient of a loss outside the model is fed back into the stages.
     F of the last stage     log P [micro, length] → function(log P, rows) → its value, and ∂ value / ∂ log P
     B of the last stage     begins with that gradient in place of the loss's
 
-The loss of the global batch is the sum of the values of all its microbatches. Ranks of tp and cp compute the same
-value; one of them adds it.
-
-A function that fails gives zeros in place of its value, so that every message of the step still has its sender; then
-all ranks raise its error.
+Ranks of tp and cp compute the same value; one of them adds it. A function that fails gives zeros in place of its value,
+so that every message of the step still has its sender; then all ranks raise its error.
 """
 
 from __future__ import annotations

@@ -102,10 +102,7 @@ class EngineSaves:
     ) -> None:
         """Write the base with its active adapters merged into it, as a directory that ``transformers`` loads.
 
-        ``names``: as of ``save_pretrained``.
-
-        The same call on every rank; rank 0 merges and writes one tensor at a time. Atomic, as ``save_pretrained``.
-        Raises PlanError on every rank, also for a method that cannot be merged.
+        Otherwise as ``save_pretrained``; PlanError also for a method that cannot be merged.
         """
         adapted_in(self.running.plan.hub)
         self._save_hub(directory, max_shard_bytes=max_shard_bytes, names=names, merged=True)

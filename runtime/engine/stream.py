@@ -4,8 +4,6 @@ under the names of files or of the model.
     for each bucket:   the ranks that hold shards → rank 0 → its reader        then its memory is free
 
 No rank ever holds a second full copy: rank 0 makes a bucket when its reader asks for it, and the others send then.
-
-Any error of a function means that the reader is gone. A directory that cannot be written is a PlanError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Perplexity and cloze accuracy of the model that an engine holds: batch by batch, alike on every rank.
 
-Passages of a cloze test: in each document of a text, the model predicts the last word from the preceding words.
-
 document   | The cat sat on the m a t . end |       the end token, and white space at the end, are no part of it
 passage    | The cat sat on the m a t . |           too long for a window: its last tokens
 scored                          s s s s             from the start of the last word

@@ -1,9 +1,4 @@
-"""Many cases one after another: draw, run, shrink the failures, sum up.
-
-How far a campaign is, and how long it will still take.
-
-Make a failing case as small as it stays failing: one field at a time becomes simpler, until none can.
-"""
+"""Many cases one after another: draw, run, make failing ones as small as they stay failing, sum up."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """One rank of a case: three steps compared with one process, a save, the running mean, and memory.
 
-step 1, 2   compared with one process: loss, norm, every gradient, every parameter after the update
-save        of the full training state, if another layout resumes from it
-step 3      compared likewise; kept, since that other layout makes it again
-mean        of the weights after each update, against a mean of the parameters that were compared
+The state before step 3 is saved if another layout resumes from it; that layout makes the step again.
 
 Bounds of the planned memory:
 

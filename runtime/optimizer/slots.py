@@ -1,10 +1,5 @@
 """Layout of parameters in a buffer: the slot of one, the tensors of one bucket, and the ranks that share the buffer.
 
-Products sum a parameter's gradients in its slot:
-
-    first of the step    main_grad = left @ right      there is no zeroing pass
-    others               main_grad += left @ right     within the product (beta 1): no gradient in memory of its own
-
 A product of half precision is summed in the buffer's float32: on CUDA within the product, elsewhere it is made first.
 
 Over gloo, reduce-scatter and all-gather stay inside the buffer. Its own ones copy the full buffer in a thread of

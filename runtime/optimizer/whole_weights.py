@@ -1,9 +1,5 @@
 """Weights of which each rank keeps its shard: a bucket has memory for all of it only while its weights are read.
 
-    need(units, ahead)     free all others; gather the missing ones, those ``ahead`` beside products; wait for ``units``
-    one_by_one()           one bucket at a time, for code that reads or writes weights between steps
-    hold()                 all buckets at once, for a step in which every value is looked at
-
 All ranks that share a bucket run the same ops in the same order, so they gather in the same order. The group of these
 gathers is their own: on one communicator the weights that a product waits for would queue behind sums of gradients.
 

@@ -19,8 +19,7 @@ keys and values that ``generate`` keeps, if it can keep them        within 1 %
 Memory of a rank while it runs the actions of a step, as live tensors have it:
 
     live    all memory that was made in a forward, a backward, or for a message, and that still lives
-    kept    the part that lives between two actions, except messages in flight: tensors saved by autograd, inputs of a
-            recomputation, received values before their backward, and tensors that a backward saves for its W
+    kept    the part that lives between two actions, except messages in flight
 
 Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
 are not counted. Workspaces inside kernels are not seen, nor what a compiled piece makes and does not save.

@@ -1,11 +1,7 @@
 """Output of a run: the figures of each step, after the warnings of the plan.
 
-Values of a device tensor on the host, without a wait for work that was queued after them.
-
-    made    the device copies into pinned memory, and then passes an event       in the queue, behind the values
-    read    the host waits for that event, and reads its own memory
-
-``tensor.tolist()`` would queue its copy when it is called: behind all of the next step.
+Values of a device tensor are copied into pinned memory in the queue, and the host waits for the event behind them:
+``tensor.tolist()`` would queue its copy when it is called, behind all of the next step.
 
 The rank that the others wait for is found from the seconds that each rank works in the actions of a step. Ranks that
 share a layer (tp, cp) wait inside of its collectives, which count as work: they have one figure and are named together.

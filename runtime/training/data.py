@@ -32,8 +32,8 @@ _MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
 class RunData:
     """``held_out``: the sets of a validation; ``validate_every``: steps between two, None for none.
 
-    ``identity``: goes with each save. ``told``: what was cut or left out of the training data. ``training``: None for a
-    stream.
+    ``identity``: goes with each save. ``told``: parts of the training data that were cut or left out. ``training``:
+    None for a stream.
     """
 
     training: OfLength | BucketBatches | None

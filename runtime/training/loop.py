@@ -1,8 +1,4 @@
-"""The training loop of one rank.
-
-An update with NaN or Inf changes nothing in either case. With a dynamic loss scale it is expected: the scale is halved
-and the next step runs. It is an error only if the scale cannot become smaller.
-"""
+"""The training loop of one rank."""
 
 from __future__ import annotations
 
@@ -274,6 +270,7 @@ class NonFiniteGuard:
             raise NonFiniteError(self._words(batch, report, step, local))
 
     def _is_over(self) -> bool:
+        """With a dynamic loss scale such steps are expected: it is halved, until it cannot become smaller."""
         precision, scale = self.engine.spec.precision, self.engine.loss_scale
         if precision.loss_scale == "dynamic":
             return scale.is_exhausted or precision.nonfinite == "stop"

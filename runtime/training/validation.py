@@ -9,8 +9,6 @@
 
 log_probs [rows, length] (float64): log P of each label, 0 where the loss takes none. labels: the batch's own tensor.
 
-The save of the least validation loss stays, and a run that finds no smaller one for long ends.
-
 DIR/best/step-00000040      the save after step 40; an earlier one goes once this is written
 DIR/best_adapters           with --peft, the adapters of that step, as peft writes them
 """

@@ -1,14 +1,9 @@
 """Compare a run with the truth: how far apart two tensors are, and how far apart rounding may drive them.
 
-One process beside an engine: every update is compared when both have made it, so one of them is held at a time.
-
-    engine        forward, backward · update
-    one process                                forward, backward · update
-    compared                                   weights before, loss, gradients, norm
-
-Below float64 the one process goes on from the engine's weights once they are compared.
-The weights after an update are gathered when the next forward has read them, since a gather waits for all of them: the
-engine continues as in ``train_step``.
+One process beside an engine: every update is compared when both have made it, so one of them is held at a time. Below
+float64 the one process goes on from the engine's weights once they are compared. The weights after an update are
+gathered when the next forward has read them, since a gather waits for all of them: the engine continues as in
+``train_step``.
 
 How far an update drives two sides apart that differ by nothing but the rounding of their gradients:
 

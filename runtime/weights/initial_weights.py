@@ -10,8 +10,7 @@ A number for the bits of a tensor: equal tensors have equal ones, different ones
 
     words of 8 bytes as rows of 1024:   Σ_i (2i + 1)·Σ_j w_ij   +   K·Σ_j (2j + 1)·Σ_i w_ij        modulo 2^64
 
-Integers add up to the same on every device and in every order. It reads a tensor twice at memory speed and
-allocates nothing of its size: its cost is about that of copying the weights into the engine.
+Integers add up to the same on every device and in every order. It allocates nothing of the tensor's size.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
     sentence_order   1 if the second run of sentences came first in the text, otherwise 0
 
 A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
-segments nor an order reads one run of text, ``[class] text [separator]``. A sample is a function of (seed, epoch,
-index) alone, and each epoch has new masks, cuts and swaps.
+segments nor an order reads one run of text, ``[class] text [separator]``. Each epoch has new masks, cuts and swaps.
 
-Choose the masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019).
+The masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019):
 
     n-gram   1 .. ngram words in a row, n drawn with probability ∝ 1/n, its first word uniformly
     until    ``share`` of the tokens is chosen; the n-gram that does not fit whole is taken with the probability of the

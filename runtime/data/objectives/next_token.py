@@ -18,12 +18,8 @@ Of documents side by side in a sequence, positions and labels begin again:
     next_tokens  b c d .   y .   q r .   . . .         . counts nowhere
     labels       . b c d   . y   . q r   . . .         shifted in the model: a document's first belongs to no token
 
-A document longer than a sequence is cut into pieces, each a document of its own, left out or refused
-(``data.overlong``). Of samples with labels, labels are those tokens alone. Within a block of pieces the longest goes
-first, each into the sequence with the least room that takes it (best fit, decreasing): the order depends on nothing but
-the sizes.
-
-    pieces    5 3 8 2 6 …   →   [5 3] [8] [6 2] …      sequences of 8
+Within a block of pieces (runtime.data.objectives.samples) the longest goes first, each into the sequence with the least
+room that takes it (best fit, decreasing): the order depends on nothing but the sizes.
 """
 
 from __future__ import annotations

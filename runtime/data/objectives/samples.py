@@ -11,8 +11,8 @@ A sample is a run of sentences for pairs, a plain window otherwise; always of on
     sentences   | a  | b | c   | d | e  |        windows of at most 12 tokens:  a b | c d | d e
     window      a run of whole sentences as long as fits, two at least; the next one begins at its end
 
-A sentence that is left alone at the end of a document takes the one before it along once more. Of a document of one
-sentence there is no pair: it is left out. Plain windows lie end to end in each document, the last is shorter.
+A sentence that is left alone at the end of a document takes the one before it along once more. A document of one
+sentence is left out: there is no pair.
 """
 
 from __future__ import annotations

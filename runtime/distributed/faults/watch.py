@@ -1,9 +1,7 @@
 """The thread of a rank that sends heartbeats, watches other ranks, and ends this process if the main thread cannot.
 
-    each second    beat; read the first failure; look at the ranks of this host, and at rank 0 (which looks
-                   at one rank of each other host)
-    a failure      the main thread has a moment to come out of its exchange by itself, then the process ends:
-                   on gloo nothing else ends a wait for a peer that is stopped
+After a failure the main thread has a moment to come out of its exchange by itself, then the process ends: on gloo
+nothing else ends a wait for a peer that is stopped.
 
 A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel distinguishes
 dead ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain
