@@ -14,17 +14,20 @@ no sequence beside another; one that is named may. An op that is not known makes
     ids [b, t] → 0      embedding → 0      x.transpose(0, 1) → 1      x.view(b·h, t, d) → 0, in steps of h
     x.view(b·h, …) * y.repeat(h, 1, 1)      of x every h rows are one sequence, of y every b-th row is
 
+Rows that are sorted and come back in order (passes.partition.batch.restored_orders) are not mixed.
+
 Numbers of a batch in another order are those of other sequences: a microbatch would compute other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
+from passes.partition.batch.restored_orders import RestoredOrder
 from passes.program.known_values import SHAPE_READERS
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
@@ -167,13 +170,18 @@ def dims_of(flow: Runs) -> dict[fx.Node, frozenset[int] | None]:
     return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
 
 
-def batch_runs(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[Run] | None]:
-    """The same, each dim with the distance of two sequences along it, and their number."""
+def batch_runs(
+    program: Program, on_batch: Collection[fx.Node], orders: Iterable[RestoredOrder] = ()
+) -> dict[fx.Node, frozenset[Run] | None]:
+    """The same, each dim with the distance of two sequences along it, and their number. ``orders``: those known."""
     flow: dict[fx.Node, Dims | None] = {}
+    known = {node: order for order in orders for node in (*order.inside, *order.back)}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
             size = int(node.meta["val"].shape[0]) if node.name in program.inputs else 0
             flow[node] = frozenset({(0, 1, size)} if size else ())
+        elif node in known:
+            flow[node] = known[node].runs(flow, node)
         elif node.op == "call_function":
             flow[node] = _dims_of(node, flow) if node in on_batch else frozenset()
     return flow

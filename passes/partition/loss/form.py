@@ -114,13 +114,15 @@ def is_certain(
     on_batch: Collection[fx.Node],
     constants: Collection[fx.Node],
     region: Collection[fx.Node],
+    inner: Collection[fx.Node],
     runs: Callable[[], mixing.Runs],
 ) -> bool:
-    """Whether the kinds by form hold however many sequences there are. ``runs``: of the batch, asked for if needed."""
+    """Whether the kinds by form hold however many sequences there are. ``inner``: values before the ``region`` of the
+    loss that may mix them; ``runs``: of the batch, asked for if needed.
+    """
     size = mixing.batch_size(program)
     if kinds[program.node(program.loss)].name != SHARE:
         return False
-    inner = mixing.computed_along(program, on_batch, region)
     if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
         return False
     flow = mixing.dims_of(runs()) if size > 1 else {}

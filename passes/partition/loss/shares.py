@@ -35,6 +35,7 @@ from passes.errors import PlanError
 from passes.partition.batch import mixing
 from passes.partition.batch.align_exports import lay_on
 from passes.partition.batch.batch_typing import Typing, sums_rows
+from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.partition.loss.counts import Counts, LossTerms, Together, counts_labels, over_all_labels
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
 from passes.partition.loss.kinds import (
@@ -126,7 +127,8 @@ class _Rewriter:
         region = loss_region(self.program, self.on_batch)
         self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
         second = None
-        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region, lambda: self.runs):
+        inner = self._computed_along(region)
+        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region, inner, lambda: self.runs):
             second = _captured(recapture, self._times())
             if second is None:
                 self._tell(self.terms.doubts, self.program.node(self.program.loss))
@@ -166,7 +168,7 @@ class _Rewriter:
     def _warn_of_mixing(self, typing: Typing) -> None:
         """Warn of ops that mix the sequences of a batch: in a microbatch they mix fewer."""
         tail = self._tail()
-        inner = mixing.computed_along(self.program, self.on_batch, tail)
+        inner = self._computed_along(tail)
         for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
             may = mixing.may_mix(node, self.on_batch) or mixing.mixes_along_a_dim(node)
             along = may and mixing.mixes(node, typing.captures.changed)
@@ -176,7 +178,19 @@ class _Rewriter:
     @cached_property
     def runs(self) -> mixing.Runs:
         """The dims that hold the batch, before anything is rewritten."""
-        return mixing.batch_runs(self.program, self.on_batch)
+        return mixing.batch_runs(self.program, self.on_batch, self.orders)
+
+    @cached_property
+    def orders(self) -> list[RestoredOrder]:
+        """Of rows that are sorted by expert and come back in order: they keep sequences apart."""
+        return restored_orders(self.graph, self.on_batch)
+
+    def _computed_along(self, loss: set[fx.Node]) -> list[fx.Node]:
+        """Values before the loss that may mix sequences."""
+        is_alone = mixing.batch_size(self.program) == 1
+        orders = [o for o in self.orders if is_alone or all(self.runs[node] is not None for node in o.back)]
+        apart = {node for order in orders for node in order.inside}
+        return [n for n in mixing.computed_along(self.program, self.on_batch, loss) if n not in apart]
 
     def _warn_of_other_orders(self, second: Program | None) -> None:
         """``second``: a capture of more sequences, with the same lines."""
@@ -205,7 +219,7 @@ class _Rewriter:
 
     def warn_of_unknown_ops(self) -> None:
         """An op without a rule may mix the sequences of a batch."""
-        for node in mixing.computed_along(self.program, self.on_batch, self._tail()):
+        for node in self._computed_along(self._tail()):
             if mixing.is_unknown(node):
                 self._tell(self.terms.unknown, node)
 

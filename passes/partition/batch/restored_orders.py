@@ -1,0 +1,190 @@
+"""Rows that a model sorts by expert, computes one by one, and brings back in order: a sort that mixes no sequences.
+
+    order   sort(ids)[1], order // k        rows     x[order // k], w[order]: of tokens or of pairs, in the order
+    keys    sort(ids)[0]                             bias[keys], and calls that act row by row
+    counts  histc(keys, E, 0, E − 1)                 grouped(rows, W, ends): each row by the matrix of its expert
+    ends    cumsum(counts)                  back     y[places], zeros.index_add(0, order // k, y)
+    places  empty[order] = 0 … n − 1
+
+Each pair of token and choice gets what it would get alone, wherever ``ids`` hold the batch: one sequence shows it too.
+Shown call by call: an order with another reader, such as a limit on the rows of an expert, is none of these.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program.ops.aten import aten, draws, named, packet_of, shape_of
+from passes.program.ops.groups import BEST, RESHAPES, SAME, is_grouped
+from passes.rules.follow import follow
+from passes.types.types import Run
+
+ROWS = ("rows", "keys")
+EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)  # dtypes that hold counts and numbers of experts
+
+
+class _MixesRowsError(Exception):
+    """A reader of the order is not understood, or computes one row of others."""
+
+
+@dataclass(frozen=True)
+class RestoredOrder:
+    """A sort of ``ids`` [n]. ``inside``: values in its order → their dim of rows, or None without one.
+
+    ``back``: values that are in the order of ``ids`` again; ``beside``: values from outside that are taken to be in it.
+    Of both: how many of the n rows in turn belong to one of theirs.
+    """
+
+    ids: fx.Node
+    inside: dict[fx.Node, int | None]
+    back: dict[fx.Node, int]
+    beside: dict[fx.Node, int]
+
+    def runs(self, flow: Mapping[fx.Node, frozenset[Run] | None], node: fx.Node) -> frozenset[Run] | None:
+        """The dims of ``node`` with the batch; None if not known, or if values beside have another order of it."""
+        if node in self.inside:
+            dim = self.inside[node]
+            return frozenset(() if dim is None else {(dim, 1, shape_of(self.ids)[0])})
+        is_like_ids = all(flow[x] == self._of_ids(flow, times) for x, times in self.beside.items())
+        return self._of_ids(flow, self.back[node]) if is_like_ids else None
+
+    def _of_ids(self, flow: Mapping[fx.Node, frozenset[Run] | None], times: int) -> frozenset[Run] | None:
+        """The same of a value with one row for ``times`` rows in turn."""
+        of_ids = flow[self.ids] or ()
+        found = frozenset((0, distance // times, count) for _, distance, count in of_ids if distance % times == 0)
+        return found if found and len(found) == len(of_ids) else None
+
+
+def restored_orders(graph: fx.Graph, on_batch: Collection[fx.Node]) -> list[RestoredOrder]:
+    """All such sorts of ``graph``. ``on_batch``: the nodes that are computed from values of the batch."""
+    found = []
+    for sort in (node for node in graph.nodes if packet_of(node.target) is aten.sort):
+        ids = sort.all_input_nodes[0]
+        size = _number_of_experts(ids) if len(shape_of(ids)) == 1 and not named(sort)["descending"] else 0
+        with suppress(_MixesRowsError):
+            found += [_Order(sort, size, on_batch).read()] if size else []
+    return found
+
+
+def _number_of_experts(ids: fx.Node) -> int:
+    """E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, or of elements that are picked along
+    one, as PyTorch refuses others there. 0 if they are not shown to be.
+    """
+    while ids.target in RESHAPES | SAME:
+        ids = ids.all_input_nodes[0]
+    call: Any = ids.args[0] if ids.target is getitem and ids.args[1] == 1 else ids
+    calls = [call] if call.target in BEST else []
+    calls += [user for user in ids.users if packet_of(user.target) is aten.gather and named(user)["index"] is ids]
+    sizes = {shape_of(named(call)["self"])[dim] for call in calls if isinstance(dim := named(call).get("dim"), int)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+class _Order:
+    """Owns the ``roles`` of the values that follow from one sort; of an order // k also k (``times``)."""
+
+    def __init__(self, sort: fx.Node, size: int, on_batch: Collection[fx.Node]) -> None:
+        self.size, self.on_batch, self.ids = size, on_batch, sort.all_input_nodes[0]
+        self.num_rows = shape_of(self.ids)[0]
+        self.roles, self.times = {sort: "sort"}, dict[fx.Node, int]()
+        self.back, self.beside = dict[fx.Node, int](), dict[fx.Node, int]()
+
+    def read(self) -> RestoredOrder:
+        """Raises _MixesRowsError."""
+        for node in self._readers():
+            role = self._role(node) if node.op == "call_function" and not draws(node.target) else ""
+            if not role:
+                raise _MixesRowsError
+            if role != "back":
+                self.roles[node] = role
+        rows = [node for node, role in self.roles.items() if role in ROWS]
+        start = {n: 0 for n in rows if not any(self.roles.get(x) in ROWS for x in n.all_input_nodes)}
+        dims = follow(start, {*rows}.difference(start), lambda node, why: _MixesRowsError(), "", every=True)
+        if not dims.keys() <= {*rows}:
+            raise _MixesRowsError  # a value for each place in the order
+        return RestoredOrder(self.ids, {node: dims.get(node) for node in self.roles}, self.back, self.beside)
+
+    def _readers(self) -> Iterator[fx.Node]:
+        """Each reader of a value with a role, in the graph's order."""
+        (sort,) = self.roles
+        work, seen = sorted(sort.users), set(sort.users)
+        while work:
+            yield (node := heapq.heappop(work))
+            for user in node.users if node in self.roles else ():
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(work, user)
+
+    def _role(self, node: fx.Node) -> str:
+        """ "" if it has none."""
+        read = {self.roles[n] for n in node.all_input_nodes if n in self.roles}
+        packet, args, given = packet_of(node.target), node.args, named(node)
+        if node.target is getitem and read == {"sort"}:
+            self.times |= {node: 1} if args[1] == 1 else {}
+            return "order" if args[1] == 1 else "keys"
+        if packet is aten.to and len(read) == 1 and read <= {"keys", "counts", "ends"}:
+            return read.pop() if node.meta["val"].dtype in EXACT else ""
+        if packet is aten.floor_divide and read == {"order"}:
+            return self._token(node, *args)
+        if packet is aten.histc and read == {"keys"}:
+            return "counts" if (given["bins"], given["min"], given["max"]) == (self.size, 0, self.size - 1) else ""
+        if packet is aten.cumsum and read == {"counts"}:
+            return "ends"
+        if packet is aten.empty_like and read == {"order"}:
+            return "empty"
+        if packet is aten.index_put:
+            return self._places(read, *args)
+        if packet is aten.index and len(given["indices"]) == 1:
+            return self._picked(node, given["self"], given["indices"][0])
+        if packet is aten.index_add and given["alpha"] == 1:
+            return self._added(node, *args[:4])
+        if is_grouped(node.target):
+            return self._multiplied(*args)
+        return "rows" if self._is_of_rows(node) else ""
+
+    def _token(self, node: fx.Node, order: Any, k: Any) -> str:
+        if not isinstance(k, int) or k < 1 or self.num_rows % k or self.times[order] > 1:
+            return ""
+        self.times[node] = k
+        return "order"
+
+    def _places(self, read: set[str], base: Any, indices: Any, value: Any, accumulates: Any = False) -> str:
+        """Of each pair in the order: empty[order] = arange(n)."""
+        counts = value.args if packet_of(value.target) is aten.arange else ()
+        is_all = shape_of(base) == counts == (self.num_rows,) and [self.times.get(i) for i in indices] == [1]
+        return "places" if is_all and not accumulates and read <= {"order", "empty"} else ""
+
+    def _picked(self, node: fx.Node, x: fx.Node, index: fx.Node) -> str:
+        """Rows in the order, or back."""
+        role, is_outside = self.roles.get(index), x not in self.roles
+        if role == "places" and self.roles.get(x) == "rows":
+            self.back[node] = 1
+            return "back"
+        if role == "order" and is_outside and shape_of(x)[0] * self.times[index] == self.num_rows:
+            self.beside[x] = self.times[index]
+            return "rows" if x in self.on_batch else ""  # else it may hold the place of a row in the batch
+        return "rows" if role in ROWS and is_outside and x not in self.on_batch else ""
+
+    def _added(self, node: fx.Node, base: Any, dim: Any, index: Any, rows: Any) -> str:
+        """Back, summed over the rows of each token."""
+        is_of_rows = self.roles.get(index) == "order" and self.roles.get(rows) == "rows" and dim == 0
+        if not is_of_rows or base in self.roles or shape_of(base)[0] * self.times[index] != self.num_rows:
+            return ""
+        self.back[node] = self.times[index]
+        self.beside |= {base: self.times[index]} if base in self.on_batch else {}
+        return "back"
+
+    def _multiplied(self, rows: Any, weight: Any, ends: Any = None, *more: Any) -> str:
+        known = self.roles.get(rows), self.roles.get(ends)
+        return "rows" if known == ("rows", "ends") and weight not in self.on_batch and not more else ""
+
+    def _is_of_rows(self, node: fx.Node) -> bool:
+        """Whether it reads rows alone, beside weights and numbers."""
+        return all(self.roles.get(n) in ROWS or n not in self.on_batch for n in node.all_input_nodes)
