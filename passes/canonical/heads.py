@@ -19,10 +19,10 @@ from torch import fx
 
 from passes.canonical.branches import Branches, equal_branches
 from passes.program.ops.aten import aten, dim_of_cat, draws, has_floats, is_pointwise, reduced_dims, shape_of
-from passes.program.ops.groups import PRODUCTS, equation
+from passes.program.ops.groups import PRODUCTS
 from passes.program.source_lines import origin_of
 from passes.rules.rule import Role
-from passes.rules.table import rule_of
+from passes.rules.table import equation, rule_of
 
 SDPA = aten.scaled_dot_product_attention.default
 

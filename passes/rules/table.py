@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import getitem
+from string import ascii_letters
 from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import aten, is_pointwise, packet_of, packets
+from passes.program.ops.aten import aten, is_pointwise, packet_of, packets, shape_of
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.rules import along, indexing, products, spatial, views
-from passes.rules.call import Call, call_of, key_of
+from passes.rules.call import Call, call_of, key_of, operands_of
 from passes.rules.linear import linear_in
 from passes.rules.own import own_rule
 from passes.rules.products import Builder, text
@@ -57,6 +58,24 @@ def _made(node: fx.Node) -> OpRule | None:
         return None
     packet = aten._grouped_mm if is_grouped(node.target) else packet_of(node.target)
     return replace(rule, linear=linear_in(call, packet))
+
+
+def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
+    """A product as an einsum: operands, their labels and those of the result, one a factor. None without a rule.
+
+    A dim of size 1 that is broadcast has a label of its own.
+    """
+    rule, operands = rule_of(node), operands_of(node)
+    if rule is None:
+        return None
+    label, free = dict(zip(rule.factors, ascii_letters, strict=False)), reversed(ascii_letters)
+
+    def word(place: int, value: fx.Node) -> str:
+        along = [rule.along(place, dim) for dim in range(len(shape_of(value)))]
+        return "".join(label[factors[0]] if factors else next(free) for factors in along)
+
+    *words, out = (word(place, value) for place, value in (*enumerate(operands), (RESULT, node)))
+    return list(operands), words, out
 
 
 def item(call: Call) -> OpRule | None:

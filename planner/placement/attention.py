@@ -23,12 +23,13 @@ from torch import fx
 from passes.blocks.blocks import Blocks, glob_of
 from passes.errors import PlanError
 from passes.partition.type_changes import Placements
-from passes.program.ops.groups import ATTENTION, PRODUCTS, SOFTMAXES, WITH_WEIGHT, equation
+from passes.program.ops.groups import ATTENTION, PRODUCTS, SOFTMAXES, WITH_WEIGHT
 from passes.program.program import Program
 from passes.program.source_lines import module_of, where_of
 from passes.program.walks import Step, operands, readers, walk
 from passes.program.weights import is_weight, matrices_read
 from passes.rules.flops import has_flops
+from passes.rules.table import equation
 from planner.placement.candidates import Cutting, divisors, nearest_tp, nearest_words
 from planner.placement.decide import typing_problem
 

@@ -13,9 +13,10 @@ from passes.partition.typings.base import Form
 from passes.partition.typings.products import ROW_BYTES
 from passes.partition.typings.table import rule_of
 from passes.program.ops.aten import packet_of
-from passes.program.ops.groups import PRODUCTS, SEE_THROUGH, equation
+from passes.program.ops.groups import PRODUCTS, SEE_THROUGH
 from passes.program.weights import is_weight
 from passes.rules.flops import has_flops
+from passes.rules.table import equation
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite, count, is_attention, is_overridden
