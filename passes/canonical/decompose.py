@@ -5,20 +5,14 @@ carries a gradient and has no rule of its own, and kept as one op (and reported)
 would be very many (an LSTM, step by step).
 
 Layers are written out in ops that have a rule, so that tp shards the features of the state. One step of a recurrent
-layer, where s is the sigmoid, and bags of embeddings of one length (others, which data may give, stay one op):
+layer, and bags of embeddings of one length (others, which data may give, stay one op):
 
-    lstm_cell    taken, kept, new, shown = x Wi + h Wh + b        c' = s(kept) c + s(taken) tanh(new)
-                                                                  h' = s(shown) tanh(c')
-    gru_cell     reset, kept, new: of x Wi + bi and of h Wh + bh; the new one is tanh(of x + s(reset) of h)
-                                                                  h' = new + s(kept) (h - new)
-    rnn_cell     h' = tanh or relu of x Wi + h Wh + b
     embedding_bag(W, ids [b·l], arange(0, b·l, l))                the sum, mean or maximum over l of W[ids [b, l]]
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,20 +102,10 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
         return None  # batch norm is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
-    inputs = list(dict.fromkeys(nodes_in((args, kwargs))))
-    if whole is None or not any(n.meta["grad"] for n in inputs):
+    if whole is None or not any(n.meta["grad"] for n in nodes_in((args, kwargs))):
         return None
-
-    def run(*values: torch.Tensor) -> Any:
-        env = dict(zip(inputs, values, strict=True))
-        given, options = fx.map_arg((args, kwargs), lambda n: env[n])
-        return whole(*given, **options)
-
-    parts = _without_rule(spellings, has_rule)
     try:
-        graph = make_fx(run, {} if ours else parts, "real", pre_dispatch=ours is not None)(
-            *(n.meta["val"].detach() for n in inputs)
-        )
+        graph = traced(whole, args, kwargs, None if ours else _without_rule(spellings, has_rule))
     except Exception:
         return None  # an op that PyTorch cannot write out stays a call, and is reported
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
@@ -139,51 +123,73 @@ def _reads_tensors(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
-def _sides(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any], state: fx.Node) -> list[fx.Node]:
-    """x Wᵢᵀ + bᵢ and h Wₕᵀ + bₕ, [b, gates · h]."""
-    given = named(node, args, kwargs)
-    sides = []
-    for read, weight, bias in ((given["input"], "w_ih", "b_ih"), (state, "w_hh", "b_hh")):
-        product = applied(emit, aten.linear.default, read, given[weight])
-        sides.append(product if given[bias] is None else applied(emit, aten.add.Tensor, product, given[bias]))
-    return sides
+def _sides(x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> list[Tensor]:
+    """[b, gates · h] each."""
+    return [functional.linear(x, w_ih, b_ih), functional.linear(hidden, w_hh, b_hh)]
 
 
-def _gates(emit: Emit, x: fx.Node, num: int) -> list[fx.Node]:
-    last = len(shape_of(x)) - 1
-    pieces = applied(emit, aten.split_with_sizes.default, x, [shape_of(x)[last] // num] * num, last)
-    return [emit(operator.getitem, (pieces, i), {}, pieces.meta["val"][i]) for i in range(num)]
+def _lstm_cell(x: Tensor, state: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
+    hidden, cell = state
+    taken, kept, new, shown = torch.add(*_sides(x, hidden, *weights)).chunk(4, -1)
+    cell = kept.sigmoid() * cell + taken.sigmoid() * new.tanh()
+    return shown.sigmoid() * cell.tanh(), cell
 
 
-def _lstm_cell(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    hidden, cell = args[1]
-    both = applied(emit, aten.add.Tensor, *_sides(emit, node, args, kwargs, hidden))
-    taken, kept, new, shown = _gates(emit, both, 4)
-    taken, kept, shown = (applied(emit, aten.sigmoid.default, gate) for gate in (taken, kept, shown))
-    added = applied(emit, aten.mul.Tensor, taken, applied(emit, aten.tanh.default, new))
-    cell = applied(emit, aten.add.Tensor, applied(emit, aten.mul.Tensor, kept, cell), added)
-    return applied(emit, aten.mul.Tensor, shown, applied(emit, aten.tanh.default, cell)), cell
+def _gru_cell(x: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+    of_x, of_hidden = (side.chunk(3, -1) for side in _sides(x, hidden, *weights))
+    reset, kept = ((a + b).sigmoid() for a, b in zip(of_x[:2], of_hidden[:2], strict=True))
+    new = (of_x[2] + reset * of_hidden[2]).tanh()
+    return new + kept * (hidden - new)
 
 
-def _gru_cell(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    hidden = args[1]
-    of_x, of_hidden = (_gates(emit, side, 3) for side in _sides(emit, node, args, kwargs, hidden))
-    reset, kept = (
-        applied(emit, aten.sigmoid.default, applied(emit, aten.add.Tensor, a, b))
-        for a, b in zip(of_x[:2], of_hidden[:2], strict=True)
-    )
-    past = applied(emit, aten.mul.Tensor, reset, of_hidden[2])
-    new = applied(emit, aten.tanh.default, applied(emit, aten.add.Tensor, of_x[2], past))
-    change = applied(emit, aten.mul.Tensor, kept, applied(emit, aten.sub.Tensor, hidden, new))
-    return applied(emit, aten.add.Tensor, new, change)
+def _plain_cell(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: act(torch.add(*_sides(*given)))
 
 
-def _plain_cell(act: Any) -> Callable[..., Any]:
-    def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        both = applied(emit, aten.add.Tensor, *_sides(emit, node, args, kwargs, args[1]))
-        return applied(emit, act, both)
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    """Each half is a segment of its own."""
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()
 
-    return rewrite
+
+def _prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """A weight of several stands at dim 1."""
+    each = weight.reshape(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 and x.dim() > 2 else weight
+    return torch.where(x > 0, x, x * each)
+
+
+def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
+    units = [x / torch.linalg.vector_norm(x, 2, [dim], True).clamp_min(eps) for x in (a, b)]
+    return (units[0] * units[1]).sum([dim])
+
+
+# Written out whether or not they carry a gradient.
+SPELLED: dict[Any, Callable[..., Any]] = table(
+    {
+        _lstm_cell: "lstm_cell",
+        _gru_cell: "gru_cell",
+        _plain_cell(torch.tanh): "rnn_tanh_cell",
+        _plain_cell(torch.relu): "rnn_relu_cell",
+        _glu: "glu",
+        _prelu: "prelu",
+        _cosine: "cosine_similarity",
+    }
+)
+
+
+def traced(whole: Callable[..., Any], args: Any, kwargs: Any, parts: dict[Any, Any] | None = None) -> fx.GraphModule:
+    """The graph of a function, over the tensors among its arguments in order. ``parts``: the decompositions of its ops;
+    None: it is as written."""
+    inputs = list(dict.fromkeys(nodes_in((args, kwargs))))
+
+    def run(*values: Tensor) -> Any:
+        env = dict(zip(inputs, values, strict=True))
+        given, options = fx.map_arg((args, kwargs), lambda n: env[n])
+        return whole(*given, **options)
+
+    values = [n.meta["val"].detach() for n in inputs]
+    return make_fx(run, parts or {}, "real", pre_dispatch=parts is None)(*values)
 
 
 def _embedding_bag(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -239,10 +245,6 @@ def _of_bag(emit: Emit, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.No
 
 LAYERS: dict[Any, Rewrite] = table(
     {
-        _lstm_cell: "lstm_cell",
-        _gru_cell: "gru_cell",
-        _plain_cell(aten.tanh.default): "rnn_tanh_cell",
-        _plain_cell(aten.relu.default): "rnn_relu_cell",
         _embedding_bag: "embedding_bag.padding_idx embedding_bag",
     }
 )

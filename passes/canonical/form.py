@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from passes.canonical.branches import join_branches
-from passes.canonical.decompose import LAYERS, HasRule, frequency_scaled, written_out
+from passes.canonical.decompose import LAYERS, SPELLED, HasRule, frequency_scaled, traced, written_out
 from passes.canonical.emit import Emit, table
 from passes.canonical.heads import join_heads
 from passes.canonical.layout import LAYOUT
@@ -110,8 +110,10 @@ class _Writer:
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
         rewrite = REWRITES.get(node.target)
+        if (spelled := SPELLED.get(node.target)) is not None:
+            return self._write_out(traced(spelled, args, kwargs), node, args, kwargs)
         if rewrite is None:
-            parts = written_out(node, args, kwargs, REWRITES, self.has_rule)
+            parts = written_out(node, args, kwargs, SPELLINGS, self.has_rule)
             if parts is not None:
                 return self._write_out(parts, node, args, kwargs)
             return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
@@ -289,3 +291,4 @@ REWRITES: dict[Any, Callable[..., Any]] = (
     | PRODUCTS
     | LAYERS
 )
+SPELLINGS = REWRITES.keys() | SPELLED.keys()

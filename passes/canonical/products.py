@@ -3,14 +3,12 @@
 einsum with "..." or without "->"    → explicit letters, two operands at a time
 mv, dot, addmv, outer, bilinear      → matmul, einsum
 convolution with bias                → the product, then an add
-glu, prelu, cosine_similarity        → their parts
 nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
 −log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
 """
 
 from __future__ import annotations
 
-import operator
 from string import ascii_letters
 from typing import Any
 
@@ -103,33 +101,6 @@ def _convolution(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, A
     return emit(aten.add.Tensor, (product, viewed(emit, bias, [-1] + [1] * spatial)), {}, val)
 
 
-def _glu(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """a · sigmoid(b) of the two halves: each half is a segment of its own."""
-    dim = dim_of(args, kwargs, 1, -1)
-    half = shape_of(args[0])[dim] // 2
-    halves = applied(emit, aten.split_with_sizes.default, args[0], [half, half], dim)
-    a, b = (emit(operator.getitem, (halves, i), {}, node.meta["val"]) for i in range(2))
-    return emit(aten.mul.Tensor, (a, emit(aten.sigmoid.default, (b,), {}, node.meta["val"])), {}, node.meta["val"])
-
-
-def _prelu(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    x, weight = args
-    if weight.meta["val"].numel() > 1 and len(shape_of(x)) > 2:
-        weight = viewed(emit, weight, [-1] + [1] * (len(shape_of(x)) - 2))
-    scaled = emit(aten.mul.Tensor, (x, weight), {}, node.meta["val"])
-    return emit(aten.where.self, (applied(emit, aten.gt.Scalar, x, 0), x, scaled), {}, node.meta["val"])
-
-
-def _cosine(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
-    given = named(node, args, kwargs)
-    units = []
-    for x in (given["x1"], given["x2"]):
-        norm = applied(emit, aten.linalg_vector_norm.default, x, 2, [given["dim"]], True)
-        units.append(applied(emit, aten.div.Tensor, x, applied(emit, aten.clamp_min.default, norm, given["eps"])))
-    return emit(aten.sum.dim_IntList, (applied(emit, aten.mul.Tensor, *units), [given["dim"]]), {}, node.meta["val"])
-
-
 def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Counts of integers: as floats, which every device can count."""
     val = args[0].meta["val"]
@@ -202,9 +173,6 @@ PRODUCTS: dict[Any, Rewrite] = table(
         _outer: "outer ger",
         _bilinear: "bilinear",
         _convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding",
-        _glu: "glu",
-        _prelu: "prelu",
-        _cosine: "cosine_similarity",
         _histc: "histc",
         _nll_loss: "nll_loss_nd nll_loss",
         _gather: "gather",
