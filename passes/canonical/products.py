@@ -18,23 +18,9 @@ from torch import fx
 from passes.canonical.emit import Emit, Rewrite, applied, dim_of, reshaped, table, viewed
 from passes.program.ops.aten import aten, named, shape_of
 from passes.program.ops.groups import LOG_SOFTMAXES
+from passes.rules.products import explicit
 
 UNREDUCED = 0
-
-
-def explicit(text: str, ndims: list[int]) -> str:
-    """An einsum equation with every letter written out; ``ndims`` of the operands. Unchanged if it already is."""
-    left, arrow, right = text.replace(" ", "").partition("->")
-    words = left.split(",")
-    if not arrow:
-        letters = sorted({c for c in left if c.isalpha()})
-        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
-    free = [c for c in ascii_letters if c not in text]
-    spare = [n - len(w.replace(".", "")) for w, n in zip(words, ndims, strict=True)]
-    most = max((s for s, w in zip(spare, words, strict=True) if "..." in w), default=0)
-    dots = "".join(free[:most])
-    words = [w.replace("...", dots[most - s :]) for w, s in zip(words, spare, strict=True)]
-    return ",".join(words) + "->" + right.replace("...", dots)
 
 
 def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ bias the summed dim is mixed. Attention too, which has several of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 
 from passes.rules.call import Call
 from passes.rules.notation import Pattern, parse
@@ -28,26 +29,29 @@ def _first(patterns: Sequence[Pattern], call: Call) -> OpRule | None:
     return next((pattern.rule(call) for pattern in patterns if pattern.fits(call)), None)
 
 
-def einsum(call: Call) -> OpRule | None:
-    equation = str(call.given["equation"]).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    letters = left.replace(",", "").replace(".", "")
+def explicit(text: str, ndims: list[int]) -> str:
+    """An einsum equation with every letter written out; ``ndims`` of the operands. Unchanged if it already is."""
+    left, arrow, right = text.replace(" ", "").partition("->")
+    words = left.split(",")
     if not arrow:
-        right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        letters = sorted({c for c in left if c.isalpha()})
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    free = [c for c in ascii_letters if c not in text]
+    spare = [n - len(w.replace(".", "")) for w, n in zip(words, ndims, strict=True)]
+    most = max((s for s, w in zip(spare, words, strict=True) if "..." in w), default=0)
+    dots = "".join(free[:most])
+    words = [w.replace("...", dots[most - s :]) for w, s in zip(words, spare, strict=True)]
+    return ",".join(words) + "->" + right.replace("...", dots)
+
+
+def einsum(call: Call) -> OpRule | None:
+    words, _, result = explicit(str(call.given["equation"]), [len(shape) for shape in call.shapes]).partition("->")
+    terms = [" ".join(c if c in result else f"{c}+" for c in word) for word in words.split(",")]
     try:
-        pattern = parse(f"{', '.join(_spaced(t, right) for t in left.split(','))} -> {_spaced(right, right)}")
+        pattern = parse(f"{', '.join(terms)} -> {' '.join(result)}")
     except ValueError:
         return None  # a diagonal
     return _first([pattern], call)
-
-
-def _spaced(term: str, result: str) -> str:
-    head, dots, tail = term.partition("...")
-    return " ".join([*_marked(head, result), *([dots] if dots else []), *_marked(tail, result)])
-
-
-def _marked(letters: str, result: str) -> list[str]:
-    return [letter if letter in result else f"{letter}+" for letter in letters]
 
 
 linear = text("... i+, o i+ -> ... o", "... i^, o i^, o -> ... o", "... i+, i+ -> ...")

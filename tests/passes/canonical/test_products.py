@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from passes.canonical.products import explicit
+from passes.rules.products import explicit
 from tests.models.one_body import OneBody
 from tests.tools.canonical import canonical, canonical_loss
 
